@@ -1,0 +1,68 @@
+# Every target makes the environment it needs: one .venv in this folder, made anew when what it is made from changes.
+# PYTHON chooses the interpreter (3.10 or newer); ARGS goes to pytest or to the benchmarks:
+#     make test ARGS="-k watch"      make bench ARGS="--list"
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow test-gpu lint bench docs clean
+
+help:
+	@echo "make demo       a training run whose configuration changes while it trains"
+	@echo "make test       the tests; test-slow and test-gpu: those left out of it"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      the benchmarks, with their tables"
+	@echo "make docs       the documentation, into build/docs"
+	@echo "make clean      remove all that make has made"
+
+# setuptools comes first and builds the project in place, so that the build too uses the pinned version.
+# The stamp is written last: an installation that was cut short is made again.
+$(READY): setup.py setup.cfg constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "$(PYTHON) was not found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
+	    exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); Python 3.10 or newer is needed: make PYTHON=/path/to/python3" >&2; \
+	    exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make virtual environments; install its venv module (Debian, Ubuntu: python3-venv)" >&2; \
+	    exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) -V 2>&1): a minute or two, the first time"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP_INSTALL) setuptools
+	@PIP_USE_PEP517=1 $(PIP_INSTALL) --no-build-isolation --editable ".[dev,docs]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m examples.live_config
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(READY)
+	$(BIN)/python -m sphinx -W -n --keep-going -q -b html -d build/doctrees docs build/docs
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find elastic_ext tests benchmarks examples docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

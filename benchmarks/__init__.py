@@ -1,0 +1,1 @@
+"""What speed and memory claims rest on: each module here that defines ``main`` is one benchmark."""

@@ -1,0 +1,332 @@
+"""Comparing ways to do the same work, interleaved in one process: ratios round by round, and how far to believe them.
+
+A benchmark is a module of this folder whose ``main()`` returns the comparisons that it made; ``python -m benchmarks``
+prints and records them. Nothing here knows what is compared.
+
+Words: a *side* is one way to do the work; the first is the *baseline*, A, and runs twice in each *round*, as A and A'.
+A *ratio* is a side's reading over the baseline's of the same round, so less is better. The *A/A interval* is what
+A'/A, where nothing differs, was seen to be: no claim finer than that can be decided here.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import psutil
+
+__all__ = [
+    "Claim",
+    "Comparison",
+    "Machine",
+    "Reading",
+    "Row",
+    "Side",
+    "Unit",
+    "UnlikeWorkError",
+    "Verdict",
+    "bootstrap_interval",
+    "check_same_work",
+    "compare",
+    "decide",
+    "paired_ratios",
+    "record",
+    "rotated",
+    "table",
+    "this_machine",
+]
+
+Verdict = Literal["pass", "fail", "inconclusive", "none claimed"]
+Unit = Literal["seconds", "bytes", "count"]
+
+NUM_RESAMPLES = 2000
+LOW, HIGH = 0.05, 0.95  # which part of the resampled medians the A/A interval holds
+RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
+
+
+class UnlikeWorkError(RuntimeError):
+    """Two sides of a comparison did not do the same work, so their times say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What a side returns that measures itself: the value to compare, in the comparison's unit, and the work done."""
+
+    value: float
+    work: object
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What is claimed of a side: its reading is at most so many times the baseline's."""
+
+    at_most: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.at_most < math.inf or self.at_most == 1:
+            raise ValueError(
+                f"at_most is {self.at_most}; allowed: a number > 0 and not 1, which leaves no margin to decide in; "
+                "for 'no slower' say how much is still no slower, such as 1.02"
+            )
+
+    @property
+    def margin(self) -> float:
+        """How far from 1 the claim lies."""
+        return abs(1 - self.at_most)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One way to do the work.
+
+    ``run`` returns what it did as a value that compares with ``==`` (a count, a digest, a tuple of these): it is timed
+    whole. Where only part of it is to count, or something other than time, it returns a Reading.
+    """
+
+    name: str
+    run: Callable[[], object]
+    claim: Claim | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One side's line in the table."""
+
+    name: str
+    median: float
+    ratio: float
+    aa_interval: tuple[float, float]
+    claim: Claim | None
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What came of one comparison: a row for each side, the baseline's first."""
+
+    title: str
+    unit: Unit
+    num_rounds: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What ran the comparison, in general words: no host and no exact model is named."""
+
+    num_cpus: int
+    cpu: str
+    memory_bytes: int
+    accelerator: str | None
+
+
+# --- statistics -----------------------------------------------------------------------------------------------------
+
+
+def rotated(num_sides: int, round_index: int) -> list[int]:
+    """The order of the sides in one round: over many rounds each side stands in each place, and before each other."""
+    order = list(range(num_sides))
+    turn = round_index % num_sides
+    order = order[turn:] + order[:turn]
+    return order[::-1] if (round_index // num_sides) % 2 else order
+
+
+def paired_ratios(side: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """A side's readings over the baseline's, round by round."""
+    ratios = []
+    for mine, other in zip(side, baseline, strict=True):
+        if not other > 0:
+            raise ValueError(f"the baseline read {other}; a ratio needs readings > 0: give each run more to do")
+        ratios.append(mine / other)
+    return ratios
+
+
+def bootstrap_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
+    """Where the median of such values lies in nine of ten resamplings; the same each time it is asked."""
+    draw = random.Random(seed)
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
+    last = NUM_RESAMPLES - 1
+    return medians[round(LOW * last)], medians[round(HIGH * last)]
+
+
+def decide(ratio: float, aa_interval: tuple[float, float], claim: Claim | None) -> tuple[Verdict, str]:
+    """Whether a claim holds, with the reason in words.
+
+    The A/A interval counts as wide as it reaches from 1 too: where A' differs from A by more than the margin, however
+    steadily, the place in the round matters more than what is claimed.
+    """
+    if claim is None:
+        return "none claimed", "nothing is claimed of it"
+    low, high = aa_interval
+    width = max(high, 1.0) - min(low, 1.0)
+    if width > claim.margin:
+        return (
+            "inconclusive",
+            f"the baseline against itself spans {width:.1%}, the claim's margin is {claim.margin:.1%}",
+        )
+    if ratio <= claim.at_most:
+        return "pass", f"{ratio:.3f} is at most {claim.at_most:.3f}"
+    return "fail", f"{ratio:.3f} is more than {claim.at_most:.3f}"
+
+
+def check_same_work(work: Mapping[str, object]) -> None:
+    """Raise UnlikeWorkError where the sides of one round did not all do the same."""
+    names = list(work)
+    for name in names[1:]:
+        if work[name] != work[names[0]]:
+            raise UnlikeWorkError(
+                f"{name!r} did {work[name]!r} and {names[0]!r} did {work[names[0]]!r}; sides are compared only where "
+                "they do the same work: make both do it, and return it from run"
+            )
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    title: str,
+    sides: Sequence[Side],
+    *,
+    num_rounds: int,
+    num_warmup_rounds: int = 1,
+    unit: Unit = "seconds",
+    clock: Callable[[], float] = time.perf_counter,
+    settle: Callable[[], object] = gc.collect,
+) -> Comparison:
+    """Run the sides interleaved, the first as the baseline and twice, and say what came of it.
+
+    ``settle`` runs before each run, outside its time. Warm-up rounds check the work and are not read.
+    """
+    if len({side.name for side in sides}) < max(len(sides), 2):
+        raise ValueError(f"sides are {[side.name for side in sides]}; allowed: two or more, with unlike names")
+    if num_rounds < 3:
+        raise ValueError(f"num_rounds is {num_rounds}; use at least 3, and 15 or more for a claim of a few percent")
+    runners = [sides[0], *sides]  # 0: A', 1: A
+    readings: list[list[float]] = [[] for _ in runners]
+    for index in range(-num_warmup_rounds, num_rounds):
+        work: dict[str, object] = {}
+        for place in rotated(len(runners), index % (2 * len(runners))):
+            settle()
+            value, done = _read(runners[place], clock)
+            work[runners[place].name if place else f"{runners[0].name}, again"] = done
+            if index >= 0:
+                readings[place].append(value)
+        check_same_work(work)
+    again, *values = readings
+    aa_interval = bootstrap_interval(paired_ratios(again, values[0]))
+    rows = [_row(side, mine, values[0], aa_interval) for side, mine in zip(sides, values, strict=True)]
+    return Comparison(title=title, unit=unit, num_rounds=num_rounds, rows=tuple(rows))
+
+
+def _read(side: Side, clock: Callable[[], float]) -> tuple[float, object]:
+    start = clock()
+    done = side.run()
+    elapsed = clock() - start
+    return (done.value, done.work) if isinstance(done, Reading) else (elapsed, done)
+
+
+def _row(side: Side, values: Sequence[float], baseline: Sequence[float], aa_interval: tuple[float, float]) -> Row:
+    ratio = median(paired_ratios(values, baseline))
+    verdict, reason = decide(ratio, aa_interval, side.claim)
+    return Row(
+        name=side.name,
+        median=median(values),
+        ratio=ratio,
+        aa_interval=aa_interval,
+        claim=side.claim,
+        verdict=verdict,
+        reason=reason,
+    )
+
+
+# --- showing and recording ------------------------------------------------------------------------------------------
+
+
+def table(comparison: Comparison) -> str:
+    """A comparison as a Markdown table under its title."""
+    lines = [
+        f"**{comparison.title}** ({comparison.num_rounds} rounds)",
+        "",
+        "| name | median | ratio | A/A interval | target | verdict |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in comparison.rows:
+        low, high = row.aa_interval
+        name = row.name.replace("|", "\\|")
+        target = f"≤ {row.claim.at_most:.3g}" if row.claim else ""
+        verdict = f"{row.verdict}: {row.reason}" if row.claim else ""
+        lines.append(
+            f"| {name} | {shown_value(row.median, comparison.unit)} | {row.ratio:.3f} | {low:.3f} to {high:.3f} "
+            f"| {target} | {verdict} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def shown_value(value: float, unit: Unit) -> str:
+    """A reading in the unit that suits its size."""
+    if unit == "count":
+        return f"{value:.6g}"
+    steps: Sequence[tuple[float, str]] = (
+        ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+        if unit == "seconds"
+        else ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+    )
+    size, name = next((step for step in steps if value >= step[0]), steps[-1])
+    return f"{value / size:.4g} {name}"
+
+
+def generic_cpu_name(model_name: str) -> str:
+    """The family of a processor out of its model name: without marks, model numbers and speed."""
+    words = model_name.split("@")[0].replace("(R)", "").replace("(TM)", "").split()
+    kept = [word for word in words if not any(sign.isdigit() for sign in word) and word not in ("CPU", "Processor")]
+    return " ".join(kept) or "unknown processor"
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on; the accelerator only where a benchmark has loaded torch."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        cpuinfo = ""
+    models = [line.partition(":")[2] for line in cpuinfo.splitlines() if line.startswith("model name")]
+    torch = sys.modules.get("torch")
+    return Machine(
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu=f"{generic_cpu_name(models[0] if models else platform.processor())} ({platform.machine()})",
+        memory_bytes=psutil.virtual_memory().total,
+        accelerator=torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
+    )
+
+
+def versions() -> str:
+    """The versions of Python and torch that a result was seen with."""
+    return f"Python {platform.python_version()}, torch {metadata.version('torch')}"
+
+
+def record(
+    name: str, comparisons: Sequence[Comparison], *, date: str, command: str, machine: Machine, seen: str
+) -> str:
+    """A section for RESULTS.md: when, where and how one benchmark was run, and its tables."""
+    accelerator = f", {machine.accelerator}" if machine.accelerator else ""
+    head = [
+        f"## {date}: {name}",
+        "",
+        f"- command: `{command}`",
+        f"- machine: {machine.num_cpus} processors, {machine.cpu}, "
+        f"{shown_value(machine.memory_bytes, 'bytes')} of memory{accelerator}",
+        f"- {seen}",
+        "",
+    ]
+    return "\n".join(head) + "\n" + "\n".join(table(comparison) for comparison in comparisons)

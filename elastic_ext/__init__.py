@@ -1,0 +1,69 @@
+"""elastic_ext: tune, reshard, scale and heal a PyTorch training job without stopping it.
+
+The public names are loaded when they are first used, so that a process which needs no torch never imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .agree import Boundary
+    from .appliers import Applied, Applier
+    from .config import ElasticConfig
+    from .errors import (
+        ApplyError,
+        ConfigError,
+        ElasticError,
+        PeerLostError,
+        RanksDisagreeError,
+        RanksError,
+        RanksFailedError,
+    )
+    from .follow import ConfigFollower, follow_config
+    from .watch import ConfigWatcher
+
+__all__ = [
+    "Applied",
+    "Applier",
+    "ApplyError",
+    "Boundary",
+    "ConfigError",
+    "ConfigFollower",
+    "ConfigWatcher",
+    "ElasticConfig",
+    "ElasticError",
+    "PeerLostError",
+    "RanksDisagreeError",
+    "RanksError",
+    "RanksFailedError",
+    "follow_config",
+]
+
+_HOMES = {
+    "Applied": "appliers",
+    "Applier": "appliers",
+    "ApplyError": "errors",
+    "Boundary": "agree",
+    "ConfigError": "errors",
+    "ConfigFollower": "follow",
+    "ConfigWatcher": "watch",
+    "ElasticConfig": "config",
+    "ElasticError": "errors",
+    "PeerLostError": "errors",
+    "RanksDisagreeError": "errors",
+    "RanksError": "errors",
+    "RanksFailedError": "errors",
+    "follow_config": "follow",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,183 @@
+"""elastic-ext: the command line.
+
+    elastic-ext config show                    what the file holds
+    elastic-ext config set KEY=VALUE...        write the next version; KEY= takes a key out of the file
+    elastic-ext config diff [FROM [TO]]        what differs between two versions
+    elastic-ext config history                 every version, with its reason
+    elastic-ext config undo                    the content before this one, as a new version
+
+The file is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from .config import ElasticConfig
+from .errors import ConfigError, Refusal
+from .history import ConfigHistory, Entry
+from .keys import KEYS
+from .strict_json import shown
+
+__all__ = ["main", "parse_assignment"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit status: 0 done, 1 the file system refused, 2 the input was refused."""
+    options = _parser().parse_args(arguments)
+    try:
+        history = ConfigHistory(_file(options.file, os.environ))
+        output = _COMMANDS[options.command](history, options)
+    except ConfigError as error:
+        print(f"elastic-ext: refused: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"elastic-ext: {error}; the config file is as it was", file=sys.stderr)
+        return 1
+    sys.stdout.write(output)
+    return 0
+
+
+def parse_assignment(text: str) -> tuple[str, object]:
+    """``KEY=VALUE`` as key and value: JSON where it is JSON, else text; None where the value is empty."""
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise _refused(shown(text), "KEY=VALUE, such as optimizer.learning_rate=0.001")
+    if value == "":
+        return path, None
+    try:
+        return path, json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        return path, value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="elastic-ext", description="Look at and change elastic training jobs.")
+    config = parser.add_subparsers(metavar="config", required=True).add_parser(
+        "config", help="the versioned config file of a job"
+    )
+    commands = config.add_subparsers(dest="command", required=True)
+    by_name: dict[str, argparse.ArgumentParser] = {}
+    for name, words in _HELP.items():
+        by_name[name] = commands.add_parser(name, help=words, description=words)
+        by_name[name].add_argument("--file", type=Path, help="the config file")
+    by_name["set"].add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="KEY= takes the key out")
+    by_name["set"].add_argument("--reason", default="", help="why, for the log and the history")
+    by_name["set"].add_argument("--at-step", type=int, help="the first step that runs under this version")
+    by_name["diff"].add_argument("versions", nargs="*", type=int, metavar="VERSION", help="from, and to")
+    by_name["history"].add_argument("--json", action="store_true", help="one JSON object per version")
+    return parser
+
+
+def _file(given: Path | None, environ: Mapping[str, str]) -> Path:
+    if given is not None:
+        return given
+    if environ.get("ELASTIC_EXT_CONFIG_FILE"):
+        return Path(environ["ELASTIC_EXT_CONFIG_FILE"])
+    if environ.get("ELASTIC_EXT_RUN_DIR"):
+        return Path(environ["ELASTIC_EXT_RUN_DIR"]) / "config.json"
+    raise _refused("no config file is named", "--file FILE, or ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR set")
+
+
+def _show(history: ConfigHistory, options: argparse.Namespace) -> str:
+    return _existing(history).to_json()
+
+
+def _set(history: ConfigHistory, options: argparse.Namespace) -> str:
+    pairs = dict(parse_assignment(text) for text in options.assignments)
+    for path, value in pairs.items():
+        if value is None and f"{path}=" not in options.assignments:
+            raise _refused(f"{path} is null", f"a value, or {path}= to take the key out")
+    new = history.set(
+        {path: value for path, value in pairs.items() if value is not None},
+        remove=[path for path, value in pairs.items() if value is None],
+        reason=options.reason,
+        at_step=options.at_step,
+    )
+    return _written(history, new)
+
+
+def _diff(history: ConfigHistory, options: argparse.Namespace) -> str:
+    _existing(history)
+    entries = history.entries()
+    if len(options.versions) > 2:
+        raise _refused(f"{len(options.versions)} versions are given", "at most two: from, and to")
+    last = entries[-1].config.version
+    before = entries[-2].config.version if len(entries) > 1 else last
+    given: list[int] = options.versions
+    first = given[0] if given else before
+    second = given[1] if len(given) > 1 else last
+    return _changes(_version(entries, first), _version(entries, second))
+
+
+def _history(history: ConfigHistory, options: argparse.Namespace) -> str:
+    entries = history.entries()
+    if options.json:
+        return "".join(entry.to_json() + "\n" for entry in entries)
+    lines = []
+    previous = ElasticConfig(version=0)
+    for entry in entries:
+        when = datetime.fromtimestamp(entry.time).strftime("%Y-%m-%d %H:%M:%S")
+        reason = f": {entry.config.reason}" if entry.config.reason else ""
+        lines.append(f"version {entry.config.version}, {when}{reason}\n")
+        lines += [f"  {line}\n" for line in _changes(previous, entry.config).splitlines()]
+        previous = entry.config
+    return "".join(lines)
+
+
+def _undo(history: ConfigHistory, options: argparse.Namespace) -> str:
+    return _written(history, history.undo())
+
+
+_COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}
+_HELP = {
+    "show": "what the file holds",
+    "set": f"write the next version; keys: {', '.join(path for path in KEYS if '.' in path)}, user.NAME",
+    "diff": "what differs between two versions; by default the last two",
+    "history": "every version, with its time, reason and changes",
+    "undo": "write the content before this one as a new version",
+}
+
+
+def _existing(history: ConfigHistory) -> ElasticConfig:
+    current = history.current()
+    if current is None:
+        raise _refused(f"{history.path} does not exist", "a config file; `config set` makes one")
+    return current
+
+
+def _version(entries: Sequence[Entry], version: int) -> ElasticConfig:
+    found = [entry.config for entry in entries if entry.config.version == version]
+    if not found:
+        known = ", ".join(str(entry.config.version) for entry in entries)
+        raise _refused(f"version {version} is not in the history", f"one of {known}")
+    return found[-1]
+
+
+def _changes(old: ElasticConfig, new: ElasticConfig) -> str:
+    lines = (f"{path}: {_value(before)} -> {_value(after)}\n" for path, (before, after) in old.differences(new).items())
+    return "".join(lines)
+
+
+def _value(value: object) -> str:
+    return "absent" if value is None else shown(value, 200)
+
+
+def _written(history: ConfigHistory, new: ElasticConfig) -> str:
+    entries = history.entries()
+    before = entries[-2].config if len(entries) > 1 else ElasticConfig(version=0)
+    return f"version {new.version} written\n{_changes(before, new)}"
+
+
+def _refused(given: str, allowed: str) -> ConfigError:
+    return ConfigError([Refusal(key="", given=given, allowed=allowed)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

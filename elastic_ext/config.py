@@ -1,0 +1,262 @@
+"""ElasticConfig: the one value that says what training should be doing.
+
+Here is what can be done with the value: parse it, lay it over start-up values, revise it, compare two. The table of
+keys is in keys.py (and is part of this module's names), the sections are in sections.py, what a single value may be
+is in rules.py, and what a file may be at all is in strict_json.py.
+
+Words: a *version* is a whole config that somebody put in place; a *revision* is a change made to it inside the job
+(version 7, revision 2). A *key* is a dotted name (``dataloader.batch_size``); the part before the dot names its
+*section*. An *absent* key means the key's start-up value, never some other number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from .errors import ConfigError, Refusal
+from .keys import KEYS, REPLACES, SECTIONS, USER_NAME, USER_RULE, key_table, null_value, section_of, unknown_key
+from .rules import Integer, UserValue, Value
+from .sections import (
+    SECTION_TYPES,
+    CheckpointSection,
+    CommunicationSection,
+    DataloaderSection,
+    OptimizerSection,
+    ParallelismSection,
+    Section,
+    TuningSection,
+    fields_of,
+)
+from .strict_json import read_object, shown
+
+__all__ = ["KEYS", "SECTIONS", "ElasticConfig", "key_table", "section_of"]
+
+_HEADER = ("version", "reason", "apply_at_step", "global_batch_size")
+_SECTION_NAMES: Mapping[str, type[Section]] = {kind.section: kind for kind in SECTION_TYPES}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticConfig(Section):
+    """What training should be doing: one versioned value, checked when it is made.
+
+    Version 0 is what a script starts with where no file has said anything yet. ``user`` maps names of the user's
+    own to JSON scalars and tuples of such; treat it as read-only.
+    """
+
+    section: ClassVar[str] = ""
+    version: int
+    revision: int = 0
+    reason: str = ""
+    apply_at_step: int | None = None
+    global_batch_size: int | None = None
+    dataloader: DataloaderSection = field(default_factory=DataloaderSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    parallelism: ParallelismSection = field(default_factory=ParallelismSection)
+    communication: CommunicationSection = field(default_factory=CommunicationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    tuning: TuningSection = field(default_factory=TuningSection)
+    user: Mapping[str, UserValue] = field(default_factory=dict)
+    _digest: str = field(default="", init=False, repr=False, compare=False)
+
+    def _refused_fields(self) -> Iterator[Refusal]:
+        for name, rule in (("version", Integer(0)), ("revision", Integer(0))):
+            try:
+                rule.check(getattr(self, name))
+            except ValueError as error:
+                yield Refusal(key=name, given=shown(getattr(self, name)), allowed=str(error))
+        for name in ("reason", "apply_at_step", "global_batch_size"):
+            value = getattr(self, name)
+            try:
+                if value is not None:
+                    KEYS[name].rule.check(value)
+            except ValueError as error:
+                yield Refusal(key=name, given=shown(value), allowed=str(error))
+        kept: dict[str, UserValue] = {}
+        yield from _check_user(self.user, kept)
+        object.__setattr__(self, "user", kept)
+
+    @classmethod
+    def parse(cls, data: bytes) -> ElasticConfig:
+        """The config that a file's bytes hold; ConfigError names every key that was refused, and why."""
+        return cls.from_dict(read_object(data), lowest_version=1)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, revision: int = 0, lowest_version: int = 0) -> ElasticConfig:
+        """The config that ``to_dict`` gave; ConfigError names every key that was refused, and why."""
+        refusals: list[Refusal] = []
+        arguments: dict[str, Any] = {}
+        for name, value in raw.items():
+            if name in _SECTION_NAMES or name == "user":
+                if not isinstance(value, dict):
+                    refusals.append(Refusal(key=name, given=shown(value), allowed="an object"))
+                elif name == "user":
+                    arguments["user"] = value
+                else:
+                    _take_section(_SECTION_NAMES[name], value, arguments, refusals)
+            elif name not in _HEADER:
+                refusals.append(unknown_key(name))
+            elif value is None:
+                refusals.append(null_value(name))
+            else:
+                arguments[name] = value
+        try:
+            Integer(lowest_version).check(arguments.get("version"))
+        except ValueError as error:
+            given = shown(arguments.pop("version")) if "version" in arguments else "absent"
+            advice = 'put "version": 1 at the top level, and a higher one at each change'
+            refusals.append(Refusal(key="version", given=given, allowed=str(error), advice=advice))
+        return cls._build({"version": 1, **arguments, "revision": revision}, refusals)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, object], *, version: int = 0, reason: str = "") -> ElasticConfig:
+        """The config that holds these dotted keys, such as ``{"optimizer.learning_rate": 1e-3, "user.mixup": 0.2}``."""
+        arguments: dict[str, Any] = {"version": version, "reason": reason}
+        sections: dict[str, dict[str, object]] = {}
+        refusals: list[Refusal] = []
+        for path, value in values.items():
+            name, dot, rest = path.partition(".")
+            if name == "user" and dot:
+                sections.setdefault("user", {})[rest] = value
+            elif path in ("version", "reason", "apply_at_step"):
+                advice = "it belongs to the version as a whole, not to its values"
+                refusals.append(Refusal(key=path, given=shown(value), allowed="no value here", advice=advice))
+            elif path not in KEYS:
+                refusals.append(unknown_key(path))
+            elif value is None:
+                refusals.append(null_value(path))
+            elif dot:
+                sections.setdefault(name, {})[rest] = value
+            else:
+                arguments[path] = value
+        for name, section in sections.items():
+            if name == "user":
+                arguments["user"] = section
+            else:
+                _take_section(_SECTION_NAMES[name], section, arguments, refusals)
+        return cls._build(arguments, refusals)
+
+    @classmethod
+    def _build(cls, arguments: Mapping[str, Any], refusals: Sequence[Refusal]) -> ElasticConfig:
+        """The config of these fields, unless something was refused before or is now."""
+        try:
+            config = cls(**arguments)
+        except ConfigError as error:
+            raise ConfigError([*refusals, *error.refusals]) from None
+        if refusals:
+            raise ConfigError(refusals)
+        return config
+
+    def values(self) -> dict[str, Value]:
+        """Every key that is present, dotted, without version, revision, reason and apply_at_step."""
+        result: dict[str, Value] = {}
+        if self.global_batch_size is not None:
+            result["global_batch_size"] = self.global_batch_size
+        for kind in SECTION_TYPES:
+            section: Section = getattr(self, kind.section)
+            result.update({f"{kind.section}.{name}": v for name, v in fields_of(section) if v is not None})
+        result.update({f"user.{name}": value for name, value in self.user.items()})
+        return result
+
+    def get(self, path: str) -> Value:
+        """The value of a dotted key, None where it is absent."""
+        return self.values().get(path)
+
+    def over(self, base: ElasticConfig) -> ElasticConfig:
+        """This config with its absent keys taken from ``base``, the start-up values."""
+        mine = self.values()
+        gone = {other for path in mine for other in REPLACES.get(path, ())}
+        kept = {path: value for path, value in base.values().items() if path not in gone and path != "checkpoint.now"}
+        merged = ElasticConfig.from_values({**kept, **mine}, version=self.version, reason=self.reason)
+        return replace(merged, revision=self.revision, apply_at_step=self.apply_at_step)
+
+    def revise(self, changes: Mapping[str, object], reason: str) -> ElasticConfig:
+        """The next revision of this version: dotted keys replaced, everything else as it is."""
+        changed = ElasticConfig.from_values(changes, version=self.version, reason=reason)
+        return replace(changed.over(self), revision=self.revision + 1)
+
+    def differences(self, newer: ElasticConfig) -> dict[str, tuple[Value, Value]]:
+        """Each key whose value is another one in ``newer``: what it was (None: absent) and what it is."""
+        before, after = self.values(), newer.values()
+        paths = [*before, *(path for path in after if path not in before)]
+        return {path: (before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as a file holds it: nested, absent keys left out, without the revision."""
+        result: dict[str, Any] = {"version": self.version}
+        if self.reason:
+            result["reason"] = self.reason
+        if self.apply_at_step is not None:
+            result["apply_at_step"] = self.apply_at_step
+        for path, value in self.values().items():
+            name, dot, rest = path.partition(".")
+            if dot:
+                result.setdefault(name, {})[rest] = value
+            else:
+                result[name] = value
+        return result
+
+    def to_json(self) -> str:
+        """The file's text: JSON, indented, ending in a newline."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    @property
+    def label(self) -> str:
+        """ "version 7", or "version 7, revision 2"."""
+        return f"version {self.version}" + (f", revision {self.revision}" if self.revision else "")
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything the config says; equal contents have equal digests however their files are written."""
+        if not self._digest:
+            canonical = json.dumps([self.to_dict(), self.revision], sort_keys=True, separators=(",", ":"))
+            object.__setattr__(self, "_digest", hashlib.sha256(canonical.encode()).hexdigest())
+        return self._digest
+
+
+def _take_section(
+    kind: type[Section], raw: Mapping[str, object], arguments: dict[str, Any], refusals: list[Refusal]
+) -> None:
+    """Build one section into ``arguments``, or add what is wrong with it to ``refusals``."""
+    known: dict[str, Any] = {}
+    for name, value in raw.items():
+        path = f"{kind.section}.{name}"
+        if path in KEYS:
+            if value is None:
+                refusals.append(null_value(path))
+            else:
+                known[name] = value
+        elif name == "version" and kind.section in ("dataloader", "optimizer"):
+            refusals += _check_section_version(path, value)  # DLRover's; here the whole file's counts
+        else:
+            refusals.append(unknown_key(path))
+    try:
+        arguments[kind.section] = kind(**known)
+    except ConfigError as error:
+        refusals += error.refusals
+
+
+def _check_section_version(path: str, value: object) -> list[Refusal]:
+    rule = Integer(0)
+    try:
+        rule.check(value)
+    except ValueError as error:
+        return [Refusal(key=path, given=shown(value), allowed=str(error), advice="or leave it out")]
+    return []
+
+
+def _check_user(given: object, kept: dict[str, UserValue]) -> Iterator[Refusal]:
+    if not isinstance(given, Mapping):
+        yield Refusal(key="user", given=shown(given), allowed="an object")
+        return
+    for name, value in given.items():
+        if not isinstance(name, str) or not 0 < len(name) <= USER_NAME.at_most:
+            yield Refusal(key="user", given=f"a name of {len(str(name))} characters", allowed="names of 1 to 200")
+            continue
+        try:
+            kept[name] = USER_RULE.check(value)
+        except ValueError as error:
+            yield Refusal(key=f"user.{shown(name)[1:-1]}", given=shown(value), allowed=str(error))

@@ -1,0 +1,116 @@
+"""Decisions of an agreement, as pure functions: whose config comes next, and how often to ask.
+
+Words: a *round* is the exchange that follows a control word which says that there is something to decide. A
+*report* is what one rank brings to a round; a *choice* is what all ranks make of the reports.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Choice", "Lag", "Pace", "Report", "choose"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one rank brings to a round."""
+
+    version: int | None = None
+    """Of the config file it holds, where that is news."""
+    digest: str = ""
+    changes: Mapping[str, Any] | None = None
+    """Of the revision it proposes, if it does."""
+    reason: str = ""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Report:
+        return cls(**json.loads(data))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What all ranks make of the reports."""
+
+    kind: Literal["file", "revision", "conflict", "nothing"]
+    source: int = 0
+    """The rank whose contents are taken."""
+    reason: str = ""
+
+
+def choose(reports: Sequence[Report]) -> Choice:
+    """The config that every rank holds a file for comes first, else the lowest rank's proposal.
+
+    Where ranks hold different versions the lowest of them is next: the others pass through it. One version with
+    different contents is a conflict, and nothing changes.
+    """
+    held = [report.version for report in reports]
+    if all(version is not None for version in held):
+        version = min(version for version in held if version is not None)
+        digests: dict[str, list[int]] = {}
+        for rank, report in enumerate(reports):
+            if report.version == version:
+                digests.setdefault(report.digest, []).append(rank)
+        if len(digests) > 1:
+            groups = " unlike ".join("ranks " + ", ".join(map(str, ranks)) for ranks in digests.values())
+            reason = f"version {version} has different contents: {groups}; put one content under a higher version"
+            return Choice(kind="conflict", reason=reason)
+        return Choice(
+            kind="file", source=held.index(version), reason=f"every rank holds version {version} or a newer one"
+        )
+    for rank, report in enumerate(reports):
+        if report.changes is not None:
+            return Choice(kind="revision", source=rank, reason=f"rank {rank} proposes: {report.reason}")
+    return Choice(kind="nothing", reason="some ranks hold nothing new")
+
+
+class Pace:
+    """How many boundaries should lie between two agreements for their cost to stay below a share of the time."""
+
+    def __init__(self, *, cost_seconds: float, share: float = 0.005, longest: int = 1000, window: int = 32) -> None:
+        self._cost_seconds = cost_seconds
+        self._share = share
+        self._longest = longest
+        self._seconds: deque[float] = deque(maxlen=window)
+
+    def note(self, step_seconds: float) -> None:
+        """Take in how long one step lasted."""
+        self._seconds.append(step_seconds)
+
+    def interval(self) -> int:
+        """The smallest number of boundaries that keeps the share; 1 until enough steps were seen."""
+        if len(self._seconds) < 8:
+            return 1
+        affordable = statistics.median(self._seconds) * self._share
+        if affordable * self._longest <= self._cost_seconds:
+            return self._longest
+        return max(1, math.ceil(self._cost_seconds / affordable))
+
+
+class Lag:
+    """Since when some ranks lack a version that others hold, and whether it is time to name them."""
+
+    def __init__(self, *, patience_seconds: float) -> None:
+        self.named = 0
+        """The newest version whose missing ranks were named."""
+        self._patience_seconds = patience_seconds
+        self._version = 0
+        self._since = 0.0
+
+    def note(self, lowest_version: int, highest_version: int, now: float) -> None:
+        """Take in which versions the ranks hold at ``now``."""
+        waited_for = highest_version if highest_version > lowest_version else 0
+        if waited_for != self._version:
+            self._version, self._since = waited_for, now
+
+    def is_due(self, now: float) -> bool:
+        """Whether ranks have been missing a version for too long, and have not been named for it."""
+        return self._version > self.named and now - self._since > self._patience_seconds

@@ -1,0 +1,86 @@
+"""The errors this library raises for what the world did, as one tree.
+
+ElasticError
+├── ConfigError          a configuration was refused (also a ValueError); .refusals says key by key why
+└── RanksError           something happened on one or more ranks; every rank raises
+    ├── RanksFailedError     ranks raised while working together; holds each one's traceback
+    │   └── ApplyError           ... while a config was being applied: resume from a checkpoint
+    ├── RanksDisagreeError   ranks took different numbers of steps, or run under different configs
+    └── PeerLostError        a rank died, left or fell silent in the middle of an agreement
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "ApplyError",
+    "ConfigError",
+    "ElasticError",
+    "PeerLostError",
+    "RanksDisagreeError",
+    "RanksError",
+    "RanksFailedError",
+    "Refusal",
+]
+
+
+class ElasticError(Exception):
+    """What every error of this library is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why one key of a config was refused: what was given, what is allowed, what to do."""
+
+    key: str
+    given: str
+    allowed: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        subject = f"{self.key} is {self.given}" if self.key else self.given
+        return f"{subject}; allowed: {self.allowed}" + (f"; {self.advice}" if self.advice else "")
+
+
+class ConfigError(ElasticError, ValueError):
+    """A configuration that was refused, with every reason found."""
+
+    def __init__(self, refusals: Sequence[Refusal]) -> None:
+        self.refusals = tuple(refusals)
+        super().__init__(" | ".join(str(refusal) for refusal in self.refusals))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Refusal, ...]]]:
+        return type(self), (self.refusals,)
+
+
+class RanksError(ElasticError):
+    """Something that happened on one or more ranks and that every rank is told."""
+
+
+class RanksFailedError(RanksError):
+    """Ranks raised while all worked together; ``tracebacks`` maps each failed rank to its own."""
+
+    def __init__(self, doing: str, num_ranks: int, tracebacks: Mapping[int, str]) -> None:
+        self.doing = doing
+        self.num_ranks = num_ranks
+        self.tracebacks = dict(sorted(tracebacks.items()))
+        parts = [f"{len(self.tracebacks)} of {num_ranks} ranks failed while {doing}"]
+        parts += [f"--- rank {rank}:\n{text.rstrip()}" for rank, text in self.tracebacks.items()]
+        super().__init__("\n".join(parts))
+
+    def __reduce__(self) -> tuple[type[RanksFailedError], tuple[str, int, dict[int, str]]]:
+        return type(self), (self.doing, self.num_ranks, self.tracebacks)
+
+
+class ApplyError(RanksFailedError):
+    """A config that some rank could not apply. Training state may differ between ranks: resume from a checkpoint."""
+
+
+class RanksDisagreeError(RanksError):
+    """Ranks that should have moved together did not; the message names them and what each counted."""
+
+
+class PeerLostError(RanksError):
+    """A rank stopped answering in the middle of an agreement; the message says what is known of it."""

@@ -1,0 +1,110 @@
+"""Files written whole: the only place that renames files.
+
+A reader sees the old contents or the new ones, never a part, whenever a writer dies. Nothing here knows what the
+bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock; one writer per file is then up to the user
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["FileStamp", "append_line", "exclusive", "read_at_most", "stamp_of", "write_whole"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileStamp:
+    """What changes whenever a file is written or replaced."""
+
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+
+def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace ``path`` with ``data`` in one step; the old contents stay when anything fails.
+
+    A symbolic link stays a link: the file that it leads to is replaced. With ``durable`` the new contents survive a
+    power cut once this returns. OSError is the file system's own.
+    """
+    target = Path(os.path.realpath(path))
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), _mode_of(target))
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        _sync_folder(target.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add one line at the end of ``path`` in a single write, so that readers see whole lines."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def read_at_most(path: Path, limit: int) -> bytes:
+    """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; OSError for all else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block the reader
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return file.read(limit + 1)
+
+
+def stamp_of(path: Path) -> FileStamp | None:
+    """The stamp of the file that ``path`` leads to, None where there is none."""
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return FileStamp(
+        inode=status.st_ino, size=status.st_size, modified_ns=status.st_mtime_ns, changed_ns=status.st_ctime_ns
+    )
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold ``path`` as a lock among processes of this machine; waits until it is free."""
+    with open(path, "ab") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _mode_of(target: Path) -> int:
+    """The mode a replaced file keeps; a new one gets what ``open`` would give it."""
+    try:
+        return stat.S_IMODE(os.stat(target).st_mode)
+    except FileNotFoundError:
+        return 0o644
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

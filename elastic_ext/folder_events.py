@@ -1,0 +1,127 @@
+"""FolderEvents: one call whenever something happens to the file that a path leads to.
+
+The folders are watched, not the file: an atomic replacement is a new file moved over the old one. Every link on the
+way counts too (Kubernetes swaps a link to publish a new ConfigMap), and so does a folder that goes and comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver, ObservedWatch
+
+__all__ = ["FolderEvents", "names_on_the_way"]
+
+_logger = logging.getLogger(__name__)
+
+_MOST_LINKS = 40  # what the kernel follows before it calls a chain of links a loop
+_CHANGES = frozenset({"created", "modified", "moved", "deleted", "closed"})  # the other kinds come of reading
+
+
+class FolderEvents(FileSystemEventHandler):
+    """Watches what ``follow`` was last given and calls ``told``, from a thread of watchdog's, at each change."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        self._told = told
+        self._names: Mapping[str, frozenset[str]] = {}
+        self._watches: dict[str, tuple[ObservedWatch, tuple[int, int]]] = {}
+        self._observer: BaseObserver | None = None
+        self._gave_up = False
+
+    def follow(self, path: Path) -> bool:
+        """Watch the folders that ``path`` depends on now; True when they are others than before.
+
+        Call it again after each change and now and then. True means that something may have been missed: look.
+        """
+        if self._gave_up:
+            return False
+        try:
+            return self._rewatch(names_on_the_way(path))
+        except OSError as error:
+            self._gave_up = True
+            _logger.warning("no file system events for %s (%s): it is looked at now and then instead", path, error)
+            return True
+
+    def close(self) -> None:
+        """Stop watching; no call comes after this returns."""
+        self._gave_up = True
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer.join(timeout=10.0)
+            self._observer = None
+        self._watches.clear()
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        """Called by watchdog for everything that happens in a watched folder."""
+        if event.event_type not in _CHANGES:
+            return
+        for touched in (event.src_path, event.dest_path):
+            folder, name = os.path.split(os.fsdecode(touched))
+            if name in self._names.get(folder, ()):
+                self._told()
+                return
+
+    def _rewatch(self, names: Mapping[str, frozenset[str]]) -> bool:
+        wanted = {folder: identity for folder in names if (identity := _identity(folder)) is not None}
+        have = {folder: identity for folder, (_, identity) in self._watches.items()}
+        if wanted == have and names == self._names:
+            return False
+        if self._observer is None:
+            self._observer = Observer()
+            self._observer.daemon = True
+            self._observer.start()
+        self._names = names
+        for folder in [folder for folder, identity in have.items() if wanted.get(folder) != identity]:
+            self._observer.unschedule(self._watches.pop(folder)[0])
+        for folder, identity in wanted.items():
+            if folder not in self._watches:
+                self._watches[folder] = (self._observer.schedule(self, folder, recursive=False), identity)
+        return True
+
+
+def names_on_the_way(path: Path) -> dict[str, frozenset[str]]:
+    """Which names in which folders decide what ``path`` leads to: each link on the way, and the file itself."""
+    found: dict[str, set[str]] = {}
+    here = path.anchor
+    parts = list(path.parts[1:])
+    num_links = 0
+    while parts:
+        name = parts.pop(0)
+        if name == "..":
+            here = os.path.dirname(here)
+            continue
+        step = os.path.join(here, name)
+        target = _link_target(step)
+        if target is not None or not parts:
+            found.setdefault(here, set()).add(name)
+        if target is None:
+            here = step
+            continue
+        num_links += 1
+        if num_links > _MOST_LINKS:
+            break
+        if os.path.isabs(target):
+            here, target = path.anchor, os.path.relpath(target, path.anchor)
+        parts = [*Path(target).parts, *parts]
+    return {folder: frozenset(names) for folder, names in found.items()}
+
+
+def _link_target(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:  # not a link, or not there
+        return None
+
+
+def _identity(folder: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISDIR(status.st_mode) else None

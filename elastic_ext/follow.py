@@ -1,0 +1,312 @@
+"""ConfigFollower: owns a watcher, an agreement and appliers, for training loops without ElasticTrainer.
+
+    follower = follow_config(startup={"optimizer.learning_rate": 1e-3})
+    with follower:
+        for batch in batches:
+            loss = train(batch, dropout=follower.knob("dropout", 0.1))
+            if follower.boundary().stop:
+                break
+
+Every rank makes the same calls. ``with`` starts following, and at its end makes sure that all ranks took as many
+steps; an exception that leaves it is told to the other ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+from .agree import Agreement, Boundary
+from .appliers import Applied, Applier
+from .config import ElasticConfig, section_of
+from .errors import RanksError
+from .knobs import Knobs
+from .metrics import JobEvent, RankMetrics
+from .peers import Counts, Trouble
+from .ranks import Ranks
+from .rounds import Proposal
+from .rundir import RunDirectory
+from .settings import Settings
+from .strict_json import shown
+from .watch import ConfigWatcher
+
+__all__ = ["ConfigFollower", "follow_config"]
+
+_logger = logging.getLogger(__name__)
+
+_Default = TypeVar("_Default")
+_GRACE_SECONDS = 2.0
+_OFF = "ELASTIC_EXT=off: nothing changes while training runs"
+
+
+def follow_config(
+    config_file: str | Path | None = None,
+    *,
+    startup: Mapping[str, object] | None = None,
+    start_step: int = 0,
+    agree_every_steps: int | Literal["auto"] = "auto",
+    job: str | None = None,
+    run_dir: str | Path | None = None,
+    timeout_seconds: float | None = None,
+    lag_warning_seconds: float | None = None,
+    poll_seconds: float | None = None,
+) -> ConfigFollower:
+    """A follower of this job's config file; every rank calls this, after the process group was made.
+
+    ``startup`` holds the script's own values for dotted keys, what an absent key means. ``start_step`` is the number
+    of steps that lie behind when a run is resumed. What is not given comes from the environment (``ELASTIC_EXT_*``).
+    """
+    settings = Settings.resolve(
+        os.environ,
+        script=sys.argv[0] if sys.argv else "",
+        job=job,
+        run_dir=run_dir,
+        config_file=config_file,
+        timeout_seconds=timeout_seconds,
+        lag_warning_seconds=lag_warning_seconds,
+        poll_seconds=poll_seconds,
+    )
+    base = ElasticConfig.from_values(startup or {})
+    ranks = Ranks.join(timeout_seconds=settings.timeout_seconds) if settings.enabled else Ranks.alone()
+    return ConfigFollower(settings, ranks, base, start_step=start_step, agree_every_steps=agree_every_steps)
+
+
+class ConfigFollower:
+    """What training should be doing, step by step, the same on all ranks."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Ranks,
+        base: ElasticConfig,
+        *,
+        start_step: int = 0,
+        agree_every_steps: int | Literal["auto"] = "auto",
+    ) -> None:
+        self.settings = settings
+        self._ranks = ranks
+        self._step = start_step
+        self._watcher = (
+            ConfigWatcher(settings.config_file, poll_seconds=settings.poll_seconds) if settings.enabled else None
+        )
+        self._run_directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
+        self._agreement = Agreement(
+            ranks,
+            self._watcher or _NoSource(),
+            base,
+            every=agree_every_steps,
+            lag_warning_seconds=settings.lag_warning_seconds,
+            timeout_seconds=settings.timeout_seconds,
+        )
+        self._knobs = Knobs()
+        self._agreement.add(self._knobs)
+        self._closed = False
+
+    def add(self, applier: Applier) -> None:
+        """Have ``applier`` check and apply its section of every later config, on this rank."""
+        self._agreement.add(applier)
+
+    def on_change(
+        self,
+        section: str,
+        apply: Callable[[ElasticConfig, ElasticConfig], None],
+        check: Callable[[ElasticConfig], str | None] | None = None,
+    ) -> None:
+        """Call ``apply(old, new)`` whenever ``section`` changes; ``check(new)`` may give a reason to refuse it."""
+        self.add(_FunctionApplier(section=section, checking=check or _agree_to_all, applying=apply))
+
+    def start(self) -> None:
+        """Start following: the file that is there now comes into force, if all ranks find it and none refuses."""
+        if self._run_directory is not None:
+            self._run_directory.prepare()
+        if self._watcher is not None:
+            self._watcher.start()
+        applied = self._agreement.start(step=self._step)
+        if self._ranks.rank == 0:
+            following = "following nothing (ELASTIC_EXT=off)" if self._watcher is None else self._watcher.path
+            _logger.info(
+                "job %s, %d ranks, config file %s; %s in force: %s",
+                self.settings.job,
+                self._ranks.world_size,
+                following,
+                self.config.label,
+                shown(self.config.to_dict(), 2000),
+            )
+        self._record(applied)
+
+    @property
+    def config(self) -> ElasticConfig:
+        """The config in force."""
+        return self._agreement.config
+
+    @property
+    def step(self) -> int:
+        """How many steps lie behind."""
+        return self._step
+
+    @overload
+    def knob(self, name: str) -> Any: ...
+    @overload
+    def knob(self, name: str, default: _Default) -> _Default: ...
+    def knob(self, name: str, default: Any = None) -> Any:
+        """The value in force of a name of your own (``user`` in the file), or of a dotted key of the table.
+
+        ``default`` is the start-up value, and its type is the one that the file's value must have.
+        """
+        return self._knobs.read(self.config, name, default)
+
+    def boundary(self, *, step: int | None = None, backwards: int = 0) -> Boundary:
+        """Pass the boundary after a step, on every rank: learn what was agreed, and take what changed.
+
+        ``step`` is the number of steps that lie behind, one more than before if it is not given. ``backwards`` is
+        a count of backward passes to compare between ranks.
+        """
+        self._step = self._step + 1 if step is None else step
+        passed = self._agreement.boundary(step=self._step, backwards=backwards)
+        if passed.applied is not None:
+            self._record(passed.applied)
+        return passed
+
+    def end_epoch(self) -> None:
+        """Return once every rank has come here with the same counts; else all raise, and name those that differ."""
+        self._agreement.end()
+
+    def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
+        """Ask for a change from inside the job, as a revision: dotted keys and values. On one rank or on all."""
+        proposal = self._agreement.propose(changes, reason) if self.settings.enabled else Proposal(changes, reason)
+        if not self.settings.enabled:
+            proposal.outcome, proposal.refusal = "refused", _OFF
+        return proposal
+
+    def request_stop(self) -> None:
+        """Have ``boundary().stop`` be true on all ranks, within two agreements. Any rank may call it."""
+        self._agreement.request_stop()
+
+    def request_save(self) -> None:
+        """Have ``boundary().save`` be true on all ranks once, within two agreements. Any rank may call it."""
+        self._agreement.request_save()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The config in force, as plain values for a checkpoint."""
+        return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the config in force of a checkpoint, before ``start``: over the start-up values, under the file."""
+        self._agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
+        self._step = state["step"]
+
+    def close(self) -> None:
+        """Stop following; what is in force stays readable. Closing twice is allowed."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._watcher is not None:
+            self._watcher.close()
+        self._ranks.close()
+
+    def __enter__(self) -> ConfigFollower:
+        try:
+            self.start()
+        except BaseException as error:
+            self._tell_peers(error)
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._agreement.finish()
+            else:
+                self._tell_peers(error)
+        finally:
+            self.close()
+
+    def _tell_peers(self, error: BaseException) -> None:
+        """Leave word of what ended this rank, and log what is known of the others."""
+        board = self._ranks.board
+        if board is None or isinstance(error, RanksError):
+            return
+        counts = Counts(boundary=self._step, step=self._step, backwards=0)
+        board.post_trouble(Trouble(kind="failed", counts=counts, text=f"{type(error).__name__}: {error}"))
+        if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
+            troubles = board.gather_troubles(_GRACE_SECONDS)
+            _logger.error("of the other ranks: %s", board.account(troubles, silent="has given no sign so far"))
+
+    def _record(self, applied: Applied | None) -> None:
+        """Write what is in force to the run directory, and say what nothing here follows."""
+        if self._run_directory is None:
+            return
+        now, config, ranks = time.time(), self.config, self._ranks
+        generation = self.settings.restart
+        if applied is not None:
+            event = JobEvent(
+                time=now,
+                generation=generation,
+                rank=ranks.rank,
+                step=applied.step,
+                kind="config-applied",
+                text=str(applied),
+                details={"version": config.version, "revision": config.revision, "changes": applied.changes},
+            )
+            self._run_directory.add_event(event)
+            self._warn_of_unfollowed(applied)
+        metrics = RankMetrics(
+            time=now,
+            job=self.settings.job,
+            generation=generation,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            host=ranks.names[ranks.rank].host,
+            pid=ranks.names[ranks.rank].pid,
+            step=self._step,
+            config_version=config.version,
+            config_revision=config.revision,
+            agree_every_steps=self._agreement.every,
+        )
+        self._run_directory.write_metrics(metrics)
+
+    def _warn_of_unfollowed(self, applied: Applied) -> None:
+        applying = self._agreement.appliers.sections - {"user"} | {"checkpoint", "tuning"}
+        given = [path for path, (_, value) in applied.changes.items() if value is not None]
+        unread = [path for path in given if section_of(path) not in applying and not self._knobs.was_read(path)]
+        if unread and self._ranks.rank == 0:
+            _logger.warning(
+                "%s sets %s, which nothing in this job has asked for so far", applied.new.label, ", ".join(unread)
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FunctionApplier:
+    """Two functions as an applier."""
+
+    section: str
+    checking: Callable[[ElasticConfig], str | None]
+    applying: Callable[[ElasticConfig, ElasticConfig], None]
+
+    def check(self, new: ElasticConfig) -> str | None:
+        return self.checking(new)
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        self.applying(old, new)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NoSource:
+    """A source that never holds anything."""
+
+    held: None = None
+    refusal: None = None
+
+
+def _agree_to_all(new: ElasticConfig) -> None:
+    return None

@@ -1,0 +1,197 @@
+"""Ranks: who takes part, and the few collectives on plain numbers and bytes that control needs.
+
+All of them run on a gloo group of their own: control traffic on the user's group could pair with a gradient.
+Everything is called on the training thread, by all ranks in the same order. While it waits, a rank reads its
+peers' notices, so that it does not wait for one that has said it will not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import PeerLostError, RanksFailedError
+from .peers import Counts, NoticeBoard, PeerName, Trouble
+
+__all__ = ["PendingMax", "Ranks"]
+
+_SLICE = timedelta(seconds=0.5)  # how long to wait before reading the peers' notices, again and again
+_GRACE_SECONDS = 3.0  # how long the survivors of a loss wait for each other's word
+_MOST_TRACEBACK = 20_000
+_NO_COUNTS = Counts(boundary=0, step=0, backwards=0)
+
+
+class PendingMax:
+    """An element-wise maximum over the ranks that is under way; ``result()`` waits for it."""
+
+    def __init__(self, values: torch.Tensor, wait: Callable[[], None]) -> None:
+        self._values = values  # (num_fields,), int64
+        self._wait = wait
+
+    def result(self) -> list[int]:
+        self._wait()
+        return [int(value) for value in self._values.tolist()]
+
+
+class Ranks:
+    """The ranks that agree with each other, seen from one of them.
+
+    ``generation`` moves on when the membership does; nobody keeps ``rank`` or ``world_size`` beyond it.
+    """
+
+    def __init__(
+        self, *, rank: int, names: Sequence[PeerName], group: dist.ProcessGroup | None, board: NoticeBoard | None
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(names)
+        self.names = tuple(names)
+        self.generation = 0
+        self.board = board
+        self.counts: Callable[[], Counts] = lambda: _NO_COUNTS
+        """How far this rank has come, for the messages of errors; the owner sets it."""
+        self.look_around: Callable[[], None] = lambda: None
+        """Called now and then while waiting; raises when waiting makes no sense. The owner sets it."""
+        self._group = group
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Rank 0 of 1: every collective is a local matter."""
+        return cls(rank=0, names=[_my_name(0)], group=None, board=None)
+
+    @classmethod
+    def join(cls, *, timeout_seconds: float) -> Ranks:
+        """The ranks of the default process group; all of them call this. Rank 0 of 1 where there is no group."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return cls.alone()
+        rank = dist.get_rank()
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        assert isinstance(group, dist.ProcessGroup)
+        unnamed = [PeerName(rank=peer, host="?", pid=0) for peer in range(dist.get_world_size())]
+        ranks = cls(rank=rank, names=unnamed, group=group, board=None)
+        store = _default_store()
+        number = store.add("elastic_ext/groups", 1) if rank == 0 else 0
+        hello = json.dumps({"name": asdict(_my_name(rank)), "number": number}).encode()
+        greetings = [json.loads(greeting) for greeting in ranks.gather(hello, "joining")]
+        ranks.names = tuple(PeerName(**greeting["name"]) for greeting in greetings)
+        prefix = f"elastic_ext/{greetings[0]['number']}"
+        # A connection of its own: the user's threads may be waiting in theirs.
+        own_store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+        ranks.board = NoticeBoard(own_store, rank=rank, names=ranks.names)
+        return ranks
+
+    @property
+    def hosts(self) -> int:
+        """On how many machines the ranks run."""
+        return len({peer.host for peer in self.names})
+
+    def start_max(self, values: Sequence[int], doing: str) -> PendingMax:
+        """Begin an element-wise maximum; every rank gives as many values."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if self._group is None:
+            return PendingMax(tensor, lambda: None)
+        work = self._begin(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True), doing)
+        return PendingMax(tensor, lambda: self._wait(work, doing))
+
+    def max(self, values: Sequence[int], doing: str) -> list[int]:
+        """The element-wise maximum."""
+        return self.start_max(values, doing).result()
+
+    def gather(self, data: bytes, doing: str) -> list[bytes]:
+        """Every rank's bytes, in rank order."""
+        if self._group is None:
+            return [data]
+        lengths = self.max([len(data) if rank == self.rank else 0 for rank in range(self.world_size)], doing)
+        padded = bytearray(data.ljust(max(max(lengths), 1), b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8)
+        received = [bytearray(len(padded)) for _ in lengths]
+        tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
+        self._wait(self._begin(lambda: dist.all_gather(tensors, mine, self._group, async_op=True), doing), doing)
+        return [bytes(buffer[:length]) for buffer, length in zip(received, lengths, strict=True)]
+
+    def broadcast(self, data: bytes, source: int, doing: str) -> bytes:
+        """The bytes that rank ``source`` gave."""
+        if self._group is None:
+            return data
+        (length,) = self.max([len(data) if self.rank == source else 0], doing)
+        buffer = bytearray(data if self.rank == source else length)
+        if length == 0:
+            return b""
+        tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+        global_source = dist.get_global_rank(self._group, source)
+        work = self._begin(lambda: dist.broadcast(tensor, global_source, self._group, async_op=True), doing)
+        self._wait(work, doing)
+        return bytes(buffer)
+
+    def all_or_raise(
+        self, error: BaseException | None, doing: str, kind: type[RanksFailedError] = RanksFailedError
+    ) -> None:
+        """Return if no rank brought an error; else every rank raises one that holds all tracebacks."""
+        text = "" if error is None else "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
+        texts = self.gather(text.encode(errors="replace"), doing)
+        failed = {rank: text.decode(errors="replace") for rank, text in enumerate(texts) if text}
+        if failed:
+            raise kind(doing, self.world_size, failed) from error
+
+    def close(self) -> None:
+        """Leave the group. What is under way on it is given up."""
+        if self._group is not None and dist.is_initialized():
+            group, self._group = self._group, None
+            dist.destroy_process_group(group)
+
+    def _begin(self, start: Callable[[], dist.Work | None], doing: str) -> dist.Work:
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self._peer_lost(doing, error) from error
+        assert work is not None
+        return work
+
+    def _wait(self, work: dist.Work, doing: str) -> None:
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed():  # otherwise only the slice of time has passed
+                    raise self._peer_lost(doing, error) from error
+            with contextlib.suppress(RuntimeError):  # a lost store is no reason to give up a collective
+                self.raise_if_peer_failed(doing)
+                self.look_around()
+
+    def raise_if_peer_failed(self, doing: str) -> None:
+        """Raise if a peer has said that it will take no further part."""
+        if self.board is not None and self.board.troubles():
+            raise self._peer_lost(doing, None)
+
+    def _peer_lost(self, doing: str, error: RuntimeError | None) -> PeerLostError:
+        """The error that says what is known, after hearing the other survivors."""
+        if self.board is None:
+            return PeerLostError(f"a peer was lost while {doing}: {error}")
+        counts = self.counts()
+        self.board.post_trouble(Trouble(kind="lost", counts=counts, text=str(error or "")))
+        known = self.board.account(
+            self.board.gather_troubles(_GRACE_SECONDS), silent="gave no sign: it died or hangs, see its own output"
+        )
+        cause = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
+        return PeerLostError(f"{self.names[self.rank]} lost a peer while {doing}, after {counts}: {known}{cause}")
+
+
+def _my_name(rank: int) -> PeerName:
+    return PeerName(rank=rank, host=socket.gethostname(), pid=os.getpid())
+
+
+def _default_store() -> Any:
+    """The store behind the default process group. Private to torch (seen in 2.11 and 2.13): there is no public way."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

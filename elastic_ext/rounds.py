@@ -1,0 +1,234 @@
+"""Rounds: which config is in force, which are waiting, and the exchange in which all ranks take the next one.
+
+When a round is held is decided by the control word (agree.py); here is what happens in one.
+
+Words: the *base* is the start-up config, what absent keys mean. A file is *settled* when no further round needs to
+hear of it: it is in force, scheduled or refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from .appliers import Applied, Appliers
+from .config import ElasticConfig
+from .decide import Report, choose
+from .errors import ConfigError, RanksDisagreeError
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
+
+__all__ = ["ConfigSource", "Proposal", "Rounds"]
+
+_logger = logging.getLogger(__name__)
+
+
+class ConfigSource(Protocol):
+    """Where a rank finds newer configs, such as a ConfigWatcher."""
+
+    @property
+    def held(self) -> ElasticConfig | None:
+        """The newest valid config, always the same object until there is another."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why there is nothing newer, where something was refused."""
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A change made inside the job, on its way to a revision."""
+
+    changes: Mapping[str, object]
+    reason: str
+    outcome: Literal["pending", "in force", "refused"] = "pending"
+    refusal: str = ""
+
+
+class Rounds:
+    """One rank's view of the config in force. All ranks hold the same rounds in the same order."""
+
+    def __init__(self, ranks: Ranks, source: ConfigSource, appliers: Appliers, base: ElasticConfig) -> None:
+        self.config = base
+        self.scheduled: ElasticConfig | None = None
+        """Agreed, and to come into force at its ``apply_at_step``."""
+        self._ranks = ranks
+        self._source = source
+        self._appliers = appliers
+        self._base = base
+        self._proposals: deque[Proposal] = deque()
+        self._settled: set[tuple[int, str]] = set()
+        self._reported: tuple[int, str] | None = None  # the file that this rank last brought to a round
+        self._looked_at: ElasticConfig | None = None
+
+    def resume(self, config: ElasticConfig) -> None:
+        """Take the config in force of a checkpoint: it wins over the script's start-up values."""
+        self._base = self.config = config.over(self._base)
+
+    def start(self, step: int) -> Applied | None:
+        """Make sure that all ranks start alike, and take the file found now, whatever its version."""
+        digests = self._ranks.gather(self._base.digest.encode(), "starting")
+        unlike = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+        if unlike:
+            raise RanksDisagreeError(
+                f"the start-up values of rank {', '.join(unlike)} differ from those of rank 0; give all ranks the same"
+            )
+        return self._hold(self._unsettled_file(), step, at_start=True)
+
+    def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
+        """Ask for a revision of the config in force; ConfigError says at once what can never be allowed."""
+        self.config.revise(changes, reason)
+        proposal = Proposal(changes=dict(changes), reason=reason)
+        self._proposals.append(proposal)
+        return proposal
+
+    @property
+    def proposing(self) -> bool:
+        """Whether this rank waits for a revision."""
+        return bool(self._proposals)
+
+    @property
+    def held_version(self) -> int:
+        """The version that this rank could put in force; the one in force where it has nothing new."""
+        newer = self._newer_file()
+        return self.config.version if newer is None else newer.version
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this rank holds a newer file that it has not brought to a round."""
+        newer = self._newer_file()
+        return newer is not None and _key(newer) != self._reported
+
+    def hold(self, step: int) -> Applied | None:
+        """Hold a round: whatever all ranks agree on comes into force at ``step``."""
+        return self._hold(self._newer_file(), step, at_start=False)
+
+    def apply_scheduled(self, step: int) -> Applied | None:
+        """Put the scheduled config in force."""
+        new, self.scheduled = self.scheduled, None
+        assert new is not None
+        applied, reasons = self._put_in_force(new, step)
+        self._log_refusal(new.label, reasons)
+        return applied
+
+    def warn_of_stale_file(self) -> None:
+        """Warn, once per content, of a file whose version is not above the one in force."""
+        held = self._source.held
+        if held is self._looked_at:
+            return
+        self._looked_at = held
+        if held is not None and held.version <= self.config.version and _key(held) not in self._settled:
+            _logger.warning(
+                "the config file holds version %d and was refused, since version %d is in force; "
+                "give it a version of %d or more",
+                held.version,
+                self.config.version,
+                self.config.version + 1,
+            )
+
+    def _unsettled_file(self) -> ElasticConfig | None:
+        held = self._source.held
+        return None if held is None or _key(held) in self._settled else held
+
+    def _newer_file(self) -> ElasticConfig | None:
+        file = self._unsettled_file()
+        return None if file is None or file.version <= self.config.version else file
+
+    def _hold(self, file: ElasticConfig | None, step: int, *, at_start: bool) -> Applied | None:
+        proposal = self._proposals[0] if self._proposals else None
+        report = Report(
+            version=None if file is None else file.version,
+            digest="" if file is None else file.digest,
+            changes=None if proposal is None else proposal.changes,
+            reason="" if proposal is None else proposal.reason,
+        )
+        doing = "exchanging configs"
+        choice = choose([Report.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)])
+        if file is not None:
+            self._reported = _key(file)
+        if choice.kind == "conflict":
+            self._log_refusal("a config file", {0: [choice.reason]})
+        if choice.kind in ("conflict", "nothing"):
+            return None
+        content = b""
+        if self._ranks.rank == choice.source:
+            content = file.to_json().encode() if choice.kind == "file" and file is not None else report.to_bytes()
+        content = self._ranks.broadcast(content, choice.source, doing)
+        if choice.kind == "file":
+            return self._consider_file(ElasticConfig.parse(content), step, at_start=at_start)
+        return self._consider_proposal(Report.from_bytes(content), step)
+
+    def _consider_file(self, file: ElasticConfig, step: int, *, at_start: bool) -> Applied | None:
+        self._settled.add(_key(file))
+        self.scheduled = None  # whatever waited is older than this
+        if file.apply_at_step is not None and file.apply_at_step < step and not at_start:
+            advice = "give a later step or leave it out"
+            passed = f"apply_at_step {file.apply_at_step} has passed, this is step {step}; {advice}"
+            self._log_refusal(file.label, {0: [passed]})
+            return None
+        try:
+            new = file.over(self._base)
+        except ConfigError as error:
+            self._log_refusal(file.label, {0: [f"with the start-up values: {error}"]})
+            return None
+        if file.apply_at_step is None or file.apply_at_step <= step:
+            applied, reasons = self._put_in_force(new, step)
+        else:
+            applied, reasons = None, self._appliers.check(new)
+            self.scheduled = None if reasons else new
+            if not reasons and self._ranks.rank == 0:
+                _logger.info("%s is agreed and comes into force at step %d", new.label, file.apply_at_step)
+        self._log_refusal(file.label, reasons)
+        return applied
+
+    def _consider_proposal(self, report: Report, step: int) -> Applied | None:
+        assert report.changes is not None
+        applied: Applied | None = None
+        try:
+            applied, reasons = self._put_in_force(self.config.revise(report.changes, report.reason), step)
+        except ConfigError as error:  # allowed when it was proposed, and not over the version in force now
+            reasons = {0: [str(error)]}
+        self._log_refusal(f"a revision ({report.reason})", reasons)
+        self._answer_proposals(ElasticConfig.from_values(report.changes).values(), _in_words(reasons))
+        return applied
+
+    def _answer_proposals(self, decided: Mapping[str, object], refusal: str) -> None:
+        """Take from the queue what was decided, here and on the ranks that proposed the same."""
+        while self._proposals:
+            first = self._proposals[0]
+            wanted = ElasticConfig.from_values(first.changes).values()
+            if wanted == decided and refusal:
+                first.outcome, first.refusal = "refused", refusal
+            elif wanted == decided or all(self.config.get(path) == value for path, value in wanted.items()):
+                first.outcome = "in force"
+            else:
+                return
+            self._proposals.popleft()
+
+    def _put_in_force(self, new: ElasticConfig, step: int) -> tuple[Applied | None, dict[int, list[str]]]:
+        """Check on every rank, then apply on every rank, or on none for the reasons given."""
+        reasons = self._appliers.check(new)
+        if reasons:
+            return None, reasons
+        applied = self._appliers.apply(self.config, new, step)
+        self.config = new
+        self._settled = {key for key in self._settled if key[0] >= new.version}
+        if self._ranks.rank == 0:
+            _logger.info("%s, on all %d ranks", applied, self._ranks.world_size)
+        return applied, {}
+
+    def _log_refusal(self, what: str, reasons: Mapping[int, list[str]]) -> None:
+        if reasons and self._ranks.rank == 0:
+            _logger.warning("%s was refused, %s stays in force: %s", what, self.config.label, _in_words(reasons))
+
+
+def _key(file: ElasticConfig) -> tuple[int, str]:
+    return file.version, file.digest
+
+
+def _in_words(reasons: Mapping[int, list[str]]) -> str:
+    return "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in sorted(reasons.items()))

@@ -1,0 +1,63 @@
+"""RunDirectory: what lives on a node for one job, where worker, agent and people meet.
+
+    <run directory>/
+      config.json              what training should be doing; one writer: a person, or the agent where there is one
+      metrics-<rank>.json      what a rank is doing; one writer: that rank
+      events-<rank>.jsonl      what happened to a rank, a line each; one writer: that rank
+
+Each record carries the restart generation, so that a reader can tell yesterday's files from today's. Training never
+depends on these files: a write that fails is one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from .files import append_line, write_whole
+from .metrics import JobEvent, RankMetrics
+
+__all__ = ["RunDirectory"]
+
+_logger = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """One rank's hand in its node's run directory."""
+
+    def __init__(self, path: Path, *, rank: int) -> None:
+        self.path = path
+        self.metrics_file = path / f"metrics-{rank}.json"
+        self.events_file = path / f"events-{rank}.jsonl"
+        self._warned = False
+
+    def prepare(self) -> None:
+        """Make the directory, for its owner alone where it is new."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            self._warn(error)
+
+    def write_metrics(self, metrics: RankMetrics) -> None:
+        """Replace this rank's metrics file."""
+        try:
+            write_whole(self.metrics_file, metrics.to_json().encode(), durable=False)
+        except OSError as error:
+            self._warn(error)
+
+    def add_event(self, event: JobEvent) -> None:
+        """Add one line to this rank's events."""
+        try:
+            append_line(self.events_file, event.to_json())
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "the run directory %s cannot be written (%s): training goes on without metrics and events; "
+                "set ELASTIC_EXT_RUN_DIR to a folder that can be written",
+                self.path,
+                error,
+            )

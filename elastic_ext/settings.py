@@ -1,0 +1,113 @@
+"""Settings: where this process keeps its files and how long it waits; fixed for the life of the process.
+
+What training should be doing is ElasticConfig, which changes while it runs. Here an argument wins over the
+environment, which wins over the default. Only entry points hand ``os.environ`` in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Settings"]
+
+_OFF = ("off", "0", "false", "no")
+_ON = ("", "on", "1", "true", "yes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What one process was told at its start."""
+
+    enabled: bool
+    job: str
+    run_dir: Path
+    config_file: Path
+    restart: int
+    """How often the launcher has restarted this job's processes."""
+    timeout_seconds: float
+    """How long a rank waits for its peers before it gives up."""
+    lag_warning_seconds: float
+    """How long a rank may lack a config that others hold before it is named in a warning."""
+    poll_seconds: float
+    """How often the config file is looked at where the file system sends no events."""
+
+    @classmethod
+    def resolve(
+        cls,
+        environ: Mapping[str, str],
+        *,
+        script: str,
+        job: str | None = None,
+        run_dir: str | Path | None = None,
+        config_file: str | Path | None = None,
+        timeout_seconds: float | None = None,
+        lag_warning_seconds: float | None = None,
+        poll_seconds: float | None = None,
+    ) -> Settings:
+        """The settings of a process that runs ``script`` in ``environ``; ValueError names what cannot be used."""
+        name = job or environ.get("ELASTIC_EXT_JOB") or _launcher_job(environ) or _script_job(script)
+        folder = Path(run_dir or environ.get("ELASTIC_EXT_RUN_DIR") or _cache(environ) / "elastic_ext" / _as_name(name))
+        file = Path(config_file or environ.get("ELASTIC_EXT_CONFIG_FILE") or folder / "config.json")
+        return cls(
+            enabled=_enabled(environ.get("ELASTIC_EXT", "")),
+            job=name,
+            run_dir=folder.expanduser().absolute(),
+            config_file=file.expanduser().absolute(),
+            restart=_count(environ, "TORCHELASTIC_RESTART_COUNT"),
+            timeout_seconds=_seconds(environ, "ELASTIC_EXT_TIMEOUT_SECONDS", timeout_seconds, 1800.0),
+            lag_warning_seconds=_seconds(environ, "ELASTIC_EXT_LAG_WARNING_SECONDS", lag_warning_seconds, 30.0),
+            poll_seconds=_seconds(environ, "ELASTIC_EXT_POLL_SECONDS", poll_seconds, 1.0),
+        )
+
+
+def _enabled(word: str) -> bool:
+    if word.strip().lower() in _OFF:
+        return False
+    if word.strip().lower() in _ON:
+        return True
+    raise ValueError(f"ELASTIC_EXT is {word!r}; allowed: on or off; unset it to switch the library on")
+
+
+def _launcher_job(environ: Mapping[str, str]) -> str:
+    name = environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name  # torchrun's word for "nobody gave one"
+
+
+def _script_job(script: str) -> str:
+    """A name for a script started by hand: its own, made unique by where it lies."""
+    path = Path(script or "interactive").absolute()
+    return f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def _as_name(job: str) -> str:
+    """``job`` as the name of one folder, whatever it holds; unlike jobs get unlike names."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:80].lstrip(".")
+    return safe if safe == job else f"{safe}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    given = environ.get("XDG_CACHE_HOME", "")
+    return Path(given) if given.startswith("/") else Path("~/.cache")
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name) or "0"
+    if not text.isdecimal():
+        raise ValueError(f"{name} is {text!r}; allowed: an integer >= 0")
+    return int(text)
+
+
+def _seconds(environ: Mapping[str, str], name: str, argument: float | None, default: float) -> float:
+    text = environ.get(name) or str(default)
+    try:
+        value = float(text) if argument is None else float(argument)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; allowed: seconds, a number > 0") from None
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name.removeprefix('ELASTIC_EXT_').lower()} is {value}; allowed: seconds, a number > 0")
+    return value

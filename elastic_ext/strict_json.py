@@ -1,0 +1,121 @@
+"""JSON read without mercy: what a config file may be at all, before anyone asks what it says.
+
+Refuses, with the reason: files that are too large, invalid UTF-8, duplicate keys, NaN and infinities, numbers too
+long to be meant, text that could not be written back, nesting that is too deep, and anything but one object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import NoReturn, TypeAlias
+
+from .errors import ConfigError, Refusal
+
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "JsonValue", "read_object", "shown"]
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 8
+_MAX_DIGITS = 19  # enough for any 64-bit integer
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+
+
+def read_object(data: bytes) -> dict[str, JsonValue]:
+    """The one JSON object in ``data``; ConfigError says what is wrong and what to do about it."""
+    if len(data) > MAX_BYTES:
+        _refuse(f"the config holds {len(data)} bytes", f"at most {MAX_BYTES} (1 MiB)")
+    try:
+        text = data.decode("utf-8-sig")  # editors on Windows put a byte order mark before UTF-8
+    except UnicodeDecodeError as error:
+        _refuse(f"the config is not UTF-8: {error.reason} at byte {error.start}", "UTF-8 text", "save it as UTF-8")
+    if not text.strip():
+        _refuse("the config is empty", "one JSON object", 'the smallest valid one is {"version": 1}')
+    try:
+        value: JsonValue = json.loads(
+            text,
+            object_pairs_hook=_object_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_int=_short_integer,
+            parse_float=_finite_number,
+        )
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        _refuse(f"the config is not JSON: {error.msg} at {where}", "one JSON object", "correct it there")
+    except RecursionError:
+        _refuse("the config nests too deeply", f"at most {MAX_DEPTH} levels")
+    if not isinstance(value, dict):
+        _refuse(f"the config is {shown(value)}", "one JSON object", 'the smallest valid one is {"version": 1}')
+    _refuse_depth_and_surrogates(value)
+    return value
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """``value`` as JSON would write it, cut to ``limit`` characters and safe to print on one line."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _refuse(given: str, allowed: str, advice: str = "") -> NoReturn:
+    raise ConfigError([Refusal(key="", given=given, allowed=allowed, advice=advice)])
+
+
+def _object_without_duplicates(pairs: Sequence[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        _refuse(f"the key {shown(twice)} appears twice in one object", "each key once", "keep one of the two")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    _refuse(f"the config holds {name}", "finite numbers")
+
+
+def _short_integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MAX_DIGITS:
+        _refuse(f"the config holds a number of {len(digits)} digits", f"at most {_MAX_DIGITS} digits")
+    return int(digits)
+
+
+def _finite_number(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        _refuse(f"the config holds {digits[:40]}, which is infinite", "finite numbers")
+    return number
+
+
+def _refuse_depth_and_surrogates(value: JsonValue) -> None:
+    level: list[JsonValue] = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            _refuse(f"the config nests {depth} levels deep or more", f"at most {MAX_DEPTH} levels")
+        inner: list[JsonValue] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+                texts = [*item, *(v for v in item.values() if isinstance(v, str))]
+            elif isinstance(item, list):
+                inner.extend(item)
+                texts = [v for v in item if isinstance(v, str)]
+            else:
+                continue
+            for text in texts:
+                if not _can_be_written(text):
+                    _refuse(f"the config holds half a character in {ascii(text)[:60]}", "whole Unicode characters")
+        level = [item for item in inner if isinstance(item, (dict, list))]
+
+
+def _can_be_written(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,62 @@
+"""What the whole test run shares: fixtures, and the sizes of the library's files and classes at the end of its report.
+
+The rules that sizes stand beside are in test_house.py; sizes are reported and never fail a run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+# --- fixtures of the multi-rank harness ----------------------------------------------------------------------------
+# (this is their place: import them, or define them, between these two lines)
+# --------------------------------------------------------------------------------------------------------------------
+
+LIBRARY = Path(__file__).resolve().parent.parent / "elastic_ext"
+LONG_FILE = 400  # lines
+LONG_CLASS = 250  # lines
+NUM_SHOWN = 5
+
+
+def class_sizes(source: str) -> dict[str, int]:
+    """The number of lines of every class of a source text, by name."""
+    return {
+        node.name: (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def size_line(what: str, sizes: dict[str, int], limit: int) -> str:
+    """One line: the sizes over the limit, or the largest where none is."""
+    ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    over = [item for item in ranked if item[1] > limit]
+    shown = ", ".join(f"{name} {size}" for name, size in over or ranked[:NUM_SHOWN])
+    return f"{what} over {limit} lines: {shown}" if over else f"{what}: none over {limit} lines; largest: {shown}"
+
+
+def size_report(sources: dict[str, str]) -> Sequence[str]:
+    """The two lines of the report, from every file's name and text."""
+    files = {name: len(source.splitlines()) for name, source in sources.items()}
+    classes = {
+        f"{name}:{class_name}": size
+        for name, source in sources.items()
+        for class_name, size in class_sizes(source).items()
+    }
+    return [size_line("files", files, LONG_FILE), size_line("classes", classes, LONG_CLASS)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    sources = {
+        path.relative_to(LIBRARY).as_posix(): path.read_text(encoding="utf-8") for path in sorted(LIBRARY.rglob("*.py"))
+    }
+    try:
+        lines = size_report(sources)
+    except SyntaxError as error:  # the tests have failed on it already, and say more
+        lines = [f"not measured: {error}"]
+    terminalreporter.section("sizes")
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -1,0 +1,564 @@
+"""The rules of the house, checked in the syntax trees of the library: which way imports go, what stays free of torch,
+which names are public, and what is written nowhere.
+
+Every check is a function from source texts to faults in words, and is tried on small texts that break its rule.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import elastic_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "elastic_ext"
+FRONT = "__init__"  # the package's own file: it may name anything, and imports nothing until asked
+
+LAYERS: Mapping[str, int] = {
+    # 0: the standard library and layer 0
+    "config": 0,
+    "errors": 0,
+    "keys": 0,
+    "metrics": 0,
+    "rules": 0,
+    "sections": 0,
+    "settings": 0,
+    "strict_json": 0,
+    # 1: one job each
+    "agree": 1,
+    "appliers": 1,
+    "control_word": 1,
+    "decide": 1,
+    "files": 1,
+    "folder_events": 1,
+    "follow": 1,
+    "history": 1,
+    "knobs": 1,
+    "peers": 1,
+    "ranks": 1,
+    "roll_call": 1,
+    "rounds": 1,
+    "rundir": 1,
+    "watch": 1,
+    # 4: the entry points
+    "cli": 4,
+}
+SIDEWAYS = (0, 1)  # the layers whose modules may import one another, without a circle
+
+USES_TORCH = frozenset({"follow", "ranks"})
+HEAVY = frozenset({"torch", "grpc", "numpy", "accelerate"})  # accelerate imports torch
+
+PUBLIC_NAMES = [
+    "Applied",
+    "Applier",
+    "ApplyError",
+    "Boundary",
+    "ConfigError",
+    "ConfigFollower",
+    "ConfigWatcher",
+    "ElasticConfig",
+    "ElasticError",
+    "PeerLostError",
+    "RanksDisagreeError",
+    "RanksError",
+    "RanksFailedError",
+    "follow_config",
+]
+
+READS_ENVIRON = frozenset({"cli", "follow", "settings"})
+WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
+BROAD_EXCEPT: Mapping[str, str] = {
+    # "module:Class.function": the reason
+    "appliers:Appliers.check": "an applier is the user's code: what it raises is told to all ranks",
+    "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
+    "files:write_whole": "takes its temporary file away and raises again, whatever came",
+    "follow:ConfigFollower.__enter__": "tells the peers that this rank leaves, closes, and raises again",
+    "watch:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
+}
+PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
+
+
+# --- reading the trees ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Import:
+    """One import as it is written: of which module or name, on which line, and whether for a type checker alone."""
+
+    target: str  # absolute and dotted; of `from a import b` it is a.b, which may be a module or a name in one
+    line: int
+    types_only: bool
+    in_function: bool
+
+
+def sources_of(folder: Path) -> dict[str, str]:
+    """The text of every module under a package's folder, by dotted name below it (``__init__`` for its own)."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        name = ".".join(parts[:-1]) if parts[-1] == "__init__" else ".".join(parts)
+        found[name or FRONT] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imports_of(module: str, source: str, *, is_package: bool = False) -> list[Import]:
+    """Every import of a module of the package: at its top, inside functions, and under TYPE_CHECKING."""
+    folder = PACKAGE if module == FRONT else f"{PACKAGE}.{module}"
+    if module != FRONT and not is_package:
+        folder = folder.rpartition(".")[0]
+    return list(_imports_in(ast.parse(source), folder, types_only=False, in_function=False))
+
+
+def _imports_in(node: ast.AST, folder: str, *, types_only: bool, in_function: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        for target in _targets(child, folder):
+            line = getattr(child, "lineno", 0)
+            yield Import(target=target, line=line, types_only=types_only, in_function=in_function)
+        if isinstance(child, ast.If) and _asks_type_checking(child.test):
+            yield from _imports_in(
+                ast.Module(body=child.body, type_ignores=[]), folder, types_only=True, in_function=in_function
+            )
+            rest = ast.Module(body=child.orelse, type_ignores=[])
+            yield from _imports_in(rest, folder, types_only=types_only, in_function=in_function)
+            continue
+        inside = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _imports_in(child, folder, types_only=types_only, in_function=inside)
+
+
+def _asks_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def _targets(node: ast.AST, folder: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        parts = folder.split(".")
+        above = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+        base = ".".join(part for part in (above, node.module or "") if part)
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = node.args[0].value
+        if called in ("import_module", "__import__") and isinstance(name, str):
+            return [folder + name if name.startswith(".") else name]
+    return []
+
+
+def inner(target: str, modules: Mapping[str, object]) -> str | None:
+    """The module of the package that an import reaches (``__init__``: the package itself), None for one outside it."""
+    if target != PACKAGE and not target.startswith(f"{PACKAGE}."):
+        return None
+    name = target.removeprefix(PACKAGE).removeprefix(".")
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or FRONT
+
+
+# --- the rules ------------------------------------------------------------------------------------------------------
+
+
+def _graph(sources: Mapping[str, str]) -> dict[str, list[Import]]:
+    packages = {name.rpartition(".")[0] for name in sources}
+    return {name: imports_of(name, source, is_package=name in packages) for name, source in sources.items()}
+
+
+def layer_faults(sources: Mapping[str, str], layers: Mapping[str, int]) -> list[str]:
+    """Where imports go upward, go sideways where they must not, or go in a circle; and modules without a layer."""
+    faults = [
+        f"{PACKAGE}/{name.replace('.', '/')}.py has no layer: add {name!r} to LAYERS in tests/test_house.py, on the "
+        "lowest layer that is above all it imports, and to the picture in docs/architecture.md"
+        for name in sources
+        if name != FRONT and name not in layers
+    ]
+    faults += [
+        f"LAYERS has {name!r}, and {PACKAGE} has no such module: take the line out, here and in docs/architecture.md"
+        for name in layers
+        if name not in sources
+    ]
+    sideways: dict[str, set[str]] = {}
+    for name, imports in _graph(sources).items():
+        if name == FRONT or name not in layers:
+            continue
+        for seen in imports:
+            fault = _direction_fault(name, seen, layers)
+            if fault:
+                faults.append(fault)
+            reached = inner(seen.target, layers)
+            if (
+                reached
+                and reached in layers
+                and reached != name
+                and layers[reached] == layers[name]
+                and not seen.types_only
+            ):
+                sideways.setdefault(name, set()).add(reached)
+    return faults + circles(sideways)
+
+
+def _direction_fault(name: str, seen: Import, layers: Mapping[str, int]) -> str | None:
+    """Why one import may not be, None where it may."""
+    where = f"{PACKAGE}.{name}, line {seen.line}: {seen.target}"
+    reached = inner(seen.target, layers)
+    if reached is None:
+        if layers[name] == 0 and seen.target.partition(".")[0] not in sys.stdlib_module_names:
+            return f"{where} is not in the standard library, and layer 0 imports nothing else"
+        return None
+    if reached == FRONT:
+        return f"{where} goes through the package itself; import the module that holds the name"
+    mine, its = layers[name], layers[reached]
+    if its > mine:
+        return f"{where} is on layer {its}, above layer {mine}; imports go downward"
+    if its == mine and reached != name and mine not in SIDEWAYS and not seen.types_only:
+        return f"{where} is on the same layer {mine}, where modules do not import one another"
+    return None
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[str]:
+    """One fault for each circle found in a graph, none where it has none."""
+    faults: list[str] = []
+    done: set[str] = set()
+
+    def walk(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            faults.append("imports in a circle: " + " -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for reached in sorted(edges.get(name, ())):
+                walk(reached, (*path, name))
+            done.add(name)
+
+    for start in sorted(edges):
+        walk(start, ())
+    return faults
+
+
+def heavy_faults(sources: Mapping[str, str], uses_torch: frozenset[str]) -> list[str]:
+    """Where a module that must start without torch reaches it, itself or through others, with the way it goes."""
+    graph = _graph(sources)
+
+    def way_to_heavy(name: str, seen: frozenset[str]) -> str | None:
+        for found in graph.get(name, []):
+            if found.types_only or (name == FRONT and found.in_function):
+                continue
+            step = f"{name}, line {found.line}"
+            reached = inner(found.target, sources)
+            if reached is None:
+                if found.target.partition(".")[0] in HEAVY:
+                    return f"{step}: {found.target}"
+            elif reached not in seen:
+                further = way_to_heavy(reached, seen | {reached})
+                if further:
+                    return f"{step} -> {further}"
+        return None
+
+    faults = []
+    for name in sources:
+        if name not in uses_torch:
+            way = way_to_heavy(name, frozenset({name}))
+            if way:
+                faults.append(f"{PACKAGE}.{name} must do without {', '.join(sorted(HEAVY))}, and reaches one: {way}")
+    return faults
+
+
+def writing_faults(module: str, source: str) -> list[str]:
+    """Where a module prints, sets up logging, reads the environment, catches everything, or pickles."""
+    faults = list(_writing_faults_in(ast.parse(source), module, ""))
+    for seen in imports_of(module, source):
+        if seen.target.partition(".")[0] in PICKLES:
+            faults.append(f"{module}, line {seen.line}: imports {seen.target}; nothing is pickled, on wire or disk")
+        if seen.target in ("os.environ", "os.getenv", "os.environb") and module not in READS_ENVIRON:
+            faults.append(f"{module}, line {seen.line}: imports {seen.target}; only entry points read the environment")
+    return faults
+
+
+def _place_in(place: str, node: ast.AST) -> str:
+    """The dotted place of what stands inside a node, such as ``Class.function``."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return f"{place}.{node.name}".lstrip(".")
+    return place
+
+
+def _writing_faults_in(node: ast.AST, module: str, place: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        inside = _place_in(place, child)
+        fault = _writing_fault(child, module, inside)
+        if fault:
+            yield f"{module}, line {getattr(child, 'lineno', 0)}: {fault}"
+        yield from _writing_faults_in(child, module, inside)
+
+
+def _writing_fault(node: ast.AST, module: str, place: str) -> str | None:
+    if isinstance(node, ast.Call):
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called == "print" and isinstance(node.func, ast.Name) and module not in WRITES_TO_THE_TERMINAL:
+            return "prints; use the module's logger"
+        if called == "basicConfig":
+            return "sets up logging, which belongs to the program that uses the library"
+        if called == "suppress" and any(_is_broad(one) for one in node.args):
+            return "suppresses everything; name what is suppressed"
+    if (
+        isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "environb")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+        and module not in READS_ENVIRON
+    ):
+        return f"reads os.{node.attr}; take it as an argument, only entry points read the environment"
+    if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and f"{module}:{place}" not in BROAD_EXCEPT:
+        return f"catches everything; name what is caught, or add '{module}:{place}' with a reason to BROAD_EXCEPT"
+    return None
+
+
+def _is_broad(caught: ast.expr | None) -> bool:
+    if isinstance(caught, ast.Tuple):
+        return any(_is_broad(one) for one in caught.elts)
+    return caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
+
+
+def stale_broad_excepts(sources: Mapping[str, str], allowed: Mapping[str, str]) -> list[str]:
+    """The places on the list of broad excepts that no longer have one."""
+    seen: set[str] = set()
+
+    def walk(node: ast.AST, module: str, place: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ExceptHandler) and _is_broad(child.type):
+                seen.add(f"{module}:{place}")
+            walk(child, module, _place_in(place, child))
+
+    for module, source in sources.items():
+        walk(ast.parse(source), module, "")
+    return sorted(set(allowed) - seen)
+
+
+# --- the library keeps them -----------------------------------------------------------------------------------------
+
+SOURCES = sources_of(ROOT / PACKAGE)
+LIGHT_MODULES = [PACKAGE, *(f"{PACKAGE}.{name}" for name in SOURCES if name != FRONT and name not in USES_TORCH)]
+
+_IMPORT_EACH = """
+import importlib, json, sys
+names, heavy = json.loads(sys.argv[1])
+loaded, faults = set(), []
+for name in names:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        faults.append(f"{name}: {type(error).__name__}: {error}")
+    new = {one for one in heavy if one in sys.modules} - loaded
+    if new:
+        faults.append(f"importing {name} loads {', '.join(sorted(new))}")
+    loaded |= new
+print(json.dumps(faults))
+"""
+
+
+def import_faults(names: list[str], heavy: frozenset[str], root: Path) -> list[str]:
+    """Which of some modules cannot be imported, or load what is heavy, in one fresh process that imports each."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT_EACH, json.dumps([names, sorted(heavy)])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stderr
+    faults: list[str] = json.loads(done.stdout)
+    return faults
+
+
+def _no_faults(faults: list[str]) -> None:
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_imports_go_downward_and_every_module_has_a_layer() -> None:
+    _no_faults(layer_faults(SOURCES, LAYERS))
+
+
+def test_light_modules_reach_no_torch_in_the_syntax_trees() -> None:
+    _no_faults(heavy_faults(SOURCES, USES_TORCH))
+
+
+def test_light_modules_load_no_torch_in_a_fresh_process() -> None:
+    _no_faults(import_faults(LIGHT_MODULES, HEAVY, ROOT))
+
+
+def test_public_names_are_pinned() -> None:
+    assert sorted(elastic_ext.__all__) == PUBLIC_NAMES
+    assert set(PUBLIC_NAMES) <= set(dir(elastic_ext))
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_public_name_resolves(name: str) -> None:
+    assert getattr(elastic_ext, name) is getattr(elastic_ext, name)
+
+
+def test_unknown_name_of_the_package_raises_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = elastic_ext.no_such_name
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_module_writes_nothing_the_house_forbids(module: str) -> None:
+    _no_faults(writing_faults(module, SOURCES[module]))
+
+
+def test_list_of_broad_excepts_is_not_stale() -> None:
+    assert stale_broad_excepts(SOURCES, BROAD_EXCEPT) == []
+
+
+# --- the checks can fail --------------------------------------------------------------------------------------------
+
+
+def test_upward_import_is_a_fault_wherever_it_stands() -> None:
+    layers = {"low": 1, "high": 4}
+    for source in (
+        "from elastic_ext.high import x",
+        "from .high import x",
+        "from . import high",
+        "from elastic_ext import high",
+        "import elastic_ext.high",
+        "def f() -> None:\n    from .high import x",
+        "if TYPE_CHECKING:\n    from .high import X",
+        "import importlib\nimportlib.import_module('.high', 'elastic_ext')",
+    ):
+        (fault,) = layer_faults({"low": source, "high": ""}, layers)
+        assert "elastic_ext.low" in fault, source
+        assert "above layer 1" in fault, source
+
+
+def test_downward_import_is_no_fault() -> None:
+    assert (
+        layer_faults({"high": "from .low import x\nfrom elastic_ext.low import y", "low": ""}, {"high": 4, "low": 1})
+        == []
+    )
+
+
+def test_sideways_import_is_a_fault_on_upper_layers_alone_and_not_for_types() -> None:
+    plain = {"a": "from .b import x", "b": ""}
+    assert layer_faults(plain, {"a": 1, "b": 1}) == []
+    assert "same layer 2" in layer_faults(plain, {"a": 2, "b": 2})[0]
+    for_types = {"a": "import typing\nif typing.TYPE_CHECKING:\n    from .b import x", "b": ""}
+    assert layer_faults(for_types, {"a": 2, "b": 2}) == []
+
+
+def test_circle_is_a_fault_even_through_functions_but_not_through_types() -> None:
+    layers = {"a": 1, "b": 1, "c": 1}
+    lazy = {"a": "from .b import x", "b": "from .c import x", "c": "def f() -> None:\n    from .a import x"}
+    assert layer_faults(lazy, layers) == ["imports in a circle: a -> b -> c -> a"]
+    types = {**lazy, "c": "if TYPE_CHECKING:\n    from .a import X"}
+    assert layer_faults(types, layers) == []
+
+
+def test_imports_after_type_checking_else_are_real() -> None:
+    source = "if TYPE_CHECKING:\n    from .a import X\nelse:\n    from .b import X"
+    assert [(one.target, one.types_only) for one in imports_of("m", source)] == [
+        ("elastic_ext.a.X", True),
+        ("elastic_ext.b.X", False),
+    ]
+
+
+def test_module_without_a_layer_is_told_what_to_do() -> None:
+    (fault,) = layer_faults({"fsdp.fresh": ""}, {})
+    assert "elastic_ext/fsdp/fresh.py has no layer" in fault
+    assert "LAYERS in tests/test_house.py" in fault
+
+
+def test_layer_of_a_module_that_is_gone_is_a_fault() -> None:
+    assert "no such module" in layer_faults({}, {"gone": 1})[0]
+
+
+def test_layer_zero_imports_the_standard_library_alone() -> None:
+    assert layer_faults({"low": "import json, os.path"}, {"low": 0}) == []
+    assert "not in the standard library" in layer_faults({"low": "import watchdog.events"}, {"low": 0})[0]
+    assert layer_faults({"one": "import watchdog.events"}, {"one": 1}) == []
+
+
+def test_import_through_the_package_itself_is_a_fault() -> None:
+    assert "through the package itself" in layer_faults({"a": "from elastic_ext import ElasticConfig"}, {"a": 1})[0]
+    assert "through the package itself" in layer_faults({"a": "import elastic_ext"}, {"a": 1})[0]
+
+
+def test_relative_imports_of_subpackages_are_read_rightly() -> None:
+    source = "from . import moves\nfrom .layout import Box\nfrom ..ranks import Ranks"
+    assert [one.target for one in imports_of("fsdp.live", source)] == [
+        "elastic_ext.fsdp.moves",
+        "elastic_ext.fsdp.layout.Box",
+        "elastic_ext.ranks.Ranks",
+    ]
+    assert [one.target for one in imports_of("fsdp", "from .layout import Box", is_package=True)] == [
+        "elastic_ext.fsdp.layout.Box"
+    ]
+
+
+def test_torch_behind_other_modules_is_found_with_the_way_to_it() -> None:
+    sources = {"a": "def f() -> None:\n    from .b import x", "b": "import os\nimport torch.nn"}
+    (fault,) = heavy_faults(sources, frozenset({"b"}))
+    assert "elastic_ext.a must do without" in fault
+    assert "a, line 2 -> b, line 2: torch.nn" in fault
+    assert len(heavy_faults(sources, frozenset())) == 2
+    assert heavy_faults({"a": "if TYPE_CHECKING:\n    import torch"}, frozenset()) == []
+
+
+def test_torch_behind_the_package_file_is_found_unless_it_is_lazy() -> None:
+    assert heavy_faults({FRONT: "from .b import x", "b": "import torch"}, frozenset({"b"}))
+    assert heavy_faults({FRONT: "def f() -> None:\n    from .b import x", "b": "import torch"}, frozenset({"b"})) == []
+
+
+def test_loading_a_heavy_module_or_failing_to_load_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "heavy_one.py").write_text("")
+    (tmp_path / "light.py").write_text("")
+    (tmp_path / "sly.py").write_text("import importlib\nimportlib.import_module('heavy' + '_one')")
+    (tmp_path / "broken.py").write_text("1 / 0")
+    faults = import_faults(["light", "sly", "broken"], frozenset({"heavy_one"}), tmp_path)
+    assert faults == ["importing sly loads heavy_one", "broken: ZeroDivisionError: division by zero"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("print('x')", "prints"),
+        ("import logging\nlogging.basicConfig()", "sets up logging"),
+        ("import os\nx = os.environ['A']", "reads os.environ"),
+        ("import os\nx = os.getenv('A')", "reads os.getenv"),
+        ("from os import environ", "imports os.environ"),
+        ("try:\n    pass\nexcept:\n    pass", "catches everything"),
+        ("try:\n    pass\nexcept Exception:\n    pass", "catches everything"),
+        ("try:\n    pass\nexcept (OSError, BaseException) as error:\n    pass", "catches everything"),
+        ("import contextlib\nwith contextlib.suppress(Exception):\n    pass", "suppresses everything"),
+        ("def f() -> None:\n    import pickle", "nothing is pickled"),
+        ("from marshal import loads", "nothing is pickled"),
+    ],
+)
+def test_forbidden_writing_is_found(source: str, words: str) -> None:
+    (fault,) = writing_faults("somewhere", source)
+    assert words in fault
+
+
+def test_what_resembles_forbidden_writing_is_no_fault() -> None:
+    source = 'class A:\n    def print(self) -> None: ...\n\ndef f(a: A) -> None:\n    """print(x)"""\n    a.print()\n'
+    assert writing_faults("somewhere", source) == []
+    assert writing_faults("somewhere", "try:\n    pass\nexcept (OSError, ValueError):\n    pass") == []
+    assert writing_faults("settings", "import os\nx = os.environ['A']") == []
+
+
+def test_named_place_may_catch_everything_and_its_neighbour_may_not() -> None:
+    body = "        try:\n            pass\n        except Exception:\n            pass\n"
+    source = f"class ConfigWatcher:\n    def _run(self) -> None:\n{body}    def close(self) -> None:\n{body}"
+    (fault,) = writing_faults("watch", source)
+    assert "'watch:ConfigWatcher.close'" in fault
+
+
+def test_stale_place_on_the_list_of_broad_excepts_is_found() -> None:
+    assert stale_broad_excepts({"a": "def f() -> None: ..."}, {"a:f": "why"}) == ["a:f"]
