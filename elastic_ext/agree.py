@@ -61,6 +61,7 @@ class Agreement:
         base: ElasticConfig,
         *,
         every: int | Literal["auto"] = "auto",
+        warns: bool = True,
         lag_warning_seconds: float = 30.0,
         timeout_seconds: float = 1800.0,
         clock: Callable[[], float] = time.perf_counter,
@@ -72,7 +73,7 @@ class Agreement:
         self._ranks = ranks
         self._source = source
         self.appliers = Appliers(ranks)
-        self._rounds = Rounds(ranks, source, self.appliers, base)
+        self._rounds = Rounds(ranks, source, self.appliers, base, warns=warns)
         self._roll_call = RollCall(ranks, timeout_seconds=timeout_seconds)
         self._lag = Lag(patience_seconds=lag_warning_seconds)
         self._pace = Pace(cost_seconds=0.0)

@@ -23,7 +23,7 @@ from .config import ElasticConfig
 from .errors import ConfigError, Refusal
 from .history import ConfigHistory, Entry
 from .keys import KEYS
-from .strict_json import shown
+from .strict_json import read_value, shown
 
 __all__ = ["main", "parse_assignment"]
 
@@ -45,15 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_assignment(text: str) -> tuple[str, object]:
-    """``KEY=VALUE`` as key and value: JSON where it is JSON, else text; None where the value is empty."""
+    """``KEY=VALUE`` as key and value: JSON where it is JSON, else text; None where the value is empty.
+
+    ConfigError if it is neither, or JSON that a config cannot hold.
+    """
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise _refused(shown(text), "KEY=VALUE, such as optimizer.learning_rate=0.001")
     if value == "":
         return path, None
     try:
-        return path, json.loads(value)
-    except (json.JSONDecodeError, RecursionError):
+        return path, read_value(value)
+    except json.JSONDecodeError:
         return path, value
 
 
@@ -79,9 +82,9 @@ def _file(given: Path | None, environ: Mapping[str, str]) -> Path:
     if given is not None:
         return given
     if environ.get("ELASTIC_EXT_CONFIG_FILE"):
-        return Path(environ["ELASTIC_EXT_CONFIG_FILE"])
+        return Path(environ["ELASTIC_EXT_CONFIG_FILE"]).expanduser()
     if environ.get("ELASTIC_EXT_RUN_DIR"):
-        return Path(environ["ELASTIC_EXT_RUN_DIR"]) / "config.json"
+        return Path(environ["ELASTIC_EXT_RUN_DIR"]).expanduser() / "config.json"
     raise _refused("no config file is named", "--file FILE, or ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR set")
 
 
@@ -108,12 +111,10 @@ def _diff(history: ConfigHistory, options: argparse.Namespace) -> str:
     entries = history.entries()
     if len(options.versions) > 2:
         raise _refused(f"{len(options.versions)} versions are given", "at most two: from, and to")
-    last = entries[-1].config.version
-    before = entries[-2].config.version if len(entries) > 1 else last
-    given: list[int] = options.versions
-    first = given[0] if given else before
-    second = given[1] if len(given) > 1 else last
-    return _changes(_version(entries, first), _version(entries, second))
+    given = [_version(entries, version) for version in options.versions]
+    first = given[0] if given else entries[-2 if len(entries) > 1 else -1].config
+    second = given[1] if len(given) > 1 else entries[-1].config
+    return _changes(first, second)
 
 
 def _history(history: ConfigHistory, options: argparse.Namespace) -> str:
@@ -124,7 +125,7 @@ def _history(history: ConfigHistory, options: argparse.Namespace) -> str:
     previous = ElasticConfig(version=0)
     for entry in entries:
         when = datetime.fromtimestamp(entry.time).strftime("%Y-%m-%d %H:%M:%S")
-        reason = f": {entry.config.reason}" if entry.config.reason else ""
+        reason = f": {_on_one_line(entry.config.reason)}" if entry.config.reason else ""
         lines.append(f"version {entry.config.version}, {when}{reason}\n")
         lines += [f"  {line}\n" for line in _changes(previous, entry.config).splitlines()]
         previous = entry.config
@@ -165,13 +166,18 @@ def _changes(old: ElasticConfig, new: ElasticConfig) -> str:
     return "".join(lines)
 
 
+def _on_one_line(text: str) -> str:
+    """``text`` without line breaks and other characters that steer a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 def _value(value: object) -> str:
     return "absent" if value is None else shown(value, 200)
 
 
 def _written(history: ConfigHistory, new: ElasticConfig) -> str:
-    entries = history.entries()
-    before = entries[-2].config if len(entries) > 1 else ElasticConfig(version=0)
+    earlier = [entry.config for entry in history.entries() if entry.config.version < new.version]
+    before = earlier[-1] if earlier else ElasticConfig(version=0)
     return f"version {new.version} written\n{_changes(before, new)}"
 
 

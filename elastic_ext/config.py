@@ -31,11 +31,12 @@ from .sections import (
     TuningSection,
     fields_of,
 )
-from .strict_json import read_object, shown
+from .strict_json import can_be_written, read_object, shown
 
 __all__ = ["KEYS", "SECTIONS", "ElasticConfig", "key_table", "section_of"]
 
 _HEADER = ("version", "reason", "apply_at_step", "global_batch_size")
+_MOST_REFUSALS = 50
 _SECTION_NAMES: Mapping[str, type[Section]] = {kind.section: kind for kind in SECTION_TYPES}
 
 
@@ -98,7 +99,7 @@ class ElasticConfig(Section):
                 else:
                     _take_section(_SECTION_NAMES[name], value, arguments, refusals)
             elif name not in _HEADER:
-                refusals.append(unknown_key(name))
+                refusals.append(unknown_key(name, searched=len(refusals) < _MOST_REFUSALS))
             elif value is None:
                 refusals.append(null_value(name))
             else:
@@ -125,7 +126,7 @@ class ElasticConfig(Section):
                 advice = "it belongs to the version as a whole, not to its values"
                 refusals.append(Refusal(key=path, given=shown(value), allowed="no value here", advice=advice))
             elif path not in KEYS:
-                refusals.append(unknown_key(path))
+                refusals.append(unknown_key(path, searched=len(refusals) < _MOST_REFUSALS))
             elif value is None:
                 refusals.append(null_value(path))
             elif dot:
@@ -145,9 +146,9 @@ class ElasticConfig(Section):
         try:
             config = cls(**arguments)
         except ConfigError as error:
-            raise ConfigError([*refusals, *error.refusals]) from None
+            raise ConfigError(_at_most([*refusals, *error.refusals])) from None
         if refusals:
-            raise ConfigError(refusals)
+            raise ConfigError(_at_most(refusals))
         return config
 
     def values(self) -> dict[str, Value]:
@@ -182,7 +183,8 @@ class ElasticConfig(Section):
         """Each key whose value is another one in ``newer``: what it was (None: absent) and what it is."""
         before, after = self.values(), newer.values()
         paths = [*before, *(path for path in after if path not in before)]
-        return {path: (before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)}
+        pairs = {path: (before.get(path), after.get(path)) for path in paths}
+        return {path: (old, new) for path, (old, new) in pairs.items() if _canonical(old) != _canonical(new)}
 
     def to_dict(self) -> dict[str, Any]:
         """The config as a file holds it: nested, absent keys left out, without the revision."""
@@ -212,9 +214,23 @@ class ElasticConfig(Section):
     def digest(self) -> str:
         """A hash of everything the config says; equal contents have equal digests however their files are written."""
         if not self._digest:
-            canonical = json.dumps([self.to_dict(), self.revision], sort_keys=True, separators=(",", ":"))
+            canonical = _canonical([self.to_dict(), self.revision])
             object.__setattr__(self, "_digest", hashlib.sha256(canonical.encode()).hexdigest())
         return self._digest
+
+
+def _canonical(value: object) -> str:
+    """One text for equal values; true is not 1 here, as it is in Python."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _at_most(refusals: Sequence[Refusal]) -> Sequence[Refusal]:
+    """The refusals, or the first of them and how many more there are."""
+    num_more = len(refusals) - _MOST_REFUSALS
+    if num_more <= 0:
+        return refusals
+    more = Refusal(key="", given=f"{num_more} more values are wrong", allowed="none", advice="correct these first")
+    return [*refusals[:_MOST_REFUSALS], more]
 
 
 def _take_section(
@@ -232,7 +248,7 @@ def _take_section(
         elif name == "version" and kind.section in ("dataloader", "optimizer"):
             refusals += _check_section_version(path, value)  # DLRover's; here the whole file's counts
         else:
-            refusals.append(unknown_key(path))
+            refusals.append(unknown_key(path, searched=len(refusals) < _MOST_REFUSALS))
     try:
         arguments[kind.section] = kind(**known)
     except ConfigError as error:
@@ -255,6 +271,9 @@ def _check_user(given: object, kept: dict[str, UserValue]) -> Iterator[Refusal]:
     for name, value in given.items():
         if not isinstance(name, str) or not 0 < len(name) <= USER_NAME.at_most:
             yield Refusal(key="user", given=f"a name of {len(str(name))} characters", allowed="names of 1 to 200")
+            continue
+        if not can_be_written(name):
+            yield Refusal(key="user", given=f"the name {shown(name)}", allowed="names of whole Unicode characters")
             continue
         try:
             kept[name] = USER_RULE.check(value)

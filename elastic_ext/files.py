@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,15 +36,18 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replace ``path`` with ``data`` in one step; the old contents stay when anything fails.
 
     A symbolic link stays a link: the file that it leads to is replaced. With ``durable`` the new contents survive a
-    power cut once this returns. OSError is the file system's own.
+    power cut once this returns. OSError is the file system's own, or says that ``path`` is no regular file.
     """
     target = Path(os.path.realpath(path))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    mode = _mode_of(target)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fchmod(file.fileno(), _mode_of(target))
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             if durable:
                 os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -68,10 +71,13 @@ def append_line(path: Path, line: str) -> None:
 def read_at_most(path: Path, limit: int) -> bytes:
     """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; OSError for all else."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block the reader
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file")
-        return file.read(limit + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit + 1)
+    finally:
+        os.close(descriptor)
 
 
 def stamp_of(path: Path) -> FileStamp | None:
@@ -94,12 +100,15 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def _mode_of(target: Path) -> int:
-    """The mode a replaced file keeps; a new one gets what ``open`` would give it."""
+def _mode_of(target: Path) -> int | None:
+    """The mode that a replaced file keeps, None where there is no file yet; OSError for what is no regular file."""
     try:
-        return stat.S_IMODE(os.stat(target).st_mode)
+        mode = os.stat(target).st_mode
     except FileNotFoundError:
-        return 0o644
+        return None
+    if not stat.S_ISREG(mode):  # a rename would put a file in the place of a device or a pipe
+        raise OSError(f"{target} is not a regular file")
+    return stat.S_IMODE(mode)
 
 
 def _sync_folder(folder: Path) -> None:

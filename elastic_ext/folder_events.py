@@ -6,6 +6,7 @@ way counts too (Kubernetes swaps a link to publish a new ConfigMap), and so does
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -31,6 +32,7 @@ class FolderEvents(FileSystemEventHandler):
         self._told = told
         self._names: Mapping[str, frozenset[str]] = {}
         self._watches: dict[str, tuple[ObservedWatch, tuple[int, int]]] = {}
+        self._gone: set[str] = set()  # folders that were deleted: their watches are dead, whatever is there now
         self._observer: BaseObserver | None = None
         self._gave_up = False
 
@@ -43,7 +45,7 @@ class FolderEvents(FileSystemEventHandler):
             return False
         try:
             return self._rewatch(names_on_the_way(path))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
             self._gave_up = True
             _logger.warning("no file system events for %s (%s): it is looked at now and then instead", path, error)
             return True
@@ -61,27 +63,34 @@ class FolderEvents(FileSystemEventHandler):
         """Called by watchdog for everything that happens in a watched folder."""
         if event.event_type not in _CHANGES:
             return
-        for touched in (event.src_path, event.dest_path):
-            folder, name = os.path.split(os.fsdecode(touched))
+        for touched in (os.fsdecode(event.src_path), os.fsdecode(event.dest_path)):
+            folder, name = os.path.split(touched)
+            if event.event_type == "deleted" and touched in self._names:
+                self._gone.add(touched)
+                self._told()
+                return
             if name in self._names.get(folder, ()):
                 self._told()
                 return
 
     def _rewatch(self, names: Mapping[str, frozenset[str]]) -> bool:
         wanted = {folder: identity for folder in names if (identity := _identity(folder)) is not None}
+        gone = {folder for folder in self._watches if folder in self._gone}
         have = {folder: identity for folder, (_, identity) in self._watches.items()}
-        if wanted == have and names == self._names:
+        if wanted == have and names == self._names and not gone:
             return False
         if self._observer is None:
             self._observer = Observer()
             self._observer.daemon = True
             self._observer.start()
         self._names = names
-        for folder in [folder for folder, identity in have.items() if wanted.get(folder) != identity]:
+        for folder in [folder for folder, identity in have.items() if wanted.get(folder) != identity or folder in gone]:
             self._observer.unschedule(self._watches.pop(folder)[0])
+            self._gone.discard(folder)
         for folder, identity in wanted.items():
             if folder not in self._watches:
-                self._watches[folder] = (self._observer.schedule(self, folder, recursive=False), identity)
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # gone again: tried at the next call
+                    self._watches[folder] = (self._observer.schedule(self, folder, recursive=False), identity)
         return True
 
 

@@ -93,8 +93,11 @@ class ConfigFollower:
         self.settings = settings
         self._ranks = ranks
         self._step = start_step
+        warns = settings.enabled and ranks.speaks_for(str(settings.config_file))
         self._watcher = (
-            ConfigWatcher(settings.config_file, poll_seconds=settings.poll_seconds) if settings.enabled else None
+            ConfigWatcher(settings.config_file, poll_seconds=settings.poll_seconds, warns=warns)
+            if settings.enabled
+            else None
         )
         self._run_directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
         self._agreement = Agreement(
@@ -102,6 +105,7 @@ class ConfigFollower:
             self._watcher or _NoSource(),
             base,
             every=agree_every_steps,
+            warns=warns,
             lag_warning_seconds=settings.lag_warning_seconds,
             timeout_seconds=settings.timeout_seconds,
         )
@@ -150,6 +154,11 @@ class ConfigFollower:
     def step(self) -> int:
         """How many steps lie behind."""
         return self._step
+
+    @property
+    def agree_every_steps(self) -> int:
+        """How many steps lie between two agreements now."""
+        return self._agreement.every
 
     @overload
     def knob(self, name: str) -> Any: ...

@@ -7,6 +7,7 @@ stays the only truth about what training should be doing.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,11 @@ from .strict_json import MAX_BYTES
 
 __all__ = ["ConfigHistory", "Entry", "undone"]
 
+_logger = logging.getLogger(__name__)
+
 _MOST_ENTRIES = 200
 _MOST_BYTES = _MOST_ENTRIES * MAX_BYTES
+_LATEST = 1e11  # seconds since 1970; what lies beyond is no date
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,16 +49,24 @@ class Entry:
 
     @classmethod
     def from_json(cls, line: str) -> Entry:
-        record = json.loads(line)
-        return cls(time=record["time"], restores=record["restores"], config=ElasticConfig.from_dict(record["config"]))
+        """The entry that ``to_json`` gave; ValueError if the line holds anything else."""
+        try:
+            record = json.loads(line)
+            seconds, restores, config = record["time"], record["restores"], record["config"]
+        except (KeyError, TypeError, RecursionError):
+            raise ValueError("not an entry of a history") from None
+        if not (isinstance(seconds, (int, float)) and 0 <= seconds < _LATEST and isinstance(config, dict)):
+            raise ValueError("not an entry of a history")
+        if restores is not None and type(restores) is not int:
+            raise ValueError("not an entry of a history")
+        return cls(time=float(seconds), restores=restores, config=ElasticConfig.from_dict(config))
 
 
 def undone(entries: Sequence[Entry]) -> Entry:
-    """The entry to go back to from the newest one: the content before it, further back at each undo in a row."""
-    if entries:
-        earlier = [entry for entry in entries if entry.restores is None and entry.origin < entries[-1].origin]
-        if earlier:
-            return earlier[-1]
+    """The entry to go back to: the one before the newest content was first written, further at each undo in a row."""
+    for index in range(len(entries) - 1, 0, -1):
+        if entries[index].restores is None and entries[index].config.version == entries[-1].origin:
+            return entries[index - 1]
     raise _refused("there is no earlier version to go back to", "a file with at least two versions")
 
 
@@ -95,17 +107,23 @@ class ConfigHistory:
             return self._write(replace(new, apply_at_step=at_step), entries)
 
     def undo(self) -> ElasticConfig:
-        """Write the content before the present one as a new version; in place of a refused file, the last good one."""
+        """Write the content before the present one as a new version; in place of a refused or lost file, its last."""
         with self._alone() as recorded:
             try:
-                entries = self._with_current(recorded, self.current())
-                target = undone(entries)
+                current = self.current()
             except ConfigError:
-                if not recorded or self._is_valid():
+                if not recorded:
                     raise
-                entries, target = recorded, recorded[-1]
-            reason = f"back to version {target.origin}"
-            new = replace(target.config, version=_next_version(entries), reason=reason, apply_at_step=None)
+                current = None
+            entries = self._with_current(recorded, current)
+            target = recorded[-1] if current is None and recorded else undone(entries)
+            new = replace(
+                target.config,
+                version=_next_version(entries),
+                reason=f"back to version {target.origin}",
+                apply_at_step=None,
+                checkpoint=replace(target.config.checkpoint, now=None),  # it was for the version that introduced it
+            )
             return self._write(new, entries, restores=target.origin)
 
     @contextmanager
@@ -123,7 +141,7 @@ class ConfigHistory:
         for line in lines:
             try:
                 entries.append(Entry.from_json(line))
-            except (ValueError, KeyError, TypeError):  # a damaged line loses its own version only
+            except ValueError:  # a damaged line loses its own version only
                 continue
         return entries
 
@@ -132,18 +150,16 @@ class ConfigHistory:
             return entries
         return [*entries, Entry(time=time.time(), config=current)]
 
-    def _is_valid(self) -> bool:
-        try:
-            self.current()
-        except ConfigError:
-            return False
-        return True
-
     def _write(self, new: ElasticConfig, entries: list[Entry], restores: int | None = None) -> ElasticConfig:
         """The config file first: a history that lacks its newest version takes it in at the next call."""
-        write_whole(self.path, new.to_json().encode())
+        data = new.to_json().encode()
+        ElasticConfig.parse(data)  # values that are allowed one by one can make a file that is too large
+        write_whole(self.path, data)
         kept = [*entries, Entry(time=time.time(), config=new, restores=restores)][-_MOST_ENTRIES:]
-        write_whole(self._history, "".join(entry.to_json() + "\n" for entry in kept).encode())
+        try:
+            write_whole(self._history, "".join(entry.to_json() + "\n" for entry in kept).encode())
+        except OSError as error:
+            _logger.warning("version %d is written, but not its history %s: %s", new.version, self._history, error)
         return new
 
 

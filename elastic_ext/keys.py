@@ -110,7 +110,8 @@ def null_value(path: str) -> Refusal:
     )
 
 
-def unknown_key(path: str) -> Refusal:
+def unknown_key(path: str, *, searched: bool = True) -> Refusal:
+    """``searched`` looks for the nearest known key, which takes a while where a file holds thousands."""
     shown_path = shown(path)[1:-1]
-    advice = f'the nearest is "{nearest(path, tuple(KEYS))}"; a name of your own goes under "user"'
+    advice = f'the nearest is "{nearest(path, tuple(KEYS))}"; a name of your own goes under "user"' if searched else ""
     return Refusal(key=shown_path, given="not a known key", allowed="the keys of the table", advice=advice)

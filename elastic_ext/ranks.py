@@ -94,6 +94,11 @@ class Ranks:
         """On how many machines the ranks run."""
         return len({peer.host for peer in self.names})
 
+    def speaks_for(self, thing: str) -> bool:
+        """Whether this rank is the first of those on its machine that bring the same ``thing``, such as a path."""
+        everything = self.gather(json.dumps([self.names[self.rank].host, thing]).encode(), "starting")
+        return everything.index(everything[self.rank]) == self.rank
+
     def start_max(self, values: Sequence[int], doing: str) -> PendingMax:
         """Begin an element-wise maximum; every rank gives as many values."""
         tensor = torch.tensor(values, dtype=torch.int64)

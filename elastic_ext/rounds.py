@@ -52,7 +52,9 @@ class Proposal:
 class Rounds:
     """One rank's view of the config in force. All ranks hold the same rounds in the same order."""
 
-    def __init__(self, ranks: Ranks, source: ConfigSource, appliers: Appliers, base: ElasticConfig) -> None:
+    def __init__(
+        self, ranks: Ranks, source: ConfigSource, appliers: Appliers, base: ElasticConfig, *, warns: bool
+    ) -> None:
         self.config = base
         self.scheduled: ElasticConfig | None = None
         """Agreed, and to come into force at its ``apply_at_step``."""
@@ -60,6 +62,7 @@ class Rounds:
         self._source = source
         self._appliers = appliers
         self._base = base
+        self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
         self._reported: tuple[int, str] | None = None  # the file that this rank last brought to a round
@@ -122,7 +125,8 @@ class Rounds:
             return
         self._looked_at = held
         if held is not None and held.version <= self.config.version and _key(held) not in self._settled:
-            _logger.warning(
+            _logger.log(
+                self._warning_level,
                 "the config file holds version %d and was refused, since version %d is in force; "
                 "give it a version of %d or more",
                 held.version,

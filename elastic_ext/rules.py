@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from .strict_json import MAX_DEPTH, can_be_written, shown
+
 __all__ = [
     "BlocksOrWhole",
     "Boolean",
@@ -26,6 +28,8 @@ __all__ = [
 ]
 
 LARGEST_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
+_MOST_LISTS = MAX_DEPTH - 2  # a user's value lies inside two objects
+_MOST_KNOBS_SHOWN = 5
 
 UserValue: TypeAlias = "bool | int | float | str | tuple[UserValue, ...] | None"
 KnobBounds: TypeAlias = tuple[UserValue, ...]
@@ -117,7 +121,7 @@ class Text:
         return f"text of at most {self.at_most} characters"
 
     def check(self, value: object) -> str:
-        if not isinstance(value, str) or len(value) > self.at_most:
+        if not isinstance(value, str) or len(value) > self.at_most or not can_be_written(value):
             raise ValueError(self.allowed)
         return value
 
@@ -160,7 +164,14 @@ class UserValueRule:
     allowed: str = "a JSON scalar or a list of scalars or lists"
 
     def check(self, value: object) -> UserValue:
-        if value is None or isinstance(value, (bool, str)):
+        return self._kept(value, _MOST_LISTS)
+
+    def _kept(self, value: object, num_levels: int) -> UserValue:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            if not can_be_written(value):
+                raise ValueError("text of whole Unicode characters")
             return value
         if isinstance(value, int):
             if abs(value) > LARGEST_INTEGER:
@@ -171,7 +182,9 @@ class UserValueRule:
                 raise ValueError("finite numbers")
             return value
         if isinstance(value, (list, tuple)):
-            return tuple(self.check(item) for item in value)
+            if num_levels == 0:
+                raise ValueError(f"lists in lists, at most {_MOST_LISTS} deep")
+            return tuple([self._kept(item, num_levels - 1) for item in value])
         raise ValueError(self.allowed)
 
 
@@ -209,15 +222,19 @@ class Knobs:
         if not isinstance(value, Mapping):
             raise ValueError(self.allowed)
         kept: dict[str, KnobBounds] = {}
+        faults: list[str] = []
         for name, bounds in value.items():
+            if len(faults) == _MOST_KNOBS_SHOWN:
+                break
             if name not in self.rules:
-                raise ValueError(
-                    f'known knobs; "{str(name)[:80]}" is none, the nearest is "{nearest(name, self.rules)}"'
-                )
+                faults.append(f'known knobs; {shown(name)} is none, the nearest is "{nearest(name, self.rules)}"')
+                continue
             try:
                 kept[name] = Bounds(self.rules[name]).check(bounds)
             except ValueError as error:
-                raise ValueError(f'for "{name}" {error}') from None
+                faults.append(f'for "{name}" {error}')
+        if faults:
+            raise ValueError("; ".join(faults))
         return kept
 
 

@@ -56,8 +56,8 @@ class Settings:
         return cls(
             enabled=_enabled(environ.get("ELASTIC_EXT", "")),
             job=name,
-            run_dir=folder.expanduser().absolute(),
-            config_file=file.expanduser().absolute(),
+            run_dir=_absolute(folder),
+            config_file=_absolute(file),
             restart=_count(environ, "TORCHELASTIC_RESTART_COUNT"),
             timeout_seconds=_seconds(environ, "ELASTIC_EXT_TIMEOUT_SECONDS", timeout_seconds, 1800.0),
             lag_warning_seconds=_seconds(environ, "ELASTIC_EXT_LAG_WARNING_SECONDS", lag_warning_seconds, 30.0),
@@ -93,6 +93,13 @@ def _as_name(job: str) -> str:
 def _cache(environ: Mapping[str, str]) -> Path:
     given = environ.get("XDG_CACHE_HOME", "")
     return Path(given) if given.startswith("/") else Path("~/.cache")
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:  # ~name, and there is no such user
+        raise ValueError(f"{path}: {error}; allowed: a path, with ~ for a home folder that exists") from None
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

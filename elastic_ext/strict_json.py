@@ -13,7 +13,7 @@ from typing import NoReturn, TypeAlias
 
 from .errors import ConfigError, Refusal
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "JsonValue", "read_object", "shown"]
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "JsonValue", "can_be_written", "read_object", "read_value", "shown"]
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 8
@@ -33,6 +33,18 @@ def read_object(data: bytes) -> dict[str, JsonValue]:
     if not text.strip():
         _refuse("the config is empty", "one JSON object", 'the smallest valid one is {"version": 1}')
     try:
+        value = read_value(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        _refuse(f"the config is not JSON: {error.msg} at {where}", "one JSON object", "correct it there")
+    if not isinstance(value, dict):
+        _refuse(f"the config is {shown(value)}", "one JSON object", 'the smallest valid one is {"version": 1}')
+    return value
+
+
+def read_value(text: str) -> JsonValue:
+    """The one JSON value in ``text``; JSONDecodeError if it is not JSON, ConfigError if a config cannot hold it."""
+    try:
         value: JsonValue = json.loads(
             text,
             object_pairs_hook=_object_without_duplicates,
@@ -40,13 +52,8 @@ def read_object(data: bytes) -> dict[str, JsonValue]:
             parse_int=_short_integer,
             parse_float=_finite_number,
         )
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        _refuse(f"the config is not JSON: {error.msg} at {where}", "one JSON object", "correct it there")
     except RecursionError:
         _refuse("the config nests too deeply", f"at most {MAX_DEPTH} levels")
-    if not isinstance(value, dict):
-        _refuse(f"the config is {shown(value)}", "one JSON object", 'the smallest valid one is {"version": 1}')
     _refuse_depth_and_surrogates(value)
     return value
 
@@ -55,9 +62,20 @@ def shown(value: object, limit: int = 80) -> str:
     """``value`` as JSON would write it, cut to ``limit`` characters and safe to print on one line."""
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
+    except RecursionError:
+        text = "a value that nests too deeply"
+    except (TypeError, ValueError):
         text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def can_be_written(text: str) -> bool:
+    """Whether ``text`` holds whole characters only; half a surrogate pair has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse(given: str, allowed: str, advice: str = "") -> NoReturn:
@@ -106,16 +124,8 @@ def _refuse_depth_and_surrogates(value: JsonValue) -> None:
                 inner.extend(item)
                 texts = [v for v in item if isinstance(v, str)]
             else:
-                continue
+                texts = [item] if isinstance(item, str) else []
             for text in texts:
-                if not _can_be_written(text):
+                if not can_be_written(text):
                     _refuse(f"the config holds half a character in {ascii(text)[:60]}", "whole Unicode characters")
         level = [item for item in inner if isinstance(item, (dict, list))]
-
-
-def _can_be_written(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -31,7 +31,7 @@ class ConfigWatcher:
     """Watches one config file from ``start()`` (or ``with``) to ``close()``.
 
     ``settle_seconds`` is how long bad contents must stay before they are warned of: a file that is written in place
-    is seen half-written in between.
+    is seen half-written in between. Of several processes that watch one file, one ``warns``.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class ConfigWatcher:
         poll_seconds: float = 1.0,
         settle_seconds: float = 0.2,
         use_events: bool = True,
+        warns: bool = True,
     ) -> None:
         self.path = Path(path).absolute()
         self._poll_seconds = poll_seconds
@@ -54,6 +55,7 @@ class ConfigWatcher:
         self._warned: dict[bytes, None] = {}
         self._error: BaseException | None = None
         self._wake = threading.Event()
+        self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._events = FolderEvents(self._wake.set) if use_events else None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -186,7 +188,7 @@ class ConfigWatcher:
         if len(self._warned) > _MOST_REMEMBERED:
             self._warned.pop(next(iter(self._warned)))
         kept = "no config" if self._held is None else self._held.label
-        _logger.warning("%s was refused, %s stays: %s", self.path, kept, self._refusal)
+        _logger.log(self._warning_level, "%s was refused, %s stays: %s", self.path, kept, self._refusal)
 
 
 def _hash(data: bytes) -> bytes:

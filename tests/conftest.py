@@ -6,13 +6,25 @@ The rules that sizes stand beside are in test_house.py; sizes are reported and n
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
 # --- fixtures of the multi-rank harness ----------------------------------------------------------------------------
-# (this is their place: import them, or define them, between these two lines)
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Warm ranks for the whole test run; they start with the first test that asks for them."""
+    from tests.ranks import RankPool  # imports torch, which tests without ranks do not need
+
+    with RankPool() as pool:
+        yield pool
+
+
 # --------------------------------------------------------------------------------------------------------------------
 
 LIBRARY = Path(__file__).resolve().parent.parent / "elastic_ext"

@@ -1,0 +1,206 @@
+"""Train a small character-level GPT whose configuration follows a file while it trains.
+
+    torchrun --standalone --nproc-per-node=2 examples/nano_gpt.py --config-file /tmp/nano_gpt.json
+    elastic-ext config set --file /tmp/nano_gpt.json optimizer.learning_rate=0.0003 user.dropout=0.2
+
+It runs with one process (``python examples/nano_gpt.py``) or many, with gloo or NCCL, and needs no data: the text is
+made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ext import ElasticConfig, follow_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GptShape:
+    """How large the model is."""
+
+    num_characters: int
+    context: int = 64
+    num_blocks: int = 2
+    num_heads: int = 4
+    width: int = 64
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a feed-forward layer; each added to its input."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.dropout = 0.0
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention_in = nn.Linear(shape.width, 3 * shape.width)
+        self.attention_out = nn.Linear(shape.width, shape.width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(shape.width),
+            nn.Linear(shape.width, 4 * shape.width),
+            nn.GELU(),
+            nn.Linear(4 * shape.width, shape.width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.attention_in(self.attention_norm(x)).view(
+            batch, length, 3, self.num_heads, width // self.num_heads
+        )
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width / heads)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self._drop(self.attention_out(attended.transpose(1, 2).reshape(batch, length, width)))
+        return x + self._drop(self.feed_forward(x))
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x, self.dropout, self.training)
+
+
+class Gpt(nn.Module):
+    """Characters in, logits for each next character out."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(shape.num_characters, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_blocks))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.num_characters, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.characters(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def set_dropout(self, dropout: float) -> None:
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.dropout = dropout
+
+
+def make_text(num_sentences: int, seed: int = 0) -> str:
+    """A text with something to learn: sums, written out and all of them right."""
+    draw = random.Random(seed)
+    pairs = ((draw.randrange(50), draw.randrange(50)) for _ in range(num_sentences))
+    return "".join(f"{a} and {b} make {a + b}.\n" for a, b in pairs)
+
+
+class Windows:
+    """Random windows of a text, as (inputs, next characters); each rank draws its own."""
+
+    def __init__(self, text: str, context: int, seed: int) -> None:
+        self.alphabet = sorted(set(text))
+        self._tokens = torch.tensor([self.alphabet.index(character) for character in text])
+        self._context = context
+        self._draw = torch.Generator().manual_seed(seed)
+
+    def batch(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = torch.randint(len(self._tokens) - self._context, (batch_size, 1), generator=self._draw)
+        windows = self._tokens[starts + torch.arange(self._context + 1)]  # (batch, context + 1)
+        return windows[:, :-1], windows[:, 1:]
+
+
+class LiveOptimizer:
+    """Applies the section ``optimizer`` of a config to a torch optimizer with one parameter group."""
+
+    section = "optimizer"
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._group = optimizer.param_groups[0]
+
+    def check(self, new: ElasticConfig) -> str | None:
+        rate = new.optimizer.learning_rate
+        return (
+            f"a learning rate of {rate} would only make noise; stay below 1" if rate is not None and rate > 1 else None
+        )
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        if new.optimizer.learning_rate is not None:
+            self._group["lr"] = new.optimizer.learning_rate
+        if new.optimizer.weight_decay is not None:
+            self._group["weight_decay"] = new.optimizer.weight_decay
+
+
+def train(options: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
+    """Train as many steps as the knob ``steps`` says, or until a rank asks to stop."""
+    torch.manual_seed(0)
+    windows = Windows(make_text(20_000), options.context, seed=rank)
+    model = Gpt(GptShape(num_characters=len(windows.alphabet), context=options.context)).to(device)
+    trained: nn.Module = DistributedDataParallel(model) if world_size > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+
+    follower = follow_config(
+        options.config_file,
+        startup={"optimizer.learning_rate": options.learning_rate, "user.dropout": 0.0, "user.steps": options.steps},
+        agree_every_steps=options.agree_every_steps,
+    )
+    follower.add(LiveOptimizer(optimizer))
+    began = time.monotonic()
+    with follower:
+        while (step := follower.step) < follower.knob("steps", options.steps):
+            model.set_dropout(follower.knob("dropout", 0.0))
+            inputs, targets = (part.to(device) for part in windows.batch(options.batch_size))
+            loss = functional.cross_entropy(trained(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0 and step % options.log_every == 0:
+                rate = optimizer.param_groups[0]["lr"]
+                seconds = time.monotonic() - began
+                print(f"step {step}: loss {loss.item():.3f}, learning rate {rate:g}, {seconds:.1f} s", flush=True)
+            passed = follower.boundary(backwards=step + 1)
+            if passed.applied is not None:
+                print(f"rank {rank}: {passed.applied}", flush=True)
+            if passed.stop:
+                break
+    if rank == 0:
+        uniform = math.log(len(windows.alphabet))
+        print(f"trained {follower.step} steps: loss {loss.item():.3f} (guessing: {uniform:.3f})", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", type=Path, help="default: config.json in the job's run directory")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per rank and step")
+    parser.add_argument("--context", type=int, default=64, help="characters per window")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--agree-every-steps", type=lambda text: text if text == "auto" else int(text), default="auto")
+    parser.add_argument("--log-every", type=int, default=50)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Join the process group that a launcher describes, if one does, and train."""
+    options = parse()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(levelname)s %(message)s")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(options, device, rank, world_size)
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
