@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext import ConfigError, ElasticConfig
+from elastic_ext.config import key_table
 from tests.documents import Block, Step, console_steps, fenced_blocks, json_fault, mark_faults, matches, run_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,3 +197,7 @@ def test_failing_page_fails_its_process_with_the_line(tmp_path: Path) -> None:
     page.write_text("```python\nimport os\n\nassert 'ELASTIC_EXT_RUN_DIR' not in os.environ\n```\n")
     with pytest.raises(AssertionError, match=r"page\.md, line 4: this block"):
         run_in_a_process(page, tmp_path)
+
+
+def test_the_table_of_keys_on_the_page_is_the_one_that_the_code_checks_by() -> None:
+    assert key_table() in (ROOT / "docs" / "configuration.md").read_text()
