@@ -32,6 +32,5 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!elastic_ext\b).*")]
 nitpick_ignore = [
     ("py:class", "elastic_ext.follow._Default"),
     ("py:class", "elastic_ext.ranks.Ranks"),
-    ("py:class", "elastic_ext.rounds.Proposal"),
     ("py:class", "elastic_ext.settings.Settings"),
 ]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         RanksFailedError,
     )
     from .follow import ConfigFollower, follow_config
+    from .rounds import Proposal
     from .watch import ConfigWatcher
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "ElasticConfig",
     "ElasticError",
     "PeerLostError",
+    "Proposal",
     "RanksDisagreeError",
     "RanksError",
     "RanksFailedError",
@@ -52,6 +54,7 @@ _HOMES = {
     "ElasticConfig": "config",
     "ElasticError": "errors",
     "PeerLostError": "errors",
+    "Proposal": "rounds",
     "RanksDisagreeError": "errors",
     "RanksError": "errors",
     "RanksFailedError": "errors",

@@ -22,7 +22,6 @@ from .config import ElasticConfig
 from .control_word import AgreedWord, ControlWord, Purpose
 from .decide import Lag, Pace
 from .errors import ElasticError, RanksError
-from .peers import Counts
 from .roll_call import RollCall
 from .rounds import ConfigSource, Proposal, Rounds
 
@@ -104,7 +103,7 @@ class Agreement:
     def start(self, *, step: int) -> Applied | None:
         """Agree on the start-up config and put the file found now, if every rank finds one, over it."""
         self._started = True
-        self._roll_call.counts = Counts(boundary=0, step=step, backwards=0)
+        self._roll_call.begin(step)
         with _Remembering(self):
             if not self._fixed:
                 self._pace = Pace(cost_seconds=self._measure_cost())
@@ -135,16 +134,19 @@ class Agreement:
         if self._passed_at is not None:
             self._pace.note(now - self._passed_at)
         self._passed_at = now
-        passed = self._roll_call.counts.boundary + 1
-        self._roll_call.counts = Counts(boundary=passed, step=step, backwards=backwards)
+        passed = self._roll_call.pass_boundary(step, backwards)
         self._rounds.warn_of_stale_file()
-        with _Remembering(self):
-            applied, save = self._read_word(step)
-            scheduled = self._rounds.scheduled
-            if scheduled is not None and scheduled.apply_at_step is not None and step >= scheduled.apply_at_step:
+        applied, save = None, False
+        if self._word is not None:
+            with _Remembering(self):
+                applied, save = self._read_word(step)
+        scheduled = self._rounds.scheduled
+        if scheduled is not None and scheduled.apply_at_step is not None and step >= scheduled.apply_at_step:
+            with _Remembering(self):
                 self._make_sure_of_the_same_boundary()
                 applied = self._rounds.apply_scheduled(step) or applied
-            if passed == 1 or passed - self._roll_call.awaited_boundary >= self.every:
+        if passed == 1 or passed - self._roll_call.awaited_boundary >= self.every:
+            with _Remembering(self):
                 self._start_word(now)
         save |= applied is not None and applied.new.checkpoint.now is True
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
@@ -174,8 +176,7 @@ class Agreement:
 
     def _read_word(self, step: int) -> tuple[Applied | None, bool]:
         """Read the word under way and do what it asks for; gives what was applied, and whether to save."""
-        if self._word is None:
-            return None, False
+        assert self._word is not None
         agreed = AgreedWord.from_integers(self._word.result())
         self._word = None
         if agreed.differing:
@@ -192,6 +193,11 @@ class Agreement:
 
     def _start_word(self, now: float) -> None:
         rounds = self._rounds
+        self._roll_call.awaited_boundary = self._roll_call.num_boundaries
+        if self._ranks.world_size == 1 and not (
+            rounds.fresh or rounds.proposing or self._stop_wanted or self._save_wanted
+        ):
+            return  # nobody else is there to be told of nothing
         word = self._make_word(
             Purpose.ROUTINE,
             held_version=rounds.held_version,
@@ -200,7 +206,6 @@ class Agreement:
             wanted_interval=self.every if self._fixed else self._pace.interval(),
         )
         self._word = self._ranks.start_max(word.to_integers(), "agreeing")
-        self._roll_call.awaited_boundary = self._roll_call.counts.boundary
         self._save_wanted = False
 
     def _make_sure_of_the_same_boundary(self) -> None:

@@ -100,7 +100,7 @@ class ElasticConfig(Section):
                     _take_section(_SECTION_NAMES[name], value, arguments, refusals)
             elif name not in _HEADER:
                 refusals.append(unknown_key(name, searched=len(refusals) < _MOST_REFUSALS))
-            elif value is None:
+            elif value is None and name != "version":  # which is checked below
                 refusals.append(null_value(name))
             else:
                 arguments[name] = value
@@ -164,7 +164,12 @@ class ElasticConfig(Section):
 
     def get(self, path: str) -> Value:
         """The value of a dotted key, None where it is absent."""
-        return self.values().get(path)
+        name, _, rest = path.partition(".")
+        if name == "user":
+            return self.user.get(rest)
+        holder: Section = getattr(self, name) if rest else self
+        value: Value = getattr(holder, rest or name) if path in KEYS else None
+        return value
 
     def over(self, base: ElasticConfig) -> ElasticConfig:
         """This config with its absent keys taken from ``base``, the start-up values."""

@@ -75,7 +75,7 @@ def choose(reports: Sequence[Report]) -> Choice:
 class Pace:
     """How many boundaries should lie between two agreements for their cost to stay below a share of the time."""
 
-    def __init__(self, *, cost_seconds: float, share: float = 0.005, longest: int = 1000, window: int = 32) -> None:
+    def __init__(self, *, cost_seconds: float, share: float = 0.005, longest: int = 10_000, window: int = 32) -> None:
         self._cost_seconds = cost_seconds
         self._share = share
         self._longest = longest

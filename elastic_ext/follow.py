@@ -29,7 +29,7 @@ from .config import ElasticConfig, section_of
 from .errors import RanksError
 from .knobs import Knobs
 from .metrics import JobEvent, RankMetrics
-from .peers import Counts, Trouble
+from .peers import Trouble
 from .ranks import Ranks
 from .rounds import Proposal
 from .rundir import RunDirectory
@@ -245,8 +245,7 @@ class ConfigFollower:
         board = self._ranks.board
         if board is None or isinstance(error, RanksError):
             return
-        counts = Counts(boundary=self._step, step=self._step, backwards=0)
-        board.post_trouble(Trouble(kind="failed", counts=counts, text=f"{type(error).__name__}: {error}"))
+        board.post_trouble(Trouble(kind="failed", counts=self._ranks.counts(), text=f"{type(error).__name__}: {error}"))
         if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
             troubles = board.gather_troubles(_GRACE_SECONDS)
             _logger.error("of the other ranks: %s", board.account(troubles, silent="has given no sign so far"))

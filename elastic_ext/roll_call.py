@@ -27,14 +27,31 @@ class RollCall:
     """One rank's counts, and the comparison with its peers'."""
 
     def __init__(self, ranks: Ranks, *, timeout_seconds: float) -> None:
-        self.counts = Counts(boundary=0, step=0, backwards=0)
+        self.num_boundaries = 0
         self.awaited_boundary = 0
         """The boundary at which the agreement that this rank may be waiting for was begun."""
+        self._step = 0
+        self._num_backwards = 0
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
         self._num_ends = 0
         ranks.counts = lambda: self.counts
         ranks.look_around = self._raise_if_a_peer_ended_early
+
+    @property
+    def counts(self) -> Counts:
+        """How far this rank has come."""
+        return Counts(boundary=self.num_boundaries, step=self._step, backwards=self._num_backwards)
+
+    def begin(self, step: int) -> None:
+        """Begin with ``step`` steps behind."""
+        self._step = step
+
+    def pass_boundary(self, step: int, num_backwards: int) -> int:
+        """Count one more boundary; gives how many were passed."""
+        self._step, self._num_backwards = step, num_backwards
+        self.num_boundaries += 1
+        return self.num_boundaries
 
     def end(self) -> None:
         """Return once every rank has come to this end with the same counts; RanksDisagreeError names who did not."""

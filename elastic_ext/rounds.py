@@ -46,7 +46,9 @@ class Proposal:
     changes: Mapping[str, object]
     reason: str
     outcome: Literal["pending", "in force", "refused"] = "pending"
+    """What became of it; look again after later boundaries."""
     refusal: str = ""
+    """Why it was refused, where it was."""
 
 
 class Rounds:

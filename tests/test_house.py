@@ -68,6 +68,7 @@ PUBLIC_NAMES = [
     "ElasticConfig",
     "ElasticError",
     "PeerLostError",
+    "Proposal",
     "RanksDisagreeError",
     "RanksError",
     "RanksFailedError",
