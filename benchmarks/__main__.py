@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.harness import RESULTS, Comparison, record, table, this_machine, versions
+from benchmarks.harness import RESULTS, Result, record, table, this_machine, versions
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -32,14 +32,14 @@ def benchmarks_in(sources: Mapping[str, str]) -> list[str]:
 
 def run_one(name: str, *, is_recorded: bool) -> int:
     """Run one benchmark in this process and print its tables; 1 where a claim fails, else 0."""
-    comparisons: Sequence[Comparison] = importlib.import_module(f"benchmarks.{name}").main()
-    for comparison in comparisons:
-        sys.stdout.write(f"\n{table(comparison)}")
+    results: Sequence[Result] = importlib.import_module(f"benchmarks.{name}").main()
+    for result in results:
+        sys.stdout.write(f"\n{table(result)}")
     sys.stdout.flush()
     if is_recorded:
         section = record(
             name,
-            comparisons,
+            results,
             date=datetime.date.today().isoformat(),
             command=f"python -m benchmarks {name} --record",
             machine=this_machine(),
@@ -47,7 +47,7 @@ def run_one(name: str, *, is_recorded: bool) -> int:
         )
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(f"\n{section}")
-    return int(any(row.verdict == "fail" for comparison in comparisons for row in comparison.rows))
+    return int(any(verdict == "fail" for result in results for verdict in result.verdicts))
 
 
 def main(arguments: Sequence[str]) -> int:

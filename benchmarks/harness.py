@@ -1,7 +1,7 @@
 """Comparing ways to do the same work, interleaved in one process: ratios round by round, and how far to believe them.
 
-A benchmark is a module of this folder whose ``main()`` returns the comparisons that it made; ``python -m benchmarks``
-prints and records them. Nothing here knows what is compared.
+A benchmark is a module of this folder whose ``main()`` returns the results that it came to, such as comparisons;
+``python -m benchmarks`` prints and records them. Nothing here knows what is compared.
 
 Words: a *side* is one way to do the work; the first is the *baseline*, A, and runs twice in each *round*, as A and A'.
 A *ratio* is a side's reading over the baseline's of the same round, so less is better. The *A/A interval* is what
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, Protocol
 
 import psutil
 
@@ -31,6 +31,8 @@ __all__ = [
     "Comparison",
     "Machine",
     "Reading",
+    "Readings",
+    "Result",
     "Row",
     "Side",
     "Unit",
@@ -39,10 +41,12 @@ __all__ = [
     "bootstrap_interval",
     "check_same_work",
     "compare",
+    "compare_measures",
     "decide",
     "paired_ratios",
     "record",
     "rotated",
+    "shown_value",
     "table",
     "this_machine",
 ]
@@ -64,6 +68,14 @@ class Reading:
     """What a side returns that measures itself: the value to compare, in the comparison's unit, and the work done."""
 
     value: float
+    work: object
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readings:
+    """What a side returns that takes several measures of one run: a value for each, and the work done."""
+
+    values: Mapping[str, float]
     work: object
 
 
@@ -112,6 +124,25 @@ class Row:
     reason: str
 
 
+class Result(Protocol):
+    """What a benchmark's ``main`` returns some of: a table that can be printed and recorded."""
+
+    @property
+    def heading(self) -> str:
+        """What stands above the table."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What stands below it, a sentence each."""
+
+    @property
+    def verdicts(self) -> Sequence[Verdict]:
+        """What became of each row's claim."""
+
+    def table_lines(self) -> list[str]:
+        """The table in Markdown."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """What came of one comparison: a row for each side, the baseline's first."""
@@ -120,6 +151,32 @@ class Comparison:
     unit: Unit
     num_rounds: int
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        return f"**{self.title}** ({self.num_rounds} rounds)"
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return tuple(row.verdict for row in self.rows)
+
+    def table_lines(self) -> list[str]:
+        digits = max(_digits(row.claim) for row in self.rows)
+        lines = [
+            "| name | median | ratio | A/A interval | target | verdict |",
+            "|---|---:|---:|---:|---:|---|",
+        ]
+        for row in self.rows:
+            low, high = row.aa_interval
+            name = row.name.replace("|", "\\|")
+            target = f"≤ {row.claim.at_most:.4g}" if row.claim else ""
+            verdict = f"{row.verdict}: {row.reason}" if row.claim else ""
+            lines.append(
+                f"| {name} | {shown_value(row.median, self.unit)} | {row.ratio:.{digits}f} "
+                f"| {low:.{digits}f} to {high:.{digits}f} | {target} | {verdict} |"
+            )
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,14 +228,18 @@ def decide(ratio: float, aa_interval: tuple[float, float], claim: Claim | None) 
         return "none claimed", "nothing is claimed of it"
     low, high = aa_interval
     width = max(high, 1.0) - min(low, 1.0)
+    digits = _digits(claim)
     if width > claim.margin:
-        return (
-            "inconclusive",
-            f"the baseline against itself spans {width:.1%}, the claim's margin is {claim.margin:.1%}",
-        )
+        shown = f"{width:.{digits - 2}%}, the claim's margin is {claim.margin:.{digits - 2}%}"
+        return "inconclusive", f"the baseline against itself spans {shown}"
     if ratio <= claim.at_most:
-        return "pass", f"{ratio:.3f} is at most {claim.at_most:.3f}"
-    return "fail", f"{ratio:.3f} is more than {claim.at_most:.3f}"
+        return "pass", f"{ratio:.{digits}f} is at most {claim.at_most:.{digits}f}"
+    return "fail", f"{ratio:.{digits}f} is more than {claim.at_most:.{digits}f}"
+
+
+def _digits(claim: Claim | None) -> int:
+    """How many decimals of a ratio to show, so that a claim's margin can be seen."""
+    return 4 if claim is not None and claim.margin < 0.02 else 3
 
 
 def check_same_work(work: Mapping[str, object]) -> None:
@@ -209,32 +270,70 @@ def compare(
 
     ``settle`` runs before each run, outside its time. Warm-up rounds check the work and are not read.
     """
+
+    def read(side: Side) -> Readings:
+        settle()
+        start = clock()
+        done = side.run()
+        elapsed = clock() - start
+        value, work = (done.value, done.work) if isinstance(done, Reading) else (elapsed, done)
+        return Readings(values={title: value}, work=work)
+
+    (compared,) = _compare([title], sides, read, unit, num_rounds=num_rounds, num_warmup_rounds=num_warmup_rounds)
+    return compared
+
+
+def compare_measures(
+    titles: Sequence[str],
+    sides: Sequence[Side],
+    *,
+    num_rounds: int,
+    num_warmup_rounds: int = 1,
+    unit: Unit = "seconds",
+) -> list[Comparison]:
+    """As ``compare``, for sides that take several measures of each run: one comparison for each title.
+
+    Every side returns Readings with a value under each title.
+    """
+
+    def read(side: Side) -> Readings:
+        done = side.run()
+        assert isinstance(done, Readings)
+        return done
+
+    return _compare(titles, sides, read, unit, num_rounds=num_rounds, num_warmup_rounds=num_warmup_rounds)
+
+
+def _compare(
+    titles: Sequence[str],
+    sides: Sequence[Side],
+    read: Callable[[Side], Readings],
+    unit: Unit,
+    *,
+    num_rounds: int,
+    num_warmup_rounds: int,
+) -> list[Comparison]:
     if len({side.name for side in sides}) < max(len(sides), 2):
         raise ValueError(f"sides are {[side.name for side in sides]}; allowed: two or more, with unlike names")
     if num_rounds < 3:
         raise ValueError(f"num_rounds is {num_rounds}; use at least 3, and 15 or more for a claim of a few percent")
     runners = [sides[0], *sides]  # 0: A', 1: A
-    readings: list[list[float]] = [[] for _ in runners]
+    readings: list[list[Mapping[str, float]]] = [[] for _ in runners]
     for index in range(-num_warmup_rounds, num_rounds):
         work: dict[str, object] = {}
         for place in rotated(len(runners), index % (2 * len(runners))):
-            settle()
-            value, done = _read(runners[place], clock)
-            work[runners[place].name if place else f"{runners[0].name}, again"] = done
+            done = read(runners[place])
+            work[runners[place].name if place else f"{runners[0].name}, again"] = done.work
             if index >= 0:
-                readings[place].append(value)
+                readings[place].append(done.values)
         check_same_work(work)
-    again, *values = readings
-    aa_interval = bootstrap_interval(paired_ratios(again, values[0]))
-    rows = [_row(side, mine, values[0], aa_interval) for side, mine in zip(sides, values, strict=True)]
-    return Comparison(title=title, unit=unit, num_rounds=num_rounds, rows=tuple(rows))
-
-
-def _read(side: Side, clock: Callable[[], float]) -> tuple[float, object]:
-    start = clock()
-    done = side.run()
-    elapsed = clock() - start
-    return (done.value, done.work) if isinstance(done, Reading) else (elapsed, done)
+    comparisons = []
+    for title in titles:
+        again, *values = [[one[title] for one in mine] for mine in readings]
+        aa_interval = bootstrap_interval(paired_ratios(again, values[0]))
+        rows = tuple(_row(side, mine, values[0], aa_interval) for side, mine in zip(sides, values, strict=True))
+        comparisons.append(Comparison(title=title, unit=unit, num_rounds=num_rounds, rows=rows))
+    return comparisons
 
 
 def _row(side: Side, values: Sequence[float], baseline: Sequence[float], aa_interval: tuple[float, float]) -> Row:
@@ -254,24 +353,10 @@ def _row(side: Side, values: Sequence[float], baseline: Sequence[float], aa_inte
 # --- showing and recording ------------------------------------------------------------------------------------------
 
 
-def table(comparison: Comparison) -> str:
-    """A comparison as a Markdown table under its title."""
-    lines = [
-        f"**{comparison.title}** ({comparison.num_rounds} rounds)",
-        "",
-        "| name | median | ratio | A/A interval | target | verdict |",
-        "|---|---:|---:|---:|---:|---|",
-    ]
-    for row in comparison.rows:
-        low, high = row.aa_interval
-        name = row.name.replace("|", "\\|")
-        target = f"≤ {row.claim.at_most:.3g}" if row.claim else ""
-        verdict = f"{row.verdict}: {row.reason}" if row.claim else ""
-        lines.append(
-            f"| {name} | {shown_value(row.median, comparison.unit)} | {row.ratio:.3f} | {low:.3f} to {high:.3f} "
-            f"| {target} | {verdict} |"
-        )
-    return "\n".join(lines) + "\n"
+def table(result: Result) -> str:
+    """A result as a Markdown table under its heading, with its notes."""
+    notes = ["", *(f"- {note}" for note in result.notes)] if result.notes else []
+    return "\n".join([result.heading, "", *result.table_lines(), *notes]) + "\n"
 
 
 def shown_value(value: float, unit: Unit) -> str:
@@ -315,9 +400,7 @@ def versions() -> str:
     return f"Python {platform.python_version()}, torch {metadata.version('torch')}"
 
 
-def record(
-    name: str, comparisons: Sequence[Comparison], *, date: str, command: str, machine: Machine, seen: str
-) -> str:
+def record(name: str, results: Sequence[Result], *, date: str, command: str, machine: Machine, seen: str) -> str:
     """A section for RESULTS.md: when, where and how one benchmark was run, and its tables."""
     accelerator = f", {machine.accelerator}" if machine.accelerator else ""
     head = [
@@ -329,4 +412,4 @@ def record(
         f"- {seen}",
         "",
     ]
-    return "\n".join(head) + "\n" + "\n".join(table(comparison) for comparison in comparisons)
+    return "\n".join(head) + "\n" + "\n".join(table(result) for result in results)

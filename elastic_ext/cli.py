@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"elastic-ext: {error}; the config file is as it was", file=sys.stderr)
         return 1
-    sys.stdout.write(output)
+    encoding = sys.stdout.encoding or "utf-8"  # what the terminal cannot show is escaped
+    sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
     return 0
 
 

@@ -1,20 +1,26 @@
-"""The control word: what one rank says at an agreement, as a few integers that a single MAX reduction combines.
+"""The control word: what one rank has to say at an agreement, and the pulse: one integer that says whether anyone has.
 
-Two kinds of field: what must be the same on all ranks (it travels as x and -x, so that the largest and the smallest
-both arrive) and what any one rank can raise (a flag, or a wish for the largest).
+Most agreements have nothing to say, so they must cost next to nothing: each rank sends a *pulse*, a hash of what
+should be the same everywhere, and the pulses are summed. A sum that is not the number of ranks times a rank's own pulse
+means that somebody differs or has news; then, and only then, the *words* themselves are exchanged.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 
 __all__ = ["AgreedWord", "ControlWord", "Purpose"]
 
+_PULSE_BYTES = 6  # 2**15 ranks' pulses still add up to a 64-bit integer
+_MOST_TEXT = 500
+
 
 class Purpose(IntEnum):
-    """Why ranks exchange words; ranks with unlike purposes have lost step with each other."""
+    """Why ranks exchange pulses; ranks with unlike purposes have lost step with each other."""
 
     ROUTINE = 1
     """Every so many boundaries; read one boundary later."""
@@ -22,9 +28,14 @@ class Purpose(IntEnum):
     """Right before a scheduled config is applied."""
 
 
-_SAME = ("purpose", "boundary", "step", "backwards", "in_force")
-_SPREAD = ("held_version",)
-_ANY = ("fresh", "proposing", "asking", "stop", "save", "wanted_interval")
+# What should be the same on all ranks, and how to name it to a person.
+_SAME = {
+    "purpose": "what they do",
+    "boundary": "boundaries",
+    "step": "steps",
+    "backwards": "backward passes",
+    "in_force": "the config in force",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,57 +48,91 @@ class ControlWord:
     step: int
     backwards: int
     """How many backward passes the caller has counted."""
-    in_force: int
-    """A number that stands for the config in force."""
+    in_force: str
+    """The digest of the config in force."""
     held_version: int
     """The version this rank could put in force; the one in force where it has nothing new."""
-    fresh: bool
-    """It holds contents that no round has heard of yet."""
-    proposing: bool
-    asking: bool
-    """It wants to know who lacks a config."""
-    stop: bool
-    save: bool
     wanted_interval: int
     """How many boundaries this rank would have between two agreements."""
+    fresh: bool = False
+    """It holds contents that it has not told of."""
+    proposing: bool = False
+    asking: bool = False
+    """It wants to know who lacks a config."""
+    stop: bool = False
+    save: bool = False
+    pacing: bool = False
+    """Its wanted interval is another than it last told."""
+    refusal: str = ""
+    """Why it holds nothing newer, where a file was refused."""
 
-    def to_integers(self) -> list[int]:
-        both = [int(getattr(self, name)) for name in (*_SAME, *_SPREAD)]
-        return [*both, *(-value for value in both), *(int(getattr(self, name)) for name in _ANY)]
+    @property
+    def has_news(self) -> bool:
+        """Whether the others should read this word."""
+        return self.fresh or self.proposing or self.asking or self.stop or self.save or self.pacing
+
+    @property
+    def pulse(self) -> int:
+        """A number that is the same on ranks which agree and have nothing to say."""
+        said = [*(str(getattr(self, name)) for name in _SAME), str(self.has_news)]
+        digest = hashlib.blake2b(" ".join(said).encode(), digest_size=_PULSE_BYTES).digest()
+        return int.from_bytes(digest, "big")
+
+    def to_bytes(self) -> bytes:
+        """The word as the other ranks read it."""
+        return json.dumps(asdict(self) | {"refusal": self.refusal[:_MOST_TEXT]}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ControlWord:
+        record = json.loads(data)
+        return cls(**record | {"purpose": Purpose(record["purpose"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgreedWord:
-    """All ranks' words combined; the same on every rank."""
+    """What all ranks' words say together; the same on every rank."""
 
-    differing: tuple[str, ...]
-    """The fields that should be the same on all ranks and are not."""
-    step: int
-    lowest_held: int
-    highest_held: int
-    fresh: bool
-    proposing: bool
-    asking: bool
-    stop: bool
-    save: bool
-    interval: int
+    words: tuple[ControlWord, ...]
+    """By rank."""
 
     @classmethod
-    def from_integers(cls, reduced: Sequence[int]) -> AgreedWord:
-        """Read the element-wise largest of every rank's ``to_integers``."""
-        num_both = len(_SAME) + len(_SPREAD)
-        highest = dict(zip((*_SAME, *_SPREAD), reduced[:num_both], strict=True))
-        lowest = dict(zip((*_SAME, *_SPREAD), (-value for value in reduced[num_both : 2 * num_both]), strict=True))
-        raised = dict(zip(_ANY, reduced[2 * num_both :], strict=True))
-        return cls(
-            differing=tuple(name for name in _SAME if highest[name] != lowest[name]),
-            step=highest["step"],
-            lowest_held=lowest["held_version"],
-            highest_held=highest["held_version"],
-            fresh=bool(raised["fresh"]),
-            proposing=bool(raised["proposing"]),
-            asking=bool(raised["asking"]),
-            stop=bool(raised["stop"]),
-            save=bool(raised["save"]),
-            interval=raised["wanted_interval"],
-        )
+    def of(cls, words: Sequence[ControlWord]) -> AgreedWord:
+        return cls(words=tuple(words))
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """What should be the same on all ranks and is not, in words for a person."""
+        return tuple(words for name, words in _SAME.items() if len({getattr(word, name) for word in self.words}) > 1)
+
+    @property
+    def lowest_held(self) -> int:
+        return min(word.held_version for word in self.words)
+
+    @property
+    def highest_held(self) -> int:
+        return max(word.held_version for word in self.words)
+
+    @property
+    def interval(self) -> int:
+        """The boundaries between two agreements that are enough for every rank."""
+        return max(word.wanted_interval for word in self.words)
+
+    @property
+    def fresh(self) -> bool:
+        return any(word.fresh for word in self.words)
+
+    @property
+    def proposing(self) -> bool:
+        return any(word.proposing for word in self.words)
+
+    @property
+    def asking(self) -> bool:
+        return any(word.asking for word in self.words)
+
+    @property
+    def stop(self) -> bool:
+        return any(word.stop for word in self.words)
+
+    @property
+    def save(self) -> bool:
+        return any(word.save for word in self.words)

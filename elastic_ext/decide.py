@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 __all__ = ["Choice", "Lag", "Pace", "Report", "choose"]
 
+_FEWEST_STEPS = 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
@@ -73,26 +75,41 @@ def choose(reports: Sequence[Report]) -> Choice:
 
 
 class Pace:
-    """How many boundaries should lie between two agreements for their cost to stay below a share of the time."""
+    """How many boundaries should lie between two agreements for their cost to stay below a share of the time.
 
-    def __init__(self, *, cost_seconds: float, share: float = 0.005, longest: int = 10_000, window: int = 32) -> None:
-        self._cost_seconds = cost_seconds
+    ``pulse_seconds`` is what a pulse takes in threads that this one does not see; what it takes of the training thread
+    is noted while it runs.
+    """
+
+    def __init__(self, *, pulse_seconds: float, share: float = 0.005, longest: int = 10_000, window: int = 32) -> None:
+        self._pulse_seconds = pulse_seconds
         self._share = share
         self._longest = longest
-        self._seconds: deque[float] = deque(maxlen=window)
+        self._step_seconds: deque[float] = deque(maxlen=window)
+        self._agreement_seconds: deque[float] = deque(maxlen=window)
 
-    def note(self, step_seconds: float) -> None:
+    def note_step(self, seconds: float) -> None:
         """Take in how long one step lasted."""
-        self._seconds.append(step_seconds)
+        self._step_seconds.append(seconds)
+
+    def note_agreement(self, seconds: float) -> None:
+        """Take in how long one agreement kept the training thread."""
+        self._agreement_seconds.append(seconds)
 
     def interval(self) -> int:
         """The smallest number of boundaries that keeps the share; 1 until enough steps were seen."""
-        if len(self._seconds) < 8:
+        if len(self._step_seconds) < _FEWEST_STEPS:
             return 1
-        affordable = statistics.median(self._seconds) * self._share
-        if affordable * self._longest <= self._cost_seconds:
+        cost = self._pulse_seconds + _lower_quartile(self._agreement_seconds)
+        affordable = statistics.median(self._step_seconds) * self._share
+        if affordable * self._longest <= cost:
             return self._longest
-        return max(1, math.ceil(self._cost_seconds / affordable))
+        return max(1, math.ceil(cost / affordable))
+
+
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    """What an agreement takes when it waits for no slower rank; 0 where none was seen."""
+    return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
 class Lag:

@@ -13,7 +13,17 @@ import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.events import (
+    DirCreatedEvent,
+    DirDeletedEvent,
+    DirMovedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver, ObservedWatch
 
@@ -22,7 +32,17 @@ __all__ = ["FolderEvents", "names_on_the_way"]
 _logger = logging.getLogger(__name__)
 
 _MOST_LINKS = 40  # what the kernel follows before it calls a chain of links a loop
-_CHANGES = frozenset({"created", "modified", "moved", "deleted", "closed"})  # the other kinds come of reading
+# What is asked of the kernel. Opening, reading and each write in place would wake every watcher of the folder for
+# nothing; a file written in place is seen when it is closed.
+_CHANGES: list[type[FileSystemEvent]] = [
+    FileCreatedEvent,
+    DirCreatedEvent,
+    FileMovedEvent,
+    DirMovedEvent,
+    FileDeletedEvent,
+    DirDeletedEvent,
+    FileClosedEvent,
+]
 
 
 class FolderEvents(FileSystemEventHandler):
@@ -61,8 +81,6 @@ class FolderEvents(FileSystemEventHandler):
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         """Called by watchdog for everything that happens in a watched folder."""
-        if event.event_type not in _CHANGES:
-            return
         for touched in (os.fsdecode(event.src_path), os.fsdecode(event.dest_path)):
             folder, name = os.path.split(touched)
             if event.event_type == "deleted" and touched in self._names:
@@ -90,8 +108,12 @@ class FolderEvents(FileSystemEventHandler):
         for folder, identity in wanted.items():
             if folder not in self._watches:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # gone again: tried at the next call
-                    self._watches[folder] = (self._observer.schedule(self, folder, recursive=False), identity)
+                    self._watches[folder] = (self._schedule(folder), identity)
         return True
+
+    def _schedule(self, folder: str) -> ObservedWatch:
+        assert self._observer is not None
+        return self._observer.schedule(self, folder, recursive=False, event_filter=_CHANGES)
 
 
 def names_on_the_way(path: Path) -> dict[str, frozenset[str]]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .errors import PeerLostError, RanksFailedError
 from .peers import Counts, NoticeBoard, PeerName, Trouble
 
-__all__ = ["PendingMax", "Ranks"]
+__all__ = ["PendingSum", "Ranks"]
 
 _SLICE = timedelta(seconds=0.5)  # how long to wait before reading the peers' notices, again and again
 _GRACE_SECONDS = 3.0  # how long the survivors of a loss wait for each other's word
@@ -31,8 +31,8 @@ _MOST_TRACEBACK = 20_000
 _NO_COUNTS = Counts(boundary=0, step=0, backwards=0)
 
 
-class PendingMax:
-    """An element-wise maximum over the ranks that is under way; ``result()`` waits for it."""
+class PendingSum:
+    """An element-wise sum over the ranks that is under way; ``result()`` waits for it."""
 
     def __init__(self, values: torch.Tensor, wait: Callable[[], None]) -> None:
         self._values = values  # (num_fields,), int64
@@ -99,23 +99,23 @@ class Ranks:
         everything = self.gather(json.dumps([self.names[self.rank].host, thing]).encode(), "starting")
         return everything.index(everything[self.rank]) == self.rank
 
-    def start_max(self, values: Sequence[int], doing: str) -> PendingMax:
-        """Begin an element-wise maximum; every rank gives as many values."""
+    def start_sum(self, values: Sequence[int], doing: str) -> PendingSum:
+        """Begin an element-wise sum; every rank gives as many values."""
         tensor = torch.tensor(values, dtype=torch.int64)
         if self._group is None:
-            return PendingMax(tensor, lambda: None)
-        work = self._begin(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group, async_op=True), doing)
-        return PendingMax(tensor, lambda: self._wait(work, doing))
+            return PendingSum(tensor, lambda: None)
+        work = self._begin(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), doing)
+        return PendingSum(tensor, lambda: self._wait(work, doing))
 
-    def max(self, values: Sequence[int], doing: str) -> list[int]:
-        """The element-wise maximum."""
-        return self.start_max(values, doing).result()
+    def sum(self, values: Sequence[int], doing: str) -> list[int]:
+        """The element-wise sum."""
+        return self.start_sum(values, doing).result()
 
     def gather(self, data: bytes, doing: str) -> list[bytes]:
         """Every rank's bytes, in rank order."""
         if self._group is None:
             return [data]
-        lengths = self.max([len(data) if rank == self.rank else 0 for rank in range(self.world_size)], doing)
+        lengths = self.sum([len(data) if rank == self.rank else 0 for rank in range(self.world_size)], doing)
         padded = bytearray(data.ljust(max(max(lengths), 1), b"\0"))
         mine = torch.frombuffer(padded, dtype=torch.uint8)
         received = [bytearray(len(padded)) for _ in lengths]
@@ -127,7 +127,7 @@ class Ranks:
         """The bytes that rank ``source`` gave."""
         if self._group is None:
             return data
-        (length,) = self.max([len(data) if self.rank == source else 0], doing)
+        (length,) = self.sum([len(data) if self.rank == source else 0], doing)
         buffer = bytearray(data if self.rank == source else length)
         if length == 0:
             return b""

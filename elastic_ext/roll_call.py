@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from .control_word import AgreedWord
 from .errors import PeerLostError, RanksDisagreeError
 from .peers import Counts, Trouble
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RollCall"]
 
-_GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.02
 
 
@@ -76,14 +76,13 @@ class RollCall:
         if len({(counts.boundary, counts.step, counts.backwards) for counts in ends.values()}) > 1:
             raise self._come_apart(f"ranks came to the same end with different counts: {_each(ends)}")
 
-    def apart(self, differing: tuple[str, ...]) -> RanksDisagreeError:
-        """The error for a control word whose fields differ between ranks; waits a little for everyone's counts."""
-        known = {self._ranks.rank: self.counts}
-        board = self._ranks.board
-        if board is not None:
-            board.post_trouble(Trouble(kind="apart", counts=self.counts))
-            known |= {rank: trouble.counts for rank, trouble in (board.gather_troubles(_GRACE_SECONDS) or {}).items()}
-        return RanksDisagreeError(f"ranks differ in {', '.join(differing)}: {_each(known)}")
+    def apart(self, agreed: AgreedWord) -> RanksDisagreeError:
+        """The error for words that differ in what should be the same."""
+        counts = {
+            rank: Counts(boundary=word.boundary, step=word.step, backwards=word.backwards)
+            for rank, word in enumerate(agreed.words)
+        }
+        return self._come_apart(f"ranks differ in {', '.join(agreed.differing)}: {_each(counts)}")
 
     def _raise_if_a_peer_ended_early(self) -> None:
         board = self._ranks.board

@@ -67,7 +67,7 @@ class Rounds:
         self._warning_level = logging.WARNING if warns else logging.DEBUG
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
-        self._reported: tuple[int, str] | None = None  # the file that this rank last brought to a round
+        self._told: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
         self._looked_at: ElasticConfig | None = None
 
     def resume(self, config: ElasticConfig) -> None:
@@ -104,9 +104,14 @@ class Rounds:
 
     @property
     def fresh(self) -> bool:
-        """Whether this rank holds a newer file that it has not brought to a round."""
+        """Whether this rank holds a newer file that it has not told of."""
         newer = self._newer_file()
-        return newer is not None and _key(newer) != self._reported
+        return newer is not None and _key(newer) != self._told
+
+    def mark_told(self) -> None:
+        """Remember that the other ranks are hearing of the file held now."""
+        newer = self._newer_file()
+        self._told = None if newer is None else _key(newer)
 
     def hold(self, step: int) -> Applied | None:
         """Hold a round: whatever all ranks agree on comes into force at ``step``."""
@@ -154,8 +159,6 @@ class Rounds:
         )
         doing = "exchanging configs"
         choice = choose([Report.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)])
-        if file is not None:
-            self._reported = _key(file)
         if choice.kind == "conflict":
             self._log_refusal("a config file", {0: [choice.reason]})
         if choice.kind in ("conflict", "nothing"):

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
+
 
 # --- fixtures of the multi-rank harness ----------------------------------------------------------------------------
 @pytest.fixture(scope="session")
@@ -26,6 +28,9 @@ def ranks() -> Iterator[RankPool]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
 
 LIBRARY = Path(__file__).resolve().parent.parent / "elastic_ext"
 LONG_FILE = 400  # lines

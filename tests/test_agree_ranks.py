@@ -266,7 +266,7 @@ def skip_one_backward(rank: int, folder: Path) -> None:
 def test_a_backward_pass_skipped_on_one_rank_is_found_at_the_next_agreement(ranks: RankPool, tmp_path: Path) -> None:
     outcomes = ranks.run_outcomes(3, skip_one_backward, tmp_path, deadline_seconds=45.0)
     for text in errors_of(outcomes, but=-1):
-        assert text.startswith("RanksDisagreeError: ranks differ in backwards: ")
+        assert text.startswith("RanksDisagreeError: ranks differ in backward passes: ")
         assert "rank 0: 11 steps, 11 boundaries, 11 backward passes" in text
         assert "rank 1: 11 steps, 11 boundaries, 10 backward passes" in text
         assert "rank 2: 11 steps" in text
@@ -283,7 +283,7 @@ def skip_one_boundary(rank: int, folder: Path) -> None:
 def test_a_boundary_left_out_by_one_rank_is_found(ranks: RankPool, tmp_path: Path) -> None:
     outcomes = ranks.run_outcomes(3, skip_one_boundary, tmp_path, deadline_seconds=45.0)
     for text in errors_of(outcomes, but=-1):
-        assert text.startswith("RanksDisagreeError: ranks differ in step: ")
+        assert text.startswith("RanksDisagreeError: ranks differ in steps: ")
 
 
 def schedule_and_skip(rank: int, folder: Path) -> None:
