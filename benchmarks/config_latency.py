@@ -83,6 +83,7 @@ class ByHand(FileSystemEventHandler):
         self._file = file
         self._changed = threading.Condition()
         self.version = 0
+        self.held_at = 0.0
 
     def on_created(self, event: FileSystemEvent) -> None:
         self._read(event.src_path)
@@ -101,6 +102,7 @@ class ByHand(FileSystemEventHandler):
         if os.fsdecode(touched) == str(self._file):
             with self._changed:
                 self.version = json.loads(self._file.read_bytes())["version"]
+                self.held_at = time.monotonic()
                 self._changed.notify_all()
 
 
@@ -198,7 +200,9 @@ def _watched(stack: ExitStack, setup: Following) -> Callable[[int], Iterator[tup
     if setup.kind in ("watcher", "watcher without events"):
         watcher = stack.enter_context(ConfigWatcher(setup.file, poll_seconds=1.0, use_events=setup.kind == "watcher"))
         return lambda last_version: _by_waiting(
-            watcher.wait_for_version, lambda: watcher.held.version if watcher.held else 0, last_version
+            watcher.wait_for_version,
+            lambda: (watcher.held.version if watcher.held else 0, watcher.held_at),
+            last_version,
         )
     by_hand = ByHand(setup.file)
     observer: BaseObserver = PollingObserver() if setup.kind == "polling observer" else Observer()
@@ -206,19 +210,20 @@ def _watched(stack: ExitStack, setup: Following) -> Callable[[int], Iterator[tup
     observer.start()
     stack.callback(observer.join)
     stack.callback(observer.stop)
-    return lambda last_version: _by_waiting(by_hand.wait_for_version, lambda: by_hand.version, last_version)
+    return lambda last_version: _by_waiting(
+        by_hand.wait_for_version, lambda: (by_hand.version, by_hand.held_at), last_version
+    )
 
 
 def _by_waiting(
-    wait: Callable[[int, float], bool], held_version: Callable[[], int], last_version: int
+    wait: Callable[[int, float], bool], held: Callable[[], tuple[int, float]], last_version: int
 ) -> Iterator[tuple[int, int]]:
     version = 1
     while version < last_version:
         if not wait(version + 1, SECONDS_TO_WAIT):
             raise TimeoutError(f"no version above {version} was held within {SECONDS_TO_WAIT:g} s")
-        now = time.monotonic_ns()
-        version = held_version()
-        yield version, now
+        version, held_at = held()
+        yield version, int(held_at * 1e9)
 
 
 def _by_stat(file: Path, last_version: int) -> Iterator[tuple[int, int]]:

@@ -46,10 +46,14 @@ _CHANGES: list[type[FileSystemEvent]] = [
 
 
 class FolderEvents(FileSystemEventHandler):
-    """Watches what ``follow`` was last given and calls ``told``, from a thread of watchdog's, at each change."""
+    """Watches what ``follow`` was last given and calls ``told``, from a thread of watchdog's, at each change.
 
-    def __init__(self, told: Callable[[], None]) -> None:
+    ``told(True)`` means that the way to the file has changed: ``follow`` has to be called, on another thread.
+    """
+
+    def __init__(self, told: Callable[[bool], None]) -> None:
         self._told = told
+        self._path: Path | None = None
         self._names: Mapping[str, frozenset[str]] = {}
         self._watches: dict[str, tuple[ObservedWatch, tuple[int, int]]] = {}
         self._gone: set[str] = set()  # folders that were deleted: their watches are dead, whatever is there now
@@ -63,6 +67,7 @@ class FolderEvents(FileSystemEventHandler):
         """
         if self._gave_up:
             return False
+        self._path = path
         try:
             return self._rewatch(names_on_the_way(path))
         except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
@@ -85,11 +90,17 @@ class FolderEvents(FileSystemEventHandler):
             folder, name = os.path.split(touched)
             if event.event_type == "deleted" and touched in self._names:
                 self._gone.add(touched)
-                self._told()
+                self._told(True)
                 return
             if name in self._names.get(folder, ()):
-                self._told()
+                self._told(self._is_other_way(touched))
                 return
+
+    def _is_other_way(self, touched: str) -> bool:
+        """Whether what happened to ``touched`` changed the way to the file; cheap where no link is involved."""
+        if len(self._names) == 1 and self._path is not None and touched == str(self._path):
+            return os.path.islink(touched)
+        return self._path is None or names_on_the_way(self._path) != self._names
 
     def _rewatch(self, names: Mapping[str, frozenset[str]]) -> bool:
         wanted = {folder: identity for folder in names if (identity := _identity(folder)) is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .errors import ConfigError, Refusal
@@ -49,9 +49,10 @@ class Section:
         return iter(())
 
 
-def fields_of(section: Section) -> Iterator[tuple[str, Any]]:
-    for each in fields(section):  # type: ignore[arg-type]
-        yield each.name, getattr(section, each.name)
+def fields_of(section: Section) -> list[tuple[str, Any]]:
+    """The section's fields with their values; its slots are its fields, and quicker to list."""
+    names: tuple[str, ...] = section.__slots__
+    return [(name, getattr(section, name)) for name in names]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,6 +48,7 @@ class ConfigWatcher:
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()  # guards everything below
         self._held: ElasticConfig | None = None
+        self._held_at = 0.0
         self._refusal: str | None = None
         self._stamp: FileStamp | None = None
         self._seen: bytes | None = None
@@ -56,7 +57,7 @@ class ConfigWatcher:
         self._error: BaseException | None = None
         self._wake = threading.Event()
         self._warning_level = logging.WARNING if warns else logging.DEBUG
-        self._events = FolderEvents(self._wake.set) if use_events else None
+        self._events = FolderEvents(self._told_of_change) if use_events else None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -93,6 +94,11 @@ class ConfigWatcher:
         if self._error is not None:
             raise ElasticError(f"the watcher of {self.path} died; its log has the traceback") from self._error
         return self._held
+
+    @property
+    def held_at(self) -> float:
+        """When what is held was taken from the file, on the clock of ``time.monotonic``; 0 before the first."""
+        return self._held_at
 
     @property
     def refusal(self) -> str | None:
@@ -133,8 +139,20 @@ class ConfigWatcher:
                     told |= self._events.follow(self.path)
                 self._look(must_read=told)
         except Exception as error:  # the top of a thread: kept for the owner, who learns of it in ``held``
-            _logger.exception("the watcher of %s died; changes of the file are not seen any more", self.path)
-            self._error = error
+            self._die(error)
+
+    def _told_of_change(self, must_follow: bool) -> None:
+        """Look at once, on the thread that brings the event; the watcher's own is woken only for what is left to do."""
+        try:
+            self._look(must_read=True)
+        except Exception as error:  # the top of a thread, as in _run
+            self._die(error)
+        if must_follow or self._warn_at is not None:
+            self._wake.set()
+
+    def _die(self, error: Exception) -> None:
+        _logger.error("the watcher of %s died; changes of the file are not seen any more", self.path, exc_info=error)
+        self._error = error
 
     def _seconds_to_wait(self) -> float:
         if self._warn_at is None:
@@ -171,8 +189,8 @@ class ConfigWatcher:
             return
         self._seen = fingerprint
         self._refusal = self._warn_at = None
-        if self._held is None or config.digest != self._held.digest:
-            self._held = config
+        if self._held is None or config.version != self._held.version or config.digest != self._held.digest:
+            self._held, self._held_at = config, time.monotonic()
 
     def _refuse(self, fingerprint: bytes, reason: str) -> None:
         if fingerprint == self._seen:

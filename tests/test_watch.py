@@ -183,7 +183,7 @@ def test_a_folder_made_again_sends_events_again_even_where_it_gets_the_old_inode
     path = tmp_path / "run" / "config.json"
     path.parent.mkdir()
     told = threading.Event()
-    events = FolderEvents(told.set)
+    events = FolderEvents(lambda must_follow: told.set())
     try:
         assert events.follow(path)
         for version in range(10):
