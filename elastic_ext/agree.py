@@ -5,35 +5,43 @@ the next step runs and read at the next boundary; a sum that is not as it should
 words (control_word.py); and when those say that there is something to decide, the ranks hold a round (rounds.py): one
 rank's contents go to all, every applier on every rank checks them, and either all apply or none.
 
+After every such exchange the next message is a pulse again, whatever it is for. So ranks that have lost step with each
+other pair a pulse with a pulse, see that they differ, and raise on all sides.
+
 Words: a *boundary* lies between two steps; ``boundary()`` is called there on every rank. An *agreement* is one
 pulse, begun at one boundary and read at the next; ``every`` boundaries lie between two agreements.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from .appliers import Applied, Applier, Appliers
 from .config import ElasticConfig
 from .control_word import AgreedWord, ControlWord, Purpose
 from .decide import Lag, Pace
-from .errors import ElasticError, RanksError
-from .roll_call import RollCall
+from .errors import ElasticError, RanksDisagreeError, RanksError
 from .rounds import ConfigSource, Proposal, Rounds
 
 if TYPE_CHECKING:
     from .ranks import PendingSum, Ranks
 
-__all__ = ["Agreement", "Boundary"]
+__all__ = ["Agreement", "Boundary", "Every"]
 
 _logger = logging.getLogger(__name__)
 
 _NUM_MEASUREMENTS = 30
 _RETELL = 1.25  # how much a wanted interval must change to be worth telling
+_GROWTH = (
+    2  # how much longer an interval may become at once: a burst of short steps must not silence a run of long ones
+)
+
+Every = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,33 +68,34 @@ class Agreement:
         source: ConfigSource,
         base: ElasticConfig,
         *,
-        every: int | Literal["auto"] = "auto",
+        every: Every = "auto",
         warns: bool = True,
         lag_warning_seconds: float = 30.0,
-        timeout_seconds: float = 1800.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if every != "auto" and (type(every) is not int or every < 1):
-            raise ValueError(f'agree_every_steps is {every!r}; allowed: "auto" or an integer >= 1')
         self.every = 1 if every == "auto" else every
-        self._fixed = every != "auto"
+        self._asked_every = every
         self._ranks = ranks
         self._source = source
         self.appliers = Appliers(ranks)
         self._rounds = Rounds(ranks, source, self.appliers, base, warns=warns)
-        self._roll_call = RollCall(ranks, timeout_seconds=timeout_seconds)
         self._lag = Lag(patience_seconds=lag_warning_seconds)
         self._pace = Pace(pulse_seconds=0.0)
         self._told_interval = self.every
         self._clock = clock
         self._passed_at: float | None = None
         self._spent_seconds = 0.0  # on the agreement under way
+        self._num_boundaries = self._step = self._num_backwards = 0
+        self._pulsed_boundary = 0
         self._word: ControlWord | None = None
         self._pulse: PendingSum | None = None
+        self._applied: Applied | None = None  # since the last boundary
+        self._save = False  # asked for by all ranks since the last boundary
         self._stop_wanted = self._save_wanted = self._stopping = False
         self._resumed_version: int | None = None
         self._started = False
         self._broken: RanksError | None = None
+        ranks.progress = lambda: self._make_word(Purpose.ROUTINE).progress
 
     @property
     def config(self) -> ElasticConfig:
@@ -107,11 +116,15 @@ class Agreement:
     def start(self, *, step: int) -> Applied | None:
         """Agree on the start-up config and put the file found now, if every rank finds one, over it."""
         self._started = True
-        self._roll_call.begin(step)
-        with _Remembering(self):
-            if not self._fixed:
-                self._pace = Pace(pulse_seconds=self._measure_pulse())
+        self._step = step
+        try:
+            self._make_sure_of_the_same_start()
+            if self._asked_every == "auto":
+                self._pace = Pace(pulse_seconds=_pulse_seconds(self._ranks))
             applied = self._rounds.start(step)
+        except RanksError as error:
+            self._broken = error
+            raise
         if applied is not None and applied.new.checkpoint.now and applied.new.version != self._resumed_version:
             self.request_save()
         return applied
@@ -138,43 +151,37 @@ class Agreement:
         if self._passed_at is not None:
             self._pace.note_step(now - self._passed_at)
         self._passed_at = now
-        passed = self._roll_call.pass_boundary(step, backwards)
+        self._num_boundaries += 1
+        self._step, self._num_backwards = step, backwards
         self._rounds.warn_of_stale_file()
-        applied, save = None, False
-        if self._pulse is not None:
-            with _Remembering(self):
-                applied, save = self._read_pulse(step)
-            self._spent_seconds += self._clock() - now
-        scheduled = self._rounds.scheduled
-        if scheduled is not None and scheduled.apply_at_step is not None and step >= scheduled.apply_at_step:
-            with _Remembering(self):
-                self._make_sure_of_the_same_boundary()
-                applied = self._rounds.apply_scheduled(step) or applied
-        if passed == 1 or passed - self._roll_call.awaited_boundary >= self.every:
-            began = self._clock()
-            with _Remembering(self):
-                self._start_pulse(began)
-            self._pace.note_agreement(self._spent_seconds + self._clock() - began)
-            self._spent_seconds = 0.0
-        save |= applied is not None and applied.new.checkpoint.now is True
+        is_agreement = self._num_boundaries == 1 or self._num_boundaries - self._pulsed_boundary >= self.every
+        if self._pulse is not None or is_agreement or self._rounds.is_due(step):
+            try:
+                self._take_part(now, is_agreement=is_agreement)
+            except RanksError as error:
+                self._broken = error
+                raise
+        applied, save = self._applied, self._save
+        self._applied, self._save = None, False
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
 
-    def end(self) -> None:
-        """Make sure that every rank came to this end (of an epoch, or of training) with the same counts."""
+    def end(self, purpose: Literal[Purpose.END, Purpose.FINISH]) -> Applied | None:
+        """Come to an end with all ranks: finish the agreement under way, and make sure that all come with equal counts.
+
+        Gives what was applied here; a save that was asked for is left to the next boundary.
+        """
         self._raise_if_unusable()
-        with _Remembering(self):
-            self._roll_call.end()
-
-    def finish(self) -> None:
-        """Come to the end of training: as ``end``, and wait for what is under way."""
-        self.end()
-        if self._pulse is not None:
-            self._pulse.result()
-            self._pulse = None
-
-    def remember(self, error: RanksError) -> None:
-        """Raise ``error`` at every later call: after it, ranks may differ."""
-        self._broken = error
+        try:
+            if self._pulse is not None:
+                self._read_pulse()
+            self._make_sure_of_the_same_place(purpose, "waiting for the others at the end")
+        except RanksError as error:
+            self._broken = error
+            raise
+        if purpose is Purpose.FINISH and (self._save or self._save_wanted):
+            _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
+        applied, self._applied = self._applied, None
+        return applied
 
     def _raise_if_unusable(self) -> None:
         if self._broken is not None:
@@ -182,43 +189,45 @@ class Agreement:
         if not self._started:
             raise ElasticError("start() was not called; call it on every rank before the first step, or use `with`")
 
-    def _read_pulse(self, step: int) -> tuple[Applied | None, bool]:
-        """Read the pulse under way; gives what was applied, and whether to save."""
-        assert self._word is not None
-        assert self._pulse is not None
-        word, pulse = self._word, self._pulse
-        self._word = self._pulse = None
-        agreed = self._exchange_unless_alike(word, pulse.result())
-        if agreed is None:
-            return None, False
-        self._stopping |= agreed.stop
-        self.every = agreed.interval
-        self._told_interval = word.wanted_interval
-        self._lag.note(agreed.lowest_held, agreed.highest_held, self._clock())
-        applied = None
-        if agreed.proposing or (agreed.fresh and agreed.lowest_held > self.config.version):
-            applied = self._rounds.hold(step)
-        elif agreed.asking:
-            self._name_laggards(agreed)
-        return applied, agreed.save
+    def _make_sure_of_the_same_start(self) -> None:
+        mine = [self._rounds.base_digest, self._asked_every]
+        answers = [json.loads(data) for data in self._ranks.gather(json.dumps(mine).encode(), "starting")]
+        for index, words in enumerate(("start-up values", "agree_every_steps")):
+            unlike = [str(rank) for rank, answer in enumerate(answers) if answer[index] != answers[0][index]]
+            if unlike:
+                raise RanksDisagreeError(
+                    f"the {words} of rank {', '.join(unlike)} differ from those of rank 0; give all ranks the same"
+                )
 
-    def _exchange_unless_alike(self, word: ControlWord, pulses: list[int]) -> AgreedWord | None:
-        """Every rank's word, or None where all pulses say that there is no need. Raises if ranks have come apart."""
-        alike = pulses == [word.pulse * self._ranks.world_size]
-        if alike and not word.has_news:
-            return None
-        words = self._ranks.gather(word.to_bytes(), "agreeing")
-        agreed = AgreedWord.of([ControlWord.from_bytes(data) for data in words])
-        if agreed.differing:
-            raise self._roll_call.apart(agreed)
-        return agreed
+    def _take_part(self, now: float, *, is_agreement: bool) -> None:
+        """What a boundary has to do beyond counting: read a pulse, apply what is due, start a pulse."""
+        if self._pulse is not None:
+            self._read_pulse()
+            self._spent_seconds += self._clock() - now
+        if self._rounds.is_due(self._step):
+            self._make_sure_of_the_same_place(Purpose.APPLY, "applying a scheduled config")
+            self._take(self._rounds.apply_scheduled(self._step))
+        if is_agreement:
+            began = self._clock()
+            self._start_pulse(began)
+            self._pace.note_agreement(self._spent_seconds + self._clock() - began)
+            self._spent_seconds = 0.0
+
+    def _take(self, applied: Applied | None) -> None:
+        """Keep what was applied for the caller; of two at one boundary nothing ran under the first."""
+        if applied is None:
+            return
+        self._save |= applied.new.checkpoint.now is True
+        self._applied = applied if self._applied is None else replace(applied, old=self._applied.old)
 
     def _start_pulse(self, now: float) -> None:
         rounds = self._rounds
-        self._roll_call.awaited_boundary = self._roll_call.num_boundaries
-        wanted = self.every if self._fixed else self._pace.interval()
-        word = self._make_word(
-            Purpose.ROUTINE,
+        self._pulsed_boundary = self._num_boundaries
+        wanted = self.every
+        if self._asked_every == "auto":
+            wanted = min(self._pace.interval(), self.every * _GROWTH)
+        word = replace(
+            self._make_word(Purpose.ROUTINE),
             held_version=rounds.held_version,
             wanted_interval=wanted,
             fresh=rounds.fresh,
@@ -229,66 +238,81 @@ class Agreement:
             pacing=not self._told_interval / _RETELL <= wanted <= self._told_interval * _RETELL,
             refusal=self._source.refusal or "",
         )
+        rounds.mark_told()
         if self._ranks.world_size == 1 and not word.has_news:
             return  # nobody else is there to be told of nothing
-        if word.has_news:
+        if word.save:
             self._save_wanted = False
-            rounds.mark_told()
         self._word = word
         self._pulse = self._ranks.start_sum([word.pulse], "agreeing")
 
-    def _make_sure_of_the_same_boundary(self) -> None:
-        """Raise on all ranks unless all are here. A rank that is elsewhere pairs its routine pulse with this one."""
-        word = self._make_word(Purpose.APPLY, held_version=self.config.version, wanted_interval=self.every)
-        self._exchange_unless_alike(word, self._ranks.sum([word.pulse], "applying a scheduled config"))
+    def _read_pulse(self) -> None:
+        """Read the pulse under way, and do together what the words behind it ask for."""
+        assert self._word is not None
+        assert self._pulse is not None
+        word, pulse = self._word, self._pulse
+        self._word = self._pulse = None
+        agreed = self._exchange_unless_alike(word, pulse.result())
+        if agreed is None:
+            return
+        self._stopping |= agreed.stop
+        self._save |= agreed.save
+        self.every = agreed.interval
+        self._told_interval = word.wanted_interval
+        self._lag.note(agreed.lowest_held, agreed.highest_held, self._clock())
+        if agreed.proposing or (agreed.fresh and agreed.lowest_held > self.config.version):
+            self._take(self._rounds.hold(self._step))
+        elif agreed.asking:
+            self._name_laggards(agreed)
 
-    def _make_word(self, purpose: Purpose, **news: Any) -> ControlWord:
-        counts = self._roll_call.counts
+    def _exchange_unless_alike(self, word: ControlWord, pulses: list[int]) -> AgreedWord | None:
+        """Every rank's word, or None where all pulses say that there is no need. Raises if ranks have come apart."""
+        if pulses == [word.pulse * self._ranks.world_size] and not word.has_news:
+            return None
+        words = self._ranks.gather(word.to_bytes(), "agreeing")
+        agreed = AgreedWord(words=tuple(ControlWord.from_bytes(data) for data in words))
+        if agreed.differing:
+            raise RanksDisagreeError(f"ranks differ in {', '.join(agreed.differing)}: {agreed.account}")
+        return agreed
+
+    def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str) -> None:
+        """Raise on all ranks unless all are here."""
+        word = self._make_word(purpose)
+        self._exchange_unless_alike(word, self._ranks.sum([word.pulse], doing))
+
+    def _make_word(self, purpose: Purpose) -> ControlWord:
+        """A word without news."""
         return ControlWord(
             purpose=purpose,
-            boundary=counts.boundary,
-            step=counts.step,
-            backwards=counts.backwards,
+            boundary=self._num_boundaries,
+            step=self._step,
+            backwards=self._num_backwards,
             in_force=self.config.digest,
-            **news,
+            held_version=self.config.version,
+            wanted_interval=self.every,
         )
 
     def _name_laggards(self, agreed: AgreedWord) -> None:
         """Have rank 0 warn of the ranks that lack a version which others hold."""
-        self._lag.named = newest = agreed.highest_held
+        self._lag.mark_named()
         behind = [
             f"{peer} has version {word.held_version}" + (f" ({word.refusal})" if word.refusal else "")
             for peer, word in zip(self._ranks.names, agreed.words, strict=True)
-            if word.held_version < newest
+            if word.held_version < agreed.highest_held
         ]
         if self._ranks.rank == 0 and behind:
-            _logger.warning("version %d waits for %s; training goes on", newest, "; ".join(behind))
-
-    def _measure_pulse(self) -> float:
-        """The CPU seconds that one pulse takes in all of this process's threads; the largest over the ranks."""
-        if self._ranks.world_size == 1:
-            return 0.0
-        doing = "measuring an agreement"
-        nanoseconds = []
-        for _ in range(_NUM_MEASUREMENTS):
-            began = time.process_time_ns()
-            self._ranks.sum([0], doing)
-            nanoseconds.append(time.process_time_ns() - began)
-        mine = sorted(nanoseconds)[_NUM_MEASUREMENTS // 2]
-        return max(int(data) for data in self._ranks.gather(str(mine).encode(), doing)) / 1e9
+            _logger.warning("version %d waits for %s; training goes on", agreed.highest_held, "; ".join(behind))
 
 
-class _Remembering:
-    """Keeps an error of the ranks, so that nobody goes on after it by accident."""
-
-    __slots__ = ("_agreement",)
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RanksError):
-            self._agreement.remember(error)
+def _pulse_seconds(ranks: Ranks) -> float:
+    """The CPU seconds that one pulse takes in all of this process's threads, measured; the largest over the ranks."""
+    if ranks.world_size == 1:
+        return 0.0
+    doing = "measuring an agreement"
+    nanoseconds = []
+    for _ in range(_NUM_MEASUREMENTS):
+        began = time.process_time_ns()
+        ranks.sum([0], doing)
+        nanoseconds.append(time.process_time_ns() - began)
+    mine = sorted(nanoseconds)[_NUM_MEASUREMENTS // 2]
+    return max(int(data) for data in ranks.gather(str(mine).encode(), doing)) / 1e9

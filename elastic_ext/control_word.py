@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
@@ -26,6 +25,13 @@ class Purpose(IntEnum):
     """Every so many boundaries; read one boundary later."""
     APPLY = 2
     """Right before a scheduled config is applied."""
+    END = 3
+    """At the end of an epoch."""
+    FINISH = 4
+    """At the end of training."""
+
+    def __str__(self) -> str:
+        return {1: "between two steps", 2: "applying a scheduled config", 3: "ending an epoch", 4: "ending"}[self]
 
 
 # What should be the same on all ranks, and how to name it to a person.
@@ -67,6 +73,12 @@ class ControlWord:
     """Why it holds nothing newer, where a file was refused."""
 
     @property
+    def progress(self) -> str:
+        """How far this rank has come, in words."""
+        passes = f", {self.backwards} backward passes" if self.backwards else ""
+        return f"{self.step} steps, {self.boundary} boundaries{passes}"
+
+    @property
     def has_news(self) -> bool:
         """Whether the others should read this word."""
         return self.fresh or self.proposing or self.asking or self.stop or self.save or self.pacing
@@ -95,14 +107,15 @@ class AgreedWord:
     words: tuple[ControlWord, ...]
     """By rank."""
 
-    @classmethod
-    def of(cls, words: Sequence[ControlWord]) -> AgreedWord:
-        return cls(words=tuple(words))
-
     @property
     def differing(self) -> tuple[str, ...]:
         """What should be the same on all ranks and is not, in words for a person."""
         return tuple(words for name, words in _SAME.items() if len({getattr(word, name) for word in self.words}) > 1)
+
+    @property
+    def account(self) -> str:
+        """What each rank is doing and how far it has come, for a person."""
+        return "; ".join(f"rank {rank}: {word.progress} ({word.purpose})" for rank, word in enumerate(self.words))
 
     @property
     def lowest_held(self) -> int:

@@ -42,36 +42,35 @@ class Report:
 class Choice:
     """What all ranks make of the reports."""
 
-    kind: Literal["file", "revision", "conflict", "nothing"]
+    kind: Literal["file", "revision", "nothing"]
     source: int = 0
     """The rank whose contents are taken."""
-    reason: str = ""
+    conflict: str = ""
+    """Why the files that the ranks hold cannot be taken, where they contradict each other."""
 
 
 def choose(reports: Sequence[Report]) -> Choice:
-    """The config that every rank holds a file for comes first, else the lowest rank's proposal.
+    """A config that every rank holds a file for comes first, else the lowest rank's proposal.
 
     Where ranks hold different versions the lowest of them is next: the others pass through it. One version with
-    different contents is a conflict, and nothing changes.
+    different contents is a conflict, and no file is taken.
     """
-    held = [report.version for report in reports]
-    if all(version is not None for version in held):
-        version = min(version for version in held if version is not None)
+    held = [report.version for report in reports if report.version is not None]
+    conflict = ""
+    if len(held) == len(reports):
+        version = min(held)
         digests: dict[str, list[int]] = {}
         for rank, report in enumerate(reports):
             if report.version == version:
                 digests.setdefault(report.digest, []).append(rank)
-        if len(digests) > 1:
-            groups = " unlike ".join("ranks " + ", ".join(map(str, ranks)) for ranks in digests.values())
-            reason = f"version {version} has different contents: {groups}; put one content under a higher version"
-            return Choice(kind="conflict", reason=reason)
-        return Choice(
-            kind="file", source=held.index(version), reason=f"every rank holds version {version} or a newer one"
-        )
+        if len(digests) == 1:
+            return Choice(kind="file", source=held.index(version))
+        groups = " unlike ".join("ranks " + ", ".join(map(str, ranks)) for ranks in digests.values())
+        conflict = f"version {version} has different contents: {groups}; put one content under a higher version"
     for rank, report in enumerate(reports):
         if report.changes is not None:
-            return Choice(kind="revision", source=rank, reason=f"rank {rank} proposes: {report.reason}")
-    return Choice(kind="nothing", reason="some ranks hold nothing new")
+            return Choice(kind="revision", source=rank, conflict=conflict)
+    return Choice(kind="nothing", conflict=conflict)
 
 
 class Pace:
@@ -113,21 +112,24 @@ def _lower_quartile(seconds: Sequence[float]) -> float:
 
 
 class Lag:
-    """Since when some ranks lack a version that others hold, and whether it is time to name them."""
+    """Since when some rank has been behind the others, and whether it is time to name it."""
 
     def __init__(self, *, patience_seconds: float) -> None:
-        self.named = 0
-        """The newest version whose missing ranks were named."""
         self._patience_seconds = patience_seconds
-        self._version = 0
+        self._lowest: int | None = None  # what the rank furthest behind holds; None while none is
         self._since = 0.0
+        self._named = False
 
     def note(self, lowest_version: int, highest_version: int, now: float) -> None:
-        """Take in which versions the ranks hold at ``now``."""
-        waited_for = highest_version if highest_version > lowest_version else 0
-        if waited_for != self._version:
-            self._version, self._since = waited_for, now
+        """Take in which versions the ranks hold at ``now``. A rank that moves on gets its time anew."""
+        lowest = lowest_version if highest_version > lowest_version else None
+        if lowest != self._lowest:
+            self._lowest, self._since, self._named = lowest, now, False
+
+    def mark_named(self) -> None:
+        """Whoever is behind now was named."""
+        self._named = True
 
     def is_due(self, now: float) -> bool:
-        """Whether ranks have been missing a version for too long, and have not been named for it."""
-        return self._version > self.named and now - self._since > self._patience_seconds
+        """Whether some rank has been behind for too long, and was not named for it."""
+        return self._lowest is not None and not self._named and now - self._since > self._patience_seconds

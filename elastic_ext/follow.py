@@ -21,19 +21,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
-from .agree import Agreement, Boundary
+from .agree import Agreement, Boundary, Every
 from .appliers import Applied, Applier
 from .config import ElasticConfig, section_of
-from .errors import RanksError
+from .control_word import Purpose
+from .errors import ElasticError, RanksError
 from .knobs import Knobs
 from .metrics import JobEvent, RankMetrics
 from .peers import Trouble
 from .ranks import Ranks
 from .rounds import Proposal
 from .rundir import RunDirectory
-from .settings import Settings
+from .settings import DEFAULT_TIMEOUT_SECONDS, Settings
 from .strict_json import shown
 from .watch import ConfigWatcher
 
@@ -43,6 +44,7 @@ _logger = logging.getLogger(__name__)
 
 _Default = TypeVar("_Default")
 _GRACE_SECONDS = 2.0
+_METRICS_SECONDS = 10.0
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
 
 
@@ -51,7 +53,7 @@ def follow_config(
     *,
     startup: Mapping[str, object] | None = None,
     start_step: int = 0,
-    agree_every_steps: int | Literal["auto"] = "auto",
+    agree_every_steps: Every = "auto",
     job: str | None = None,
     run_dir: str | Path | None = None,
     timeout_seconds: float | None = None,
@@ -63,19 +65,44 @@ def follow_config(
     ``startup`` holds the script's own values for dotted keys, what an absent key means. ``start_step`` is the number
     of steps that lie behind when a run is resumed. What is not given comes from the environment (``ELASTIC_EXT_*``).
     """
-    settings = Settings.resolve(
-        os.environ,
-        script=sys.argv[0] if sys.argv else "",
-        job=job,
-        run_dir=run_dir,
-        config_file=config_file,
-        timeout_seconds=timeout_seconds,
-        lag_warning_seconds=lag_warning_seconds,
-        poll_seconds=poll_seconds,
-    )
-    base = ElasticConfig.from_values(startup or {})
-    ranks = Ranks.join(timeout_seconds=settings.timeout_seconds) if settings.enabled else Ranks.alone()
-    return ConfigFollower(settings, ranks, base, start_step=start_step, agree_every_steps=agree_every_steps)
+    enabled = Settings.is_enabled(os.environ)
+    settings: Settings | None = None
+    error: ValueError | None = None
+    try:
+        settings = Settings.resolve(
+            os.environ,
+            script=sys.argv[0] if sys.argv else "",
+            job=job,
+            run_dir=run_dir,
+            config_file=config_file,
+            timeout_seconds=timeout_seconds,
+            lag_warning_seconds=lag_warning_seconds,
+            poll_seconds=poll_seconds,
+        )
+        base = ElasticConfig.from_values(startup or {})
+        every = _checked_every(agree_every_steps)
+    except ValueError as caught:
+        error = caught
+    ranks = Ranks.alone()
+    if enabled:
+        ranks = Ranks.join(
+            timeout_seconds=settings.timeout_seconds if settings is not None else DEFAULT_TIMEOUT_SECONDS
+        )
+    try:
+        ranks.all_or_raise(error, "starting to follow a config")
+    except RanksError:
+        ranks.close()
+        if error is not None:
+            raise error from None  # the others raise what this one did wrong
+        raise
+    assert settings is not None
+    return ConfigFollower(settings, ranks, base, start_step=start_step, agree_every_steps=every)
+
+
+def _checked_every(every: Every) -> Every:
+    if every != "auto" and (type(every) is not int or every < 1):
+        raise ValueError(f'agree_every_steps is {every!r}; allowed: "auto" or an integer >= 1')
+    return every
 
 
 class ConfigFollower:
@@ -88,7 +115,7 @@ class ConfigFollower:
         base: ElasticConfig,
         *,
         start_step: int = 0,
-        agree_every_steps: int | Literal["auto"] = "auto",
+        agree_every_steps: Every = "auto",
     ) -> None:
         self.settings = settings
         self._ranks = ranks
@@ -107,10 +134,11 @@ class ConfigFollower:
             every=agree_every_steps,
             warns=warns,
             lag_warning_seconds=settings.lag_warning_seconds,
-            timeout_seconds=settings.timeout_seconds,
         )
         self._knobs = Knobs()
         self._agreement.add(self._knobs)
+        self._found_at_start: Applied | None = None  # until the first step has read its knobs
+        self._metrics_due = 0.0
         self._closed = False
 
     def add(self, applier: Applier) -> None:
@@ -144,6 +172,7 @@ class ConfigFollower:
                 shown(self.config.to_dict(), 2000),
             )
         self._record(applied)
+        self._found_at_start = applied
 
     @property
     def config(self) -> ElasticConfig:
@@ -177,18 +206,27 @@ class ConfigFollower:
         ``step`` is the number of steps that lie behind, one more than before if it is not given. ``backwards`` is
         a count of backward passes to compare between ranks.
         """
+        self._raise_if_closed()
         self._step = self._step + 1 if step is None else step
         passed = self._agreement.boundary(step=self._step, backwards=backwards)
+        if self._found_at_start is not None:
+            self._warn_of_unread(self._found_at_start)
+            self._found_at_start = None
         if passed.applied is not None:
             self._record(passed.applied)
+            self._warn_of_unread(passed.applied)
+        elif time.monotonic() > self._metrics_due:
+            self._write_metrics()
         return passed
 
     def end_epoch(self) -> None:
         """Return once every rank has come here with the same counts; else all raise, and name those that differ."""
-        self._agreement.end()
+        self._raise_if_closed()
+        self._record(self._agreement.end(Purpose.END))
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change from inside the job, as a revision: dotted keys and values. On one rank or on all."""
+        self._raise_if_closed()
         proposal = self._agreement.propose(changes, reason) if self.settings.enabled else Proposal(changes, reason)
         if not self.settings.enabled:
             proposal.outcome, proposal.refusal = "refused", _OFF
@@ -234,7 +272,8 @@ class ConfigFollower:
     ) -> None:
         try:
             if error is None:
-                self._agreement.finish()
+                self._record(self._agreement.end(Purpose.FINISH))
+                self._write_metrics()
             else:
                 self._tell_peers(error)
         finally:
@@ -245,33 +284,41 @@ class ConfigFollower:
         board = self._ranks.board
         if board is None or isinstance(error, RanksError):
             return
-        board.post_trouble(Trouble(kind="failed", counts=self._ranks.counts(), text=f"{type(error).__name__}: {error}"))
+        text = f"{type(error).__name__}: {error}"
+        board.post(Trouble(kind="failed", progress=self._ranks.progress(), text=text))
         if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
-            troubles = board.gather_troubles(_GRACE_SECONDS)
+            troubles = board.gather(_GRACE_SECONDS)
             _logger.error("of the other ranks: %s", board.account(troubles, silent="has given no sign so far"))
 
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise ElasticError("this follower was closed, and the other ranks with it; make a new one on every rank")
+
     def _record(self, applied: Applied | None) -> None:
-        """Write what is in force to the run directory, and say what nothing here follows."""
-        if self._run_directory is None:
-            return
-        now, config, ranks = time.time(), self.config, self._ranks
-        generation = self.settings.restart
-        if applied is not None:
+        """Write what came into force to the run directory."""
+        if applied is not None and self._run_directory is not None:
+            version, revision = applied.new.version, applied.new.revision
             event = JobEvent(
-                time=now,
-                generation=generation,
-                rank=ranks.rank,
+                time=time.time(),
+                generation=self.settings.restart,
+                rank=self._ranks.rank,
                 step=applied.step,
                 kind="config-applied",
                 text=str(applied),
-                details={"version": config.version, "revision": config.revision, "changes": applied.changes},
+                details={"version": version, "revision": revision, "changes": applied.changes},
             )
             self._run_directory.add_event(event)
-            self._warn_of_unfollowed(applied)
+        self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        self._metrics_due = time.monotonic() + _METRICS_SECONDS
+        if self._run_directory is None:
+            return
+        config, ranks = self.config, self._ranks
         metrics = RankMetrics(
-            time=now,
+            time=time.time(),
             job=self.settings.job,
-            generation=generation,
+            generation=self.settings.restart,
             rank=ranks.rank,
             world_size=ranks.world_size,
             host=ranks.names[ranks.rank].host,
@@ -283,7 +330,8 @@ class ConfigFollower:
         )
         self._run_directory.write_metrics(metrics)
 
-    def _warn_of_unfollowed(self, applied: Applied) -> None:
+    def _warn_of_unread(self, applied: Applied) -> None:
+        """Name what a version sets and nothing here has asked for: most often a misspelt name."""
         applying = self._agreement.appliers.sections - {"user"} | {"checkpoint", "tuning"}
         given = [path for path, (_, value) in applied.changes.items() if value is not None]
         unread = [path for path in given if section_of(path) not in applying and not self._knobs.was_read(path)]

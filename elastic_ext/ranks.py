@@ -21,14 +21,12 @@ import torch
 import torch.distributed as dist
 
 from .errors import PeerLostError, RanksFailedError
-from .peers import Counts, NoticeBoard, PeerName, Trouble
+from .peers import NoticeBoard, PeerName, Trouble
 
 __all__ = ["PendingSum", "Ranks"]
 
-_SLICE = timedelta(seconds=0.5)  # how long to wait before reading the peers' notices, again and again
 _GRACE_SECONDS = 3.0  # how long the survivors of a loss wait for each other's word
 _MOST_TRACEBACK = 20_000
-_NO_COUNTS = Counts(boundary=0, step=0, backwards=0)
 
 
 class PendingSum:
@@ -44,10 +42,7 @@ class PendingSum:
 
 
 class Ranks:
-    """The ranks that agree with each other, seen from one of them.
-
-    ``generation`` moves on when the membership does; nobody keeps ``rank`` or ``world_size`` beyond it.
-    """
+    """The ranks that agree with each other, seen from one of them."""
 
     def __init__(
         self, *, rank: int, names: Sequence[PeerName], group: dist.ProcessGroup | None, board: NoticeBoard | None
@@ -55,12 +50,11 @@ class Ranks:
         self.rank = rank
         self.world_size = len(names)
         self.names = tuple(names)
-        self.generation = 0
         self.board = board
-        self.counts: Callable[[], Counts] = lambda: _NO_COUNTS
+        self.progress: Callable[[], str] = lambda: "the start"
         """How far this rank has come, for the messages of errors; the owner sets it."""
-        self.look_around: Callable[[], None] = lambda: None
-        """Called now and then while waiting; raises when waiting makes no sense. The owner sets it."""
+        self.slice_seconds = 0.5
+        """How long to wait before reading the peers' notices, again and again."""
         self._group = group
 
     @classmethod
@@ -88,11 +82,6 @@ class Ranks:
         own_store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         ranks.board = NoticeBoard(own_store, rank=rank, names=ranks.names)
         return ranks
-
-    @property
-    def hosts(self) -> int:
-        """On how many machines the ranks run."""
-        return len({peer.host for peer in self.names})
 
     def speaks_for(self, thing: str) -> bool:
         """Whether this rank is the first of those on its machine that bring the same ``thing``, such as a path."""
@@ -148,7 +137,9 @@ class Ranks:
             raise kind(doing, self.world_size, failed) from error
 
     def close(self) -> None:
-        """Leave the group. What is under way on it is given up."""
+        """Leave the group and the store. What is under way is given up; nothing else may be called afterwards."""
+        self.board = None
+        self.progress = lambda: "the end"
         if self._group is not None and dist.is_initialized():
             group, self._group = self._group, None
             dist.destroy_process_group(group)
@@ -164,31 +155,30 @@ class Ranks:
     def _wait(self, work: dist.Work, doing: str) -> None:
         while True:
             try:
-                work.wait(_SLICE)
+                work.wait(timedelta(seconds=self.slice_seconds))
                 return
-            except RuntimeError as error:
-                if work.is_completed():  # otherwise only the slice of time has passed
-                    raise self._peer_lost(doing, error) from error
+            except RuntimeError:  # a failure, or only the slice of time has passed
+                if work.is_completed():
+                    break
             with contextlib.suppress(RuntimeError):  # a lost store is no reason to give up a collective
-                self.raise_if_peer_failed(doing)
-                self.look_around()
-
-    def raise_if_peer_failed(self, doing: str) -> None:
-        """Raise if a peer has said that it will take no further part."""
-        if self.board is not None and self.board.troubles():
-            raise self._peer_lost(doing, None)
+                if self.board is not None and self.board.troubles():
+                    raise self._peer_lost(doing, None)
+        try:
+            work.wait()  # it may have completed well after all, just after its slice of time had passed
+        except RuntimeError as error:
+            raise self._peer_lost(doing, error) from error
 
     def _peer_lost(self, doing: str, error: RuntimeError | None) -> PeerLostError:
         """The error that says what is known, after hearing the other survivors."""
         if self.board is None:
             return PeerLostError(f"a peer was lost while {doing}: {error}")
-        counts = self.counts()
-        self.board.post_trouble(Trouble(kind="lost", counts=counts, text=str(error or "")))
+        progress = self.progress()
+        self.board.post(Trouble(kind="lost", progress=progress, text=str(error or "")))
         known = self.board.account(
-            self.board.gather_troubles(_GRACE_SECONDS), silent="gave no sign: it died or hangs, see its own output"
+            self.board.gather(_GRACE_SECONDS), silent="gave no sign: it died, hangs or is elsewhere, see its output"
         )
         cause = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
-        return PeerLostError(f"{self.names[self.rank]} lost a peer while {doing}, after {counts}: {known}{cause}")
+        return PeerLostError(f"{self.names[self.rank]} lost a peer while {doing}, after {progress}: {known}{cause}")
 
 
 def _my_name(rank: int) -> PeerName:

@@ -8,6 +8,7 @@ hear of it: it is in force, scheduled or refused.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from .appliers import Applied, Appliers
 from .config import ElasticConfig
 from .decide import Report, choose
-from .errors import ConfigError, RanksDisagreeError
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -68,20 +69,21 @@ class Rounds:
         self._proposals: deque[Proposal] = deque()
         self._settled: set[tuple[int, str]] = set()
         self._told: tuple[int, str] | None = None  # the newer file that the other ranks last heard of
+        self._stale: set[tuple[int, str]] = set()
+        self._conflict = ""
         self._looked_at: ElasticConfig | None = None
 
     def resume(self, config: ElasticConfig) -> None:
         """Take the config in force of a checkpoint: it wins over the script's start-up values."""
         self._base = self.config = config.over(self._base)
 
+    @property
+    def base_digest(self) -> str:
+        """A hash of the start-up values, which must be the same on all ranks."""
+        return self._base.digest
+
     def start(self, step: int) -> Applied | None:
-        """Make sure that all ranks start alike, and take the file found now, whatever its version."""
-        digests = self._ranks.gather(self._base.digest.encode(), "starting")
-        unlike = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-        if unlike:
-            raise RanksDisagreeError(
-                f"the start-up values of rank {', '.join(unlike)} differ from those of rank 0; give all ranks the same"
-            )
+        """Take the file found now, whatever its version, if every rank finds it."""
         return self._hold(self._unsettled_file(), step, at_start=True)
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
@@ -98,9 +100,9 @@ class Rounds:
 
     @property
     def held_version(self) -> int:
-        """The version that this rank could put in force; the one in force where it has nothing new."""
+        """The version that this rank could take; the newest that was agreed on where it has nothing new."""
         newer = self._newer_file()
-        return self.config.version if newer is None else newer.version
+        return self._newest_agreed.version if newer is None else newer.version
 
     @property
     def fresh(self) -> bool:
@@ -117,6 +119,11 @@ class Rounds:
         """Hold a round: whatever all ranks agree on comes into force at ``step``."""
         return self._hold(self._newer_file(), step, at_start=False)
 
+    def is_due(self, step: int) -> bool:
+        """Whether the scheduled config comes into force at ``step``."""
+        at_step = None if self.scheduled is None else self.scheduled.apply_at_step
+        return at_step is not None and step >= at_step
+
     def apply_scheduled(self, step: int) -> Applied | None:
         """Put the scheduled config in force."""
         new, self.scheduled = self.scheduled, None
@@ -126,20 +133,27 @@ class Rounds:
         return applied
 
     def warn_of_stale_file(self) -> None:
-        """Warn, once per content, of a file whose version is not above the one in force."""
+        """Warn, once per content, of a file whose version is not above the newest that all ranks agreed on."""
         held = self._source.held
         if held is self._looked_at:
             return
         self._looked_at = held
-        if held is not None and held.version <= self.config.version and _key(held) not in self._settled:
-            _logger.log(
-                self._warning_level,
-                "the config file holds version %d and was refused, since version %d is in force; "
-                "give it a version of %d or more",
-                held.version,
-                self.config.version,
-                self.config.version + 1,
-            )
+        agreed = self._newest_agreed
+        if held is None or held.version > agreed.version or _key(held) in self._settled | self._stale:
+            return
+        self._stale.add(_key(held))
+        _logger.log(
+            self._warning_level,
+            "the config file holds version %d and was refused, since version %d is %s; give it a version of %d or more",
+            held.version,
+            agreed.version,
+            "in force" if agreed is self.config else f"agreed for step {agreed.apply_at_step}",
+            agreed.version + 1,
+        )
+
+    @property
+    def _newest_agreed(self) -> ElasticConfig:
+        return self.config if self.scheduled is None else self.scheduled
 
     def _unsettled_file(self) -> ElasticConfig | None:
         held = self._source.held
@@ -147,7 +161,7 @@ class Rounds:
 
     def _newer_file(self) -> ElasticConfig | None:
         file = self._unsettled_file()
-        return None if file is None or file.version <= self.config.version else file
+        return None if file is None or file.version <= self._newest_agreed.version else file
 
     def _hold(self, file: ElasticConfig | None, step: int, *, at_start: bool) -> Applied | None:
         proposal = self._proposals[0] if self._proposals else None
@@ -159,21 +173,22 @@ class Rounds:
         )
         doing = "exchanging configs"
         choice = choose([Report.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)])
-        if choice.kind == "conflict":
-            self._log_refusal("a config file", {0: [choice.reason]})
-        if choice.kind in ("conflict", "nothing"):
+        self._told = None if file is None else _key(file)
+        if choice.conflict and choice.conflict != self._conflict:
+            self._log_refusal("a config file", {0: [choice.conflict]})
+        self._conflict = choice.conflict
+        if choice.kind == "nothing":
             return None
-        content = b""
-        if self._ranks.rank == choice.source:
-            content = file.to_json().encode() if choice.kind == "file" and file is not None else report.to_bytes()
-        content = self._ranks.broadcast(content, choice.source, doing)
+        content = report.to_bytes()
+        if choice.kind == "file" and file is not None:
+            content = json.dumps(file.to_dict()).encode()
+        content = self._ranks.broadcast(content if self._ranks.rank == choice.source else b"", choice.source, doing)
         if choice.kind == "file":
-            return self._consider_file(ElasticConfig.parse(content), step, at_start=at_start)
+            return self._consider_file(ElasticConfig.from_dict(json.loads(content)), step, at_start=at_start)
         return self._consider_proposal(Report.from_bytes(content), step)
 
     def _consider_file(self, file: ElasticConfig, step: int, *, at_start: bool) -> Applied | None:
         self._settled.add(_key(file))
-        self.scheduled = None  # whatever waited is older than this
         if file.apply_at_step is not None and file.apply_at_step < step and not at_start:
             advice = "give a later step or leave it out"
             passed = f"apply_at_step {file.apply_at_step} has passed, this is step {step}; {advice}"
@@ -184,13 +199,18 @@ class Rounds:
         except ConfigError as error:
             self._log_refusal(file.label, {0: [f"with the start-up values: {error}"]})
             return None
+        displaced = self.scheduled
+        applied: Applied | None = None
         if file.apply_at_step is None or file.apply_at_step <= step:
             applied, reasons = self._put_in_force(new, step)
+            self.scheduled = None if applied is not None else displaced
         else:
-            applied, reasons = None, self._appliers.check(new)
-            self.scheduled = None if reasons else new
+            reasons = self._appliers.check(new)
+            self.scheduled = displaced if reasons else new
             if not reasons and self._ranks.rank == 0:
                 _logger.info("%s is agreed and comes into force at step %d", new.label, file.apply_at_step)
+        if displaced is not None and self.scheduled is not displaced and self._ranks.rank == 0:
+            _logger.info("%s, agreed for step %s, gives way to it", displaced.label, displaced.apply_at_step)
         self._log_refusal(file.label, reasons)
         return applied
 

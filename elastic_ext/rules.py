@@ -58,7 +58,9 @@ class Integer:
         return f"an integer >= {self.at_least}{upper}"
 
     def check(self, value: object) -> int:
-        if type(value) is not int or not self.at_least <= value <= self.at_most:
+        if type(value) is int and value > self.at_most:
+            raise ValueError(f"an integer >= {self.at_least} and <= {self.at_most}")
+        if type(value) is not int or value < self.at_least:
             raise ValueError(self.allowed)
         return value
 

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Settings"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Settings"]
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 _OFF = ("off", "0", "false", "no")
 _ON = ("", "on", "1", "true", "yes")
@@ -36,6 +38,11 @@ class Settings:
     poll_seconds: float
     """How often the config file is looked at where the file system sends no events."""
 
+    @staticmethod
+    def is_enabled(environ: Mapping[str, str]) -> bool:
+        """Whether ``ELASTIC_EXT`` leaves the library switched on; it must say the same on every rank."""
+        return _enabled(environ.get("ELASTIC_EXT", ""))
+
     @classmethod
     def resolve(
         cls,
@@ -54,12 +61,12 @@ class Settings:
         folder = Path(run_dir or environ.get("ELASTIC_EXT_RUN_DIR") or _cache(environ) / "elastic_ext" / _as_name(name))
         file = Path(config_file or environ.get("ELASTIC_EXT_CONFIG_FILE") or folder / "config.json")
         return cls(
-            enabled=_enabled(environ.get("ELASTIC_EXT", "")),
+            enabled=cls.is_enabled(environ),
             job=name,
             run_dir=_absolute(folder),
             config_file=_absolute(file),
             restart=_count(environ, "TORCHELASTIC_RESTART_COUNT"),
-            timeout_seconds=_seconds(environ, "ELASTIC_EXT_TIMEOUT_SECONDS", timeout_seconds, 1800.0),
+            timeout_seconds=_seconds(environ, "ELASTIC_EXT_TIMEOUT_SECONDS", timeout_seconds, DEFAULT_TIMEOUT_SECONDS),
             lag_warning_seconds=_seconds(environ, "ELASTIC_EXT_LAG_WARNING_SECONDS", lag_warning_seconds, 30.0),
             poll_seconds=_seconds(environ, "ELASTIC_EXT_POLL_SECONDS", poll_seconds, 1.0),
         )

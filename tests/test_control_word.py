@@ -50,7 +50,7 @@ PLAIN = ControlWord(
 
 
 def agreed(ranks: list[ControlWord]) -> AgreedWord:
-    return AgreedWord.of([ControlWord.from_bytes(word.to_bytes()) for word in ranks])
+    return AgreedWord(words=tuple(ControlWord.from_bytes(word.to_bytes()) for word in ranks))
 
 
 @unhurried

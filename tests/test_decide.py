@@ -32,8 +32,9 @@ WISH = Report(changes={"dataloader.batch_size": 2}, reason="memory")
         ([NOTHING, FILE_2], "nothing", 0),
         ([FILE_2, FILE_1], "file", 1),
         ([FILE_2, FILE_2, FILE_1, FILE_1], "file", 2),
-        ([FILE_1, Report(version=1, digest="b")], "conflict", 0),
-        ([FILE_2, FILE_1, Report(version=1, digest="b")], "conflict", 0),
+        ([FILE_1, Report(version=1, digest="b")], "nothing", 0),
+        ([FILE_2, FILE_1, Report(version=1, digest="b")], "nothing", 0),
+        ([FILE_1, Report(version=1, digest="b", changes={})], "revision", 1),
         ([FILE_1, FILE_2, Report(version=2, digest="c")], "file", 0),
         ([WISH, NOTHING], "revision", 0),
         ([NOTHING, WISH, WISH], "revision", 1),
@@ -45,19 +46,14 @@ WISH = Report(changes={"dataloader.batch_size": 2}, reason="memory")
 def test_the_choice_is(given_reports: list[Report], kind: str, source: int) -> None:
     choice = choose(given_reports)
     assert (choice.kind, choice.source) == (kind, source)
-    assert choice.reason
 
 
 def test_a_conflict_names_the_ranks_of_each_content_and_what_to_do() -> None:
     other = Report(version=1, digest="b")
-    reason = choose([FILE_1, other, FILE_1, FILE_2]).reason
-    assert reason == (
+    conflict = choose([FILE_1, other, FILE_1, FILE_2]).conflict
+    assert conflict == (
         "version 1 has different contents: ranks 0, 2 unlike ranks 1; put one content under a higher version"
     )
-
-
-def test_a_revision_says_who_proposed_it_and_why() -> None:
-    assert choose([NOTHING, WISH]).reason == "rank 1 proposes: memory"
 
 
 @unhurried
@@ -68,12 +64,12 @@ def test_what_is_chosen_is_held_by_its_source_and_possible_for_all(ranks: list[R
     if choice.kind == "file":
         assert all(report.version is not None and report.version >= (source.version or 0) for report in ranks)
         assert {report.digest for report in ranks if report.version == source.version} == {source.digest}
-    elif choice.kind == "revision":
-        assert source.changes is not None and any(report.version is None for report in ranks)
-    elif choice.kind == "conflict":
-        assert all(report.version is not None for report in ranks)
-    else:
-        assert any(report.version is None for report in ranks) and all(report.changes is None for report in ranks)
+        assert not choice.conflict
+        return
+    everyone = all(report.version is not None for report in ranks)
+    assert bool(choice.conflict) == everyone, "files that all ranks hold are taken unless they contradict each other"
+    assert (choice.kind == "revision") == any(report.changes is not None for report in ranks)
+    assert choice.kind == "nothing" or source.changes is not None
 
 
 @unhurried
@@ -177,15 +173,25 @@ def test_a_version_that_some_ranks_lack_is_due_after_the_patience_and_until_it_i
     assert lag.is_due(130.1)
     lag.note(1, 2, now=131.0)
     assert lag.is_due(131.0)
-    lag.named = 2
+    lag.mark_named()
     assert not lag.is_due(1e9)
 
 
-def test_a_newer_version_begins_a_wait_of_its_own() -> None:
+def test_newer_versions_do_not_give_a_rank_that_stays_behind_its_time_anew() -> None:
+    lag = Lag(patience_seconds=30.0)
+    for version in range(2, 10):
+        lag.note(1, version, now=10.0 * version)
+    assert lag.is_due(51.0)
+    lag.mark_named()
+    lag.note(1, 11, now=200.0)
+    assert not lag.is_due(1e9)
+
+
+def test_a_rank_that_moves_on_and_stays_behind_is_named_again() -> None:
     lag = Lag(patience_seconds=30.0)
     lag.note(1, 2, now=100.0)
-    lag.named = 2
-    lag.note(1, 3, now=200.0)
+    lag.mark_named()
+    lag.note(2, 3, now=200.0)
     assert not lag.is_due(229.0)
     assert lag.is_due(231.0)
 
@@ -196,4 +202,5 @@ def test_ranks_that_caught_up_are_not_named() -> None:
     lag.note(2, 2, now=110.0)
     assert not lag.is_due(1e9)
     lag.note(2, 3, now=200.0)
-    assert not lag.is_due(230.0) and lag.is_due(230.1)
+    assert not lag.is_due(230.0)
+    assert lag.is_due(230.1)

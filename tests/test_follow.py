@@ -324,3 +324,50 @@ def test_an_applier_that_fails_ends_the_run_and_stays_failed(folder: Path) -> No
         with pytest.raises(ElasticError, match="ArithmeticError: apply of version 1 broke"):
             follower.boundary()
         follower.close()
+
+
+def test_a_file_found_at_the_start_is_judged_after_the_first_step_has_read_its_knobs(folder: Path) -> None:
+    put(folder, 0, {"version": 1, "user": {"read": 1, "raed": 1}})
+    with seen_by() as seen, follower_in(folder) as follower:
+        for _ in range(3):
+            follower.knob("read", 0)
+            take_step(follower, seen)
+    unread = [line for line in seen.log if "nothing in this job has asked for" in line]
+    assert unread == ["WARNING version 1 sets user.raed, which nothing in this job has asked for so far"]
+
+
+def test_a_stale_file_is_warned_of_once_per_content(folder: Path) -> None:
+    put(folder, 0, {"version": 5})
+    with seen_by() as seen, follower_in(folder) as follower:
+        for number in range(4):
+            put(folder, 0, {"version": 5})
+            put(folder, 0, {"version": 3, "user": {"x": number % 2}})
+            wanted = min(number + 1, 2)
+            step_until(follower, seen, lambda wanted=wanted: len(stale(seen.log)) >= wanted)  # type: ignore[misc]
+        for _ in range(500):
+            take_step(follower, seen)
+    assert len(stale(seen.log)) == 2
+
+
+def stale(log: list[str]) -> list[str]:
+    return [line for line in log if "holds version 3 and was refused, since version 5 is in force" in line]
+
+
+def test_a_save_asked_for_after_the_last_boundary_is_warned_of(folder: Path) -> None:
+    with seen_by() as seen, follower_in(folder) as follower:
+        take_step(follower, seen)
+        follower.request_save()
+    assert any("a checkpoint was asked for after the last step boundary" in line for line in seen.log)
+
+
+def test_the_metrics_say_at_the_end_how_far_the_run_came(folder: Path) -> None:
+    with follower_in(folder) as follower:
+        for _ in range(25):
+            follower.boundary()
+    assert json.loads((folder / "0" / "metrics-0.json").read_text())["step"] == 25
+
+
+def test_a_large_file_written_compactly_is_taken(folder: Path) -> None:
+    put(folder, 0, json.dumps({"version": 1, "user": {"x": [1] * 150_000}}, separators=(",", ":")))
+    with follower_in(folder) as follower:
+        assert follower.config.version == 1

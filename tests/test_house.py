@@ -45,7 +45,6 @@ LAYERS: Mapping[str, int] = {
     "knobs": 1,
     "peers": 1,
     "ranks": 1,
-    "roll_call": 1,
     "rounds": 1,
     "rundir": 1,
     "watch": 1,
@@ -83,6 +82,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
     "files:write_whole": "takes its temporary file away and raises again, whatever came",
     "follow:ConfigFollower.__enter__": "tells the peers that this rank leaves, closes, and raises again",
+    "watch:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
     "watch:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
 }
 PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
