@@ -36,6 +36,7 @@ __all__ = ["Agreement", "Boundary", "Every"]
 _logger = logging.getLogger(__name__)
 
 _NUM_MEASUREMENTS = 30
+_IDLE_SAMPLING = 8  # one in so many boundaries without an agreement is timed
 _RETELL = 1.25  # how much a wanted interval must change to be worth telling
 _GROWTH = (
     2  # how much longer an interval may become at once: a burst of short steps must not silence a run of long ones
@@ -161,6 +162,8 @@ class Agreement:
             except RanksError as error:
                 self._broken = error
                 raise
+        elif self._num_boundaries % _IDLE_SAMPLING == 0:
+            self._pace.note_idle(self._clock() - now)
         applied, save = self._applied, self._save
         self._applied, self._save = None, False
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)

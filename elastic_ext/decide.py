@@ -86,6 +86,7 @@ class Pace:
         self._longest = longest
         self._step_seconds: deque[float] = deque(maxlen=window)
         self._agreement_seconds: deque[float] = deque(maxlen=window)
+        self._idle_seconds: deque[float] = deque(maxlen=window)
 
     def note_step(self, seconds: float) -> None:
         """Take in how long one step lasted."""
@@ -95,19 +96,27 @@ class Pace:
         """Take in how long one agreement kept the training thread."""
         self._agreement_seconds.append(seconds)
 
+    def note_idle(self, seconds: float) -> None:
+        """Take in how long a boundary without an agreement kept the training thread."""
+        self._idle_seconds.append(seconds)
+
     def interval(self) -> int:
-        """The smallest number of boundaries that keeps the share; 1 until enough steps were seen."""
+        """The smallest number of boundaries that keeps the share; 1 until enough steps were seen.
+
+        What boundaries take without an agreement comes off the share, up to half of it: no thinning helps against it.
+        """
         if len(self._step_seconds) < _FEWEST_STEPS:
             return 1
         cost = self._pulse_seconds + _lower_quartile(self._agreement_seconds)
-        affordable = statistics.median(self._step_seconds) * self._share
+        allowed = statistics.median(self._step_seconds) * self._share
+        affordable = max(allowed - _lower_quartile(self._idle_seconds), allowed / 2)
         if affordable * self._longest <= cost:
             return self._longest
         return max(1, math.ceil(cost / affordable))
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """What an agreement takes when it waits for no slower rank; 0 where none was seen."""
+    """What something takes when it waits for nobody; 0 where it was not seen."""
     return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 

@@ -162,6 +162,20 @@ def test_what_an_agreement_takes_of_the_training_thread_counts_too(
     assert pace.interval() == interval
 
 
+@pytest.mark.parametrize(
+    ("idle_seconds", "interval"), [([], 20), ([0.000025] * 8, 40), ([0.00001] * 8, 25), ([1.0] * 8, 40)]
+)
+def test_what_boundaries_take_without_an_agreement_comes_off_the_share_up_to_half_of_it(
+    idle_seconds: list[float], interval: int
+) -> None:
+    pace = Pace(pulse_seconds=0.001)
+    for _ in range(8):
+        pace.note_step(0.01)
+    for seconds in idle_seconds:
+        pace.note_idle(seconds)
+    assert pace.interval() == interval
+
+
 # ---- lag ----
 
 
