@@ -345,10 +345,9 @@ def test_a_rank_that_does_not_come_to_the_end_is_named_after_the_deadline(ranks:
     os.mkfifo(gate)
     outcomes = ranks.run_outcomes(3, come_late_to_the_end, tmp_path, gate, deadline_seconds=45.0)
     texts = errors_of(outcomes, but=1)
-    late = f"rank 1 ({socket.gethostname()}, pid {outcomes[1].pid}) gave no sign"
-    for text in texts:
-        assert "while waiting for the others at the end, after 1 steps" in text
-        assert late in text
+    late = f"rank 1 ({socket.gethostname()}, pid {outcomes[1].pid}) "
+    assert all("while waiting for the others at the end, after 1 steps" in text and late in text for text in texts)
+    assert any(late + "gave no sign" in text for text in texts)  # whoever gives up last may find it awake
 
 
 # --- stop, save, revisions, schedules -------------------------------------------------------------------------------
