@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from .appliers import Applied, Applier, Appliers
 from .config import ElasticConfig
 from .control_word import AgreedWord, ControlWord, Purpose
-from .decide import Lag, Pace
+from .decide import Lag, Pace, Place
 from .errors import ElasticError, RanksDisagreeError, RanksError
 from .rounds import ConfigSource, Proposal, Rounds
 
@@ -124,7 +124,7 @@ class Agreement:
             self._make_sure_of_the_same_start()
             if self._asked_every == "auto":
                 self._pace = Pace(pulse_seconds=_pulse_seconds(self._ranks))
-            applied = self._rounds.start(step)
+            applied = self._rounds.start(self._place)
         except RanksError as error:
             self._broken = error
             raise
@@ -170,10 +170,10 @@ class Agreement:
         self._applied, self._save = None, False
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
 
-    def end(self, purpose: Literal[Purpose.END, Purpose.FINISH]) -> Applied | None:
+    def end(self, purpose: Literal[Purpose.END, Purpose.FINISH]) -> None:
         """Come to an end with all ranks: finish the agreement under way, and make sure that all come with equal counts.
 
-        Gives what was applied here; a save that was asked for is left to the next boundary.
+        What was applied here, and a save that was asked for, are left to the next boundary to tell.
         """
         self._raise_if_unusable()
         try:
@@ -185,8 +185,6 @@ class Agreement:
             raise
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
-        applied, self._applied = self._applied, None
-        return applied
 
     def _raise_if_unusable(self) -> None:
         if self._broken is not None:
@@ -195,9 +193,9 @@ class Agreement:
             raise ElasticError("start() was not called; call it on every rank before the first step, or use `with`")
 
     def _make_sure_of_the_same_start(self) -> None:
-        mine = [self._rounds.base_digest, self._asked_every]
+        mine = [self._rounds.base_digest, self._asked_every, self._step]
         answers = [json.loads(data) for data in self._ranks.gather(json.dumps(mine).encode(), "starting")]
-        for index, words in enumerate(("start-up values", "agree_every_steps")):
+        for index, words in enumerate(("start-up values", "agree_every_steps", "steps behind")):
             unlike = [str(rank) for rank, answer in enumerate(answers) if answer[index] != answers[0][index]]
             if unlike:
                 raise RanksDisagreeError(
@@ -218,6 +216,10 @@ class Agreement:
             self._pace.note_agreement(self._spent_seconds + self._clock() - began)
             self._spent_seconds = 0.0
 
+    @property
+    def _place(self) -> Place:
+        return Place(boundary=self._num_boundaries, step=self._step)
+
     def _take(self, applied: Applied | None) -> None:
         """Keep what was applied for the caller; of two at one boundary nothing ran under the first."""
         if applied is None:
@@ -227,15 +229,16 @@ class Agreement:
 
     def _start_pulse(self, now: float) -> None:
         rounds = self._rounds
+        held_version, is_fresh = rounds.tell()
         self._pulsed_boundary = self._num_boundaries
         wanted = self.every
         if self._asked_every == "auto":
             wanted = min(self._pace.interval(), self.every * _GROWTH)
         word = replace(
             self._make_word(Purpose.ROUTINE),
-            held_version=rounds.held_version,
+            held_version=held_version,
             wanted_interval=wanted,
-            fresh=rounds.fresh,
+            fresh=is_fresh,
             proposing=rounds.proposing,
             asking=self._ranks.rank == 0 and self._lag.is_due(now),
             stop=self._stop_wanted and not self._stopping,
@@ -243,7 +246,6 @@ class Agreement:
             pacing=not self._told_interval / _RETELL <= wanted <= self._told_interval * _RETELL,
             refusal=self._source.refusal or "",
         )
-        rounds.mark_told()
         if self._ranks.world_size == 1 and not word.has_news:
             return  # nobody else is there to be told of nothing
         if word.save:
@@ -266,7 +268,7 @@ class Agreement:
         self._told_interval = word.wanted_interval
         self._lag.note(agreed.lowest_held, agreed.highest_held, self._clock())
         if agreed.proposing or (agreed.fresh and agreed.lowest_held > self.config.version):
-            self._take(self._rounds.hold(self._step))
+            self._take(self._rounds.hold(self._place))
         elif agreed.asking:
             self._name_laggards(agreed)
 

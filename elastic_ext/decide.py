@@ -14,15 +14,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Choice", "Lag", "Pace", "Report", "choose"]
+__all__ = ["Choice", "Lag", "Pace", "Place", "Report", "choose"]
 
 _FEWEST_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank is when it comes to a round; all must be at the same."""
+
+    boundary: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.step} steps, {self.boundary} boundaries"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """What one rank brings to a round."""
 
+    place: Place
     version: int | None = None
     """Of the config file it holds, where that is news."""
     digest: str = ""
@@ -35,7 +47,8 @@ class Report:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Report:
-        return cls(**json.loads(data))
+        record = json.loads(data)
+        return cls(**record | {"place": Place(**record["place"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,10 +65,11 @@ def follow_config(
     ``startup`` holds the script's own values for dotted keys, what an absent key means. ``start_step`` is the number
     of steps that lie behind when a run is resumed. What is not given comes from the environment (``ELASTIC_EXT_*``).
     """
-    enabled = Settings.is_enabled(os.environ)
+    enabled = True
     settings: Settings | None = None
-    error: ValueError | None = None
+    error: Exception | None = None
     try:
+        enabled = Settings.is_enabled(os.environ)
         settings = Settings.resolve(
             os.environ,
             script=sys.argv[0] if sys.argv else "",
@@ -81,7 +82,7 @@ def follow_config(
         )
         base = ElasticConfig.from_values(startup or {})
         every = _checked_every(agree_every_steps)
-    except ValueError as caught:
+    except (ValueError, TypeError, AttributeError) as caught:  # wrong arguments, on this rank at least
         error = caught
     ranks = Ranks.alone()
     if enabled:
@@ -139,7 +140,7 @@ class ConfigFollower:
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
         self._metrics_due = 0.0
-        self._closed = False
+        self._finished = self._closed = False
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section of every later config, on this rank."""
@@ -222,7 +223,7 @@ class ConfigFollower:
     def end_epoch(self) -> None:
         """Return once every rank has come here with the same counts; else all raise, and name those that differ."""
         self._raise_if_closed()
-        self._record(self._agreement.end(Purpose.END))
+        self._agreement.end(Purpose.END)
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change from inside the job, as a revision: dotted keys and values. On one rank or on all."""
@@ -254,6 +255,9 @@ class ConfigFollower:
         if self._closed:
             return
         self._closed = True
+        board = self._ranks.board
+        if board is not None and not self._finished:
+            board.post(Trouble(kind="failed", progress=self._ranks.progress(), text="it closed its follower"))
         if self._watcher is not None:
             self._watcher.close()
         self._ranks.close()
@@ -272,7 +276,9 @@ class ConfigFollower:
     ) -> None:
         try:
             if error is None:
-                self._record(self._agreement.end(Purpose.FINISH))
+                self._raise_if_closed()
+                self._agreement.end(Purpose.FINISH)
+                self._finished = True
                 self._write_metrics()
             else:
                 self._tell_peers(error)

@@ -68,7 +68,11 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return cls.alone()
         rank = dist.get_rank()
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        except RuntimeError as error:
+            text = f"rank {rank} found not all ranks while making a group for agreements: {error}"
+            raise PeerLostError(f"{text}; every rank must call this") from error
         assert isinstance(group, dist.ProcessGroup)
         unnamed = [PeerName(rank=peer, host="?", pid=0) for peer in range(dist.get_world_size())]
         ranks = cls(rank=rank, names=unnamed, group=group, board=None)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from .appliers import Applied, Appliers
 from .config import ElasticConfig
-from .decide import Report, choose
-from .errors import ConfigError
+from .decide import Place, Report, choose
+from .errors import ConfigError, RanksDisagreeError
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -82,9 +82,9 @@ class Rounds:
         """A hash of the start-up values, which must be the same on all ranks."""
         return self._base.digest
 
-    def start(self, step: int) -> Applied | None:
+    def start(self, place: Place) -> Applied | None:
         """Take the file found now, whatever its version, if every rank finds it."""
-        return self._hold(self._unsettled_file(), step, at_start=True)
+        return self._hold(self._unsettled_file(), place, at_start=True)
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a revision of the config in force; ConfigError says at once what can never be allowed."""
@@ -98,26 +98,21 @@ class Rounds:
         """Whether this rank waits for a revision."""
         return bool(self._proposals)
 
-    @property
-    def held_version(self) -> int:
-        """The version that this rank could take; the newest that was agreed on where it has nothing new."""
-        newer = self._newer_file()
-        return self._newest_agreed.version if newer is None else newer.version
+    def tell(self) -> tuple[int, bool]:
+        """The version that this rank could take, and whether the others have not heard of it; now they do.
 
-    @property
-    def fresh(self) -> bool:
-        """Whether this rank holds a newer file that it has not told of."""
+        Without anything new it is the newest version that was agreed on. What the source holds is read once: another
+        thread may replace it at any time.
+        """
         newer = self._newer_file()
-        return newer is not None and _key(newer) != self._told
+        key = None if newer is None else _key(newer)
+        is_fresh = key is not None and key != self._told
+        self._told = key
+        return (self._newest_agreed if newer is None else newer).version, is_fresh
 
-    def mark_told(self) -> None:
-        """Remember that the other ranks are hearing of the file held now."""
-        newer = self._newer_file()
-        self._told = None if newer is None else _key(newer)
-
-    def hold(self, step: int) -> Applied | None:
-        """Hold a round: whatever all ranks agree on comes into force at ``step``."""
-        return self._hold(self._newer_file(), step, at_start=False)
+    def hold(self, place: Place) -> Applied | None:
+        """Hold a round: whatever all ranks agree on comes into force here, if all are at the same place."""
+        return self._hold(self._newer_file(), place, at_start=False)
 
     def is_due(self, step: int) -> bool:
         """Whether the scheduled config comes into force at ``step``."""
@@ -163,16 +158,21 @@ class Rounds:
         file = self._unsettled_file()
         return None if file is None or file.version <= self._newest_agreed.version else file
 
-    def _hold(self, file: ElasticConfig | None, step: int, *, at_start: bool) -> Applied | None:
+    def _hold(self, file: ElasticConfig | None, place: Place, *, at_start: bool) -> Applied | None:
         proposal = self._proposals[0] if self._proposals else None
         report = Report(
+            place=place,
             version=None if file is None else file.version,
             digest="" if file is None else file.digest,
             changes=None if proposal is None else proposal.changes,
             reason="" if proposal is None else proposal.reason,
         )
         doing = "exchanging configs"
-        choice = choose([Report.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)])
+        reports = [Report.from_bytes(data) for data in self._ranks.gather(report.to_bytes(), doing)]
+        if any(each.place != place for each in reports):
+            places = "; ".join(f"rank {rank}: {each.place}" for rank, each in enumerate(reports))
+            raise RanksDisagreeError(f"ranks are at different places: {places}")
+        choice = choose(reports)
         self._told = None if file is None else _key(file)
         if choice.conflict and choice.conflict != self._conflict:
             self._log_refusal("a config file", {0: [choice.conflict]})
@@ -184,8 +184,8 @@ class Rounds:
             content = json.dumps(file.to_dict()).encode()
         content = self._ranks.broadcast(content if self._ranks.rank == choice.source else b"", choice.source, doing)
         if choice.kind == "file":
-            return self._consider_file(ElasticConfig.from_dict(json.loads(content)), step, at_start=at_start)
-        return self._consider_proposal(Report.from_bytes(content), step)
+            return self._consider_file(ElasticConfig.from_dict(json.loads(content)), place.step, at_start=at_start)
+        return self._consider_proposal(Report.from_bytes(content), place.step)
 
     def _consider_file(self, file: ElasticConfig, step: int, *, at_start: bool) -> Applied | None:
         self._settled.add(_key(file))
