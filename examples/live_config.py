@@ -36,10 +36,10 @@ class DemoError(Exception):
 class Training:
     """The training job as a launcher's process, its output echoed and kept."""
 
-    def __init__(self, run_directory: Path) -> None:
+    def __init__(self, run_directory: Path, deadline_seconds: float) -> None:
         self.config_file = run_directory / "config.json"
         self._run_directory = run_directory
-        self._deadline = time.monotonic() + DEADLINE_SECONDS
+        self._deadline = time.monotonic() + deadline_seconds
         self._lines: list[str] = []
         self._more = threading.Condition()
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
@@ -93,6 +93,9 @@ class Training:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._reader.join(timeout=10.0)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _events(self, rank: int) -> list[dict[str, Any]]:
         file = self._run_directory / f"events-{rank}.jsonl"
@@ -178,10 +181,10 @@ def check(training: Training, effects: Sequence[tuple[int, list[int]]]) -> None:
         raise DemoError("the model has learned nothing")
 
 
-def main() -> int:
+def main(deadline_seconds: float = DEADLINE_SECONDS) -> int:
     """Run the demo; gives its exit status."""
     with tempfile.TemporaryDirectory(prefix="elastic_ext-demo-") as folder:
-        training = Training(Path(folder))
+        training = Training(Path(folder), deadline_seconds)
         try:
             check(training, show(training))
         except (DemoError, subprocess.CalledProcessError) as error:

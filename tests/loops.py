@@ -30,10 +30,15 @@ class LoopTimeout(Exception):
     """What a test waited for did not happen in time."""
 
 
-def put(folder: Path, rank: int, contents: Mapping[str, Any] | str) -> None:
-    """Replace the config file that ``rank`` follows."""
-    text = contents if isinstance(contents, str) else json.dumps(contents)
-    write_whole(folder / str(rank) / "config.json", text.encode(), durable=False)
+def put(folder: Path, rank: int, contents: Mapping[str, Any] | str, *, seen_by: ConfigFollower | None = None) -> None:
+    """Replace the config file that ``rank`` follows, and wait until the watcher of ``seen_by`` has seen it."""
+    data = (contents if isinstance(contents, str) else json.dumps(contents)).encode()
+    write_whole(folder / str(rank) / "config.json", data, durable=False)
+    if seen_by is not None:
+        watcher = seen_by._watcher
+        assert watcher is not None
+        if not watcher.wait_until_seen(data, DEADLINE_SECONDS):
+            raise LoopTimeout(f"{data!r} was not seen")
 
 
 def follower_of(folder: Path, rank: int, **arguments: Any) -> ConfigFollower:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.decide import Lag, Pace, Report, choose
+from elastic_ext.decide import Lag, Pace, Place, Report, choose
 from tests.configs import unhurried
 
+HERE = Place(boundary=3, step=40)
 reports = st.builds(
     Report,
+    place=st.just(HERE),
     version=st.none() | st.integers(1, 4),
     digest=st.sampled_from(["x", "y"]),
     changes=st.none() | st.just({"user.x": 1}),
     reason=st.sampled_from(["", "memory"]),
 )
-FILE_1, FILE_2 = Report(version=1, digest="a"), Report(version=2, digest="b")
-NOTHING = Report()
-WISH = Report(changes={"dataloader.batch_size": 2}, reason="memory")
+
+
+def report(**news: Any) -> Report:
+    return Report(place=HERE, **news)
+
+
+FILE_1, FILE_2 = report(version=1, digest="a"), report(version=2, digest="b")
+NOTHING = report()
+WISH = report(changes={"dataloader.batch_size": 2}, reason="memory")
 
 
 @pytest.mark.parametrize(
@@ -32,15 +42,15 @@ WISH = Report(changes={"dataloader.batch_size": 2}, reason="memory")
         ([NOTHING, FILE_2], "nothing", 0),
         ([FILE_2, FILE_1], "file", 1),
         ([FILE_2, FILE_2, FILE_1, FILE_1], "file", 2),
-        ([FILE_1, Report(version=1, digest="b")], "nothing", 0),
-        ([FILE_2, FILE_1, Report(version=1, digest="b")], "nothing", 0),
-        ([FILE_1, Report(version=1, digest="b", changes={})], "revision", 1),
-        ([FILE_1, FILE_2, Report(version=2, digest="c")], "file", 0),
+        ([FILE_1, report(version=1, digest="b")], "nothing", 0),
+        ([FILE_2, FILE_1, report(version=1, digest="b")], "nothing", 0),
+        ([FILE_1, report(version=1, digest="b", changes={})], "revision", 1),
+        ([FILE_1, FILE_2, report(version=2, digest="c")], "file", 0),
         ([WISH, NOTHING], "revision", 0),
         ([NOTHING, WISH, WISH], "revision", 1),
         ([FILE_1, WISH], "revision", 1),
-        ([Report(version=1, digest="a", changes={}, reason="both"), FILE_1], "file", 0),
-        ([Report(version=1, digest="a", changes={}, reason="both"), NOTHING], "revision", 0),
+        ([report(version=1, digest="a", changes={}, reason="both"), FILE_1], "file", 0),
+        ([report(version=1, digest="a", changes={}, reason="both"), NOTHING], "revision", 0),
     ],
 )
 def test_the_choice_is(given_reports: list[Report], kind: str, source: int) -> None:
@@ -49,7 +59,7 @@ def test_the_choice_is(given_reports: list[Report], kind: str, source: int) -> N
 
 
 def test_a_conflict_names_the_ranks_of_each_content_and_what_to_do() -> None:
-    other = Report(version=1, digest="b")
+    other = report(version=1, digest="b")
     conflict = choose([FILE_1, other, FILE_1, FILE_2]).conflict
     assert conflict == (
         "version 1 has different contents: ranks 0, 2 unlike ranks 1; put one content under a higher version"
@@ -88,6 +98,7 @@ def test_the_order_of_ranks_does_not_change_what_is_chosen(ranks: list[Report], 
 @given(
     st.builds(
         Report,
+        place=st.builds(Place, boundary=st.integers(0), step=st.integers(0)),
         version=st.none() | st.integers(1),
         digest=st.text(st.characters(codec="utf-8")),
         changes=st.none() | st.dictionaries(st.text(max_size=9), st.none() | st.integers() | st.text(max_size=9)),

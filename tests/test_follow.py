@@ -248,6 +248,18 @@ def test_the_run_directory_tells_what_is_in_force_and_since_when(folder: Path, m
     assert event["text"].endswith("user.x null -> 1 (because)")
 
 
+def test_the_merged_config_is_logged_at_the_start_and_revisions_reach_the_metrics(folder: Path) -> None:
+    put(folder, 0, {"version": 2, "user": {"b": 2}})
+    with seen_by() as seen, follower_in(folder, startup={"user.a": 1}) as follower:
+        start = [line for line in seen.log if "config file" in line]
+        assert len(start) == 1
+        assert start[0].endswith('version 2 in force: {"version": 2, "user": {"a": 1, "b": 2}}')
+        follower.propose({"user.a": 5}, "from inside")
+        step_until(follower, seen, lambda: follower.config.revision == 1)
+        metrics = json.loads((folder / "0" / "metrics-0.json").read_text())
+        assert (metrics["config_version"], metrics["config_revision"]) == (2, 1)
+
+
 def test_training_goes_on_where_the_run_directory_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     config = tmp_path / "config.json"
