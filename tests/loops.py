@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,25 @@ import torch.distributed as dist
 from elastic_ext import Boundary, ConfigFollower, ElasticConfig, follow_config
 from elastic_ext.files import write_whole
 
-__all__ = ["LoopTimeout", "RecordingApplier", "Seen", "follower_of", "put", "seen_by", "step_until", "take_step"]
+if TYPE_CHECKING:
+    from tests.ranks import Outcome
 
+__all__ = [
+    "Every",
+    "LoopTimeout",
+    "RecordingApplier",
+    "Seen",
+    "errors_of",
+    "follower_of",
+    "put",
+    "rate",
+    "same",
+    "seen_by",
+    "step_until",
+    "take_step",
+]
+
+Every = int | Literal["auto"]
 DEADLINE_SECONDS = 30.0
 
 
@@ -141,3 +158,21 @@ class RecordingApplier:
         if self._fail.get(new.version) == "apply":
             raise ArithmeticError(f"apply of {new.label} broke")
         self.applied.append((old.label, new.label))
+
+
+def rate(version: int, value: float, **more: Any) -> dict[str, Any]:
+    """A config that sets the learning rate."""
+    return {"version": version, "optimizer": {"learning_rate": value}, **more}
+
+
+def same(everyone: list[Any]) -> Any:
+    """What every rank gave, once it is sure that it is the same."""
+    assert all(one == everyone[0] for one in everyone), everyone
+    return everyone[0]
+
+
+def errors_of(outcomes: list[Outcome], *, but: int) -> list[str]:
+    """The errors of all ranks but one, each with its type; an assertion fails where one of them has none."""
+    survivors = [outcome for outcome in outcomes if outcome.rank != but]
+    assert all(outcome.error is not None for outcome in survivors), outcomes
+    return [f"{outcome.error.type_name}: {outcome.error.message}" for outcome in survivors if outcome.error]
