@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import traceback
@@ -24,6 +25,8 @@ from .errors import PeerLostError, RanksFailedError
 from .peers import NoticeBoard, PeerName, Trouble
 
 __all__ = ["PendingSum", "Ranks"]
+
+_logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 3.0  # how long the survivors of a loss wait for each other's word
 _MOST_TRACEBACK = 20_000
@@ -77,14 +80,15 @@ class Ranks:
         unnamed = [PeerName(rank=peer, host="?", pid=0) for peer in range(dist.get_world_size())]
         ranks = cls(rank=rank, names=unnamed, group=group, board=None)
         store = _default_store()
-        number = store.add("elastic_ext/groups", 1) if rank == 0 else 0
+        number = store.add("elastic_ext/groups", 1) if rank == 0 and store is not None else 0
         hello = json.dumps({"name": asdict(_my_name(rank)), "number": number}).encode()
         greetings = [json.loads(greeting) for greeting in ranks.gather(hello, "joining")]
         ranks.names = tuple(PeerName(**greeting["name"]) for greeting in greetings)
-        prefix = f"elastic_ext/{greetings[0]['number']}"
-        # A connection of its own: the user's threads may be waiting in theirs.
-        own_store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-        ranks.board = NoticeBoard(own_store, rank=rank, names=ranks.names)
+        if store is not None:
+            prefix = f"elastic_ext/{greetings[0]['number']}"
+            # A connection of its own: the user's threads may be waiting in theirs.
+            own_store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+            ranks.board = NoticeBoard(own_store, rank=rank, names=ranks.names)
         return ranks
 
     def speaks_for(self, thing: str) -> bool:
@@ -190,7 +194,16 @@ def _my_name(rank: int) -> PeerName:
 
 
 def _default_store() -> Any:
-    """The store behind the default process group. Private to torch (seen in 2.11 and 2.13): there is no public way."""
-    from torch.distributed.distributed_c10d import _get_default_store
+    """The store behind the default process group, None where this torch keeps it elsewhere.
 
+    Private to torch (as of 2.13), for want of a public way. Without it a lost rank is noticed all the same, not named.
+    """
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+    except ImportError:
+        _logger.warning(
+            "torch %s has no distributed_c10d._get_default_store: ranks that are lost cannot be named",
+            torch.__version__,
+        )
+        return None
     return _get_default_store()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic_ext import ranks as ranks_module
 from tests.loops import (
     errors_of,
     follower_of,
@@ -194,3 +195,14 @@ def test_ranks_agree_whatever_the_backend_of_the_default_group_and_wherever_its_
     ranks: RankPool, tmp_path: Path
 ) -> None:
     assert same(ranks.run(2, follow_beside_another_backend, tmp_path, process_group=False)) == "version 1"
+
+
+def look_into_the_private_store(rank: int) -> str:
+    store = ranks_module._default_store()
+    if rank == 0:
+        store.set("hello", "from rank 0")
+    return str(store.get("hello").decode())  # waits for it
+
+
+def test_this_torch_keeps_the_store_of_its_default_group_where_it_is_looked_for(ranks: RankPool) -> None:
+    assert ranks.run(2, look_into_the_private_store) == ["from rank 0"] * 2
