@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_agreements_thin_out_to_the_same_interval_on_all_ranks_when_steps_are_sh
     intervals = same(ranks.run(2, count_agreements, tmp_path))
     assert intervals[0] == 1
     assert intervals[-1] > 1
+    assert all(later <= 2 * sooner for sooner, later in itertools.pairwise(intervals)), "a burst must not silence a run"
 
 
 def two_followers(rank: int, folder: Path) -> tuple[str, str]:
