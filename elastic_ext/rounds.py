@@ -124,7 +124,7 @@ class Rounds:
         new, self.scheduled = self.scheduled, None
         assert new is not None
         applied, reasons = self._put_in_force(new, step)
-        self._log_refusal(new.label, reasons)
+        self._log_refusal(new.label, _in_words(reasons))
         return applied
 
     def warn_of_stale_file(self) -> None:
@@ -175,7 +175,7 @@ class Rounds:
         choice = choose(reports)
         self._told = None if file is None else _key(file)
         if choice.conflict and choice.conflict != self._conflict:
-            self._log_refusal("a config file", {0: [choice.conflict]})
+            self._log_refusal("a config file", choice.conflict)
         self._conflict = choice.conflict
         if choice.kind == "nothing":
             return None
@@ -192,12 +192,12 @@ class Rounds:
         if file.apply_at_step is not None and file.apply_at_step < step and not at_start:
             advice = "give a later step or leave it out"
             passed = f"apply_at_step {file.apply_at_step} has passed, this is step {step}; {advice}"
-            self._log_refusal(file.label, {0: [passed]})
+            self._log_refusal(file.label, passed)
             return None
         try:
             new = file.over(self._base)
         except ConfigError as error:
-            self._log_refusal(file.label, {0: [f"with the start-up values: {error}"]})
+            self._log_refusal(file.label, f"with the start-up values: {error}")
             return None
         displaced = self.scheduled
         applied: Applied | None = None
@@ -211,7 +211,7 @@ class Rounds:
                 _logger.info("%s is agreed and comes into force at step %d", new.label, file.apply_at_step)
         if displaced is not None and self.scheduled is not displaced and self._ranks.rank == 0:
             _logger.info("%s, agreed for step %s, gives way to it", displaced.label, displaced.apply_at_step)
-        self._log_refusal(file.label, reasons)
+        self._log_refusal(file.label, _in_words(reasons))
         return applied
 
     def _consider_proposal(self, report: Report, step: int) -> Applied | None:
@@ -219,10 +219,11 @@ class Rounds:
         applied: Applied | None = None
         try:
             applied, reasons = self._put_in_force(self.config.revise(report.changes, report.reason), step)
+            refusal = _in_words(reasons)
         except ConfigError as error:  # allowed when it was proposed, and not over the version in force now
-            reasons = {0: [str(error)]}
-        self._log_refusal(f"a revision ({report.reason})", reasons)
-        self._answer_proposals(ElasticConfig.from_values(report.changes).values(), _in_words(reasons))
+            refusal = str(error)
+        self._log_refusal(f"a revision ({report.reason})", refusal)
+        self._answer_proposals(ElasticConfig.from_values(report.changes).values(), refusal)
         return applied
 
     def _answer_proposals(self, decided: Mapping[str, object], refusal: str) -> None:
@@ -250,9 +251,10 @@ class Rounds:
             _logger.info("%s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}
 
-    def _log_refusal(self, what: str, reasons: Mapping[int, list[str]]) -> None:
-        if reasons and self._ranks.rank == 0:
-            _logger.warning("%s was refused, %s stays in force: %s", what, self.config.label, _in_words(reasons))
+    def _log_refusal(self, what: str, why: str) -> None:
+        """Have rank 0 warn; nothing where there is no reason."""
+        if why and self._ranks.rank == 0:
+            _logger.warning("%s was refused, %s stays in force: %s", what, self.config.label, why)
 
 
 def _key(file: ElasticConfig) -> tuple[int, str]:
