@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .accumulate import BatchPlan, StepPlan
     from .agree import Boundary
     from .appliers import Applied, Applier
     from .config import ElasticConfig
@@ -20,26 +21,41 @@ if TYPE_CHECKING:
         RanksDisagreeError,
         RanksError,
         RanksFailedError,
+        StepError,
+        TornStepError,
     )
     from .follow import ConfigFollower, follow_config
+    from .interval import CheckpointInterval
+    from .optimizer import ElasticLRScheduler, ElasticOptimizer
     from .rounds import Proposal
+    from .sources import MicroBatchSource
+    from .trainer import ElasticTrainer
     from .watch import ConfigWatcher
 
 __all__ = [
     "Applied",
     "Applier",
     "ApplyError",
+    "BatchPlan",
     "Boundary",
+    "CheckpointInterval",
     "ConfigError",
     "ConfigFollower",
     "ConfigWatcher",
     "ElasticConfig",
     "ElasticError",
+    "ElasticLRScheduler",
+    "ElasticOptimizer",
+    "ElasticTrainer",
+    "MicroBatchSource",
     "PeerLostError",
     "Proposal",
     "RanksDisagreeError",
     "RanksError",
     "RanksFailedError",
+    "StepError",
+    "StepPlan",
+    "TornStepError",
     "follow_config",
 ]
 
@@ -47,17 +63,26 @@ _HOMES = {
     "Applied": "appliers",
     "Applier": "appliers",
     "ApplyError": "errors",
+    "BatchPlan": "accumulate",
     "Boundary": "agree",
+    "CheckpointInterval": "interval",
     "ConfigError": "errors",
     "ConfigFollower": "follow",
     "ConfigWatcher": "watch",
     "ElasticConfig": "config",
     "ElasticError": "errors",
+    "ElasticLRScheduler": "optimizer",
+    "ElasticOptimizer": "optimizer",
+    "ElasticTrainer": "trainer",
+    "MicroBatchSource": "sources",
     "PeerLostError": "errors",
     "Proposal": "rounds",
     "RanksDisagreeError": "errors",
     "RanksError": "errors",
     "RanksFailedError": "errors",
+    "StepError": "errors",
+    "StepPlan": "accumulate",
+    "TornStepError": "errors",
     "follow_config": "follow",
 }
 

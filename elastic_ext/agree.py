@@ -110,11 +110,16 @@ class Agreement:
         self.appliers.add(applier)
 
     def resume(self, config: ElasticConfig) -> None:
-        """Take the config in force of a checkpoint, before ``start``: it wins over the script's start-up values."""
-        if self._started:
-            raise ElasticError("a config can be resumed only before start(); load the checkpoint first")
+        """Take the config in force of a checkpoint: it wins over the script's start-up values, the file over it.
+
+        Before the first boundary; after ``start`` all ranks call this together.
+        """
+        if self._num_boundaries:
+            raise ElasticError("a config can be resumed only before the first step; load the checkpoint before it")
         self._rounds.resume(config)
         self._resumed_version = config.version
+        if self._started:
+            self._applied = self._rounds.start_again(self._place)
 
     def start(self, *, step: int) -> Applied | None:
         """Agree on the start-up config and put the file found now, if every rank finds one, over it."""
@@ -170,7 +175,7 @@ class Agreement:
         self._applied, self._save = None, False
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
 
-    def end(self, purpose: Literal[Purpose.END, Purpose.FINISH]) -> None:
+    def end(self, purpose: Literal[Purpose.END, Purpose.FINISH, Purpose.ROLLBACK]) -> None:
         """Come to an end with all ranks: finish the agreement under way, and make sure that all come with equal counts.
 
         What was applied here, and a save that was asked for, are left to the next boundary to tell.

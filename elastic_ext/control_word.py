@@ -29,10 +29,20 @@ class Purpose(IntEnum):
     """At the end of an epoch."""
     FINISH = 4
     """At the end of training."""
+    ROLLBACK = 5
+    """After a step that was rolled back while ranks may have been exchanging its gradients."""
 
     def __str__(self) -> str:
-        return {1: "between two steps", 2: "applying a scheduled config", 3: "ending an epoch", 4: "ending"}[self]
+        return _PURPOSES[self.value]
 
+
+_PURPOSES = {
+    1: "between two steps",
+    2: "applying a scheduled config",
+    3: "ending an epoch",
+    4: "ending",
+    5: "going on after a step that failed",
+}
 
 # What should be the same on all ranks, and how to name it to a person.
 _SAME = {

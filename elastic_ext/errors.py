@@ -2,6 +2,8 @@
 
 ElasticError
 ├── ConfigError          a configuration was refused (also a ValueError); .refusals says key by key why
+├── StepError            the loop used a step in a way that cannot be right; the step was rolled back
+│   └── TornStepError        an optimizer failed halfway: parameters may be half updated: resume from a checkpoint
 └── RanksError           something happened on one or more ranks; every rank raises
     ├── RanksFailedError     ranks raised while working together; holds each one's traceback
     │   └── ApplyError           ... while a config was being applied: resume from a checkpoint
@@ -23,6 +25,8 @@ __all__ = [
     "RanksError",
     "RanksFailedError",
     "Refusal",
+    "StepError",
+    "TornStepError",
 ]
 
 
@@ -53,6 +57,14 @@ class ConfigError(ElasticError, ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Refusal, ...]]]:
         return type(self), (self.refusals,)
+
+
+class StepError(ElasticError):
+    """A loop that uses a step in a way that cannot be right; the message says what to write instead."""
+
+
+class TornStepError(StepError):
+    """An optimizer failed halfway. Parameters may be half updated: resume from a checkpoint."""
 
 
 class RanksError(ElasticError):

@@ -29,7 +29,7 @@ from .config import ElasticConfig, section_of
 from .control_word import Purpose
 from .errors import ElasticError, RanksError
 from .knobs import Knobs
-from .metrics import JobEvent, RankMetrics
+from .metrics import JobEvent, Measures, RankMetrics
 from .peers import Trouble
 from .ranks import Ranks
 from .rounds import Proposal
@@ -140,6 +140,8 @@ class ConfigFollower:
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
         self._metrics_due = 0.0
+        self.measure: Callable[[], Measures] = Measures
+        """What the next metrics say of speed and memory, asked every few seconds."""
         self._finished = self._closed = False
 
     def add(self, applier: Applier) -> None:
@@ -174,6 +176,11 @@ class ConfigFollower:
             )
         self._record(applied)
         self._found_at_start = applied
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who takes part."""
+        return self._ranks
 
     @property
     def config(self) -> ElasticConfig:
@@ -225,6 +232,29 @@ class ConfigFollower:
         self._raise_if_closed()
         self._agreement.end(Purpose.END)
 
+    def retry(self) -> None:
+        """Return once every rank has come here to take a step again that failed on all of them; else all raise."""
+        self._raise_if_closed()
+        self._agreement.end(Purpose.ROLLBACK)
+
+    def finish(self) -> None:
+        """Return once every rank has come to the end with the same counts; else all raise. ``close`` comes after."""
+        self._raise_if_closed()
+        self._agreement.end(Purpose.FINISH)
+        self._finished = True
+        self._write_metrics()
+
+    def tell_peers(self, error: BaseException) -> None:
+        """Leave word of what ends this rank, and log what is known of the others."""
+        board = self._ranks.board
+        if board is None or isinstance(error, RanksError):
+            return
+        text = f"{type(error).__name__}: {error}"
+        board.post(Trouble(kind="failed", progress=self._ranks.progress(), text=text))
+        if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
+            troubles = board.gather(_GRACE_SECONDS)
+            _logger.error("of the other ranks: %s", board.account(troubles, silent="has given no sign so far"))
+
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change from inside the job, as a revision: dotted keys and values. On one rank or on all."""
         self._raise_if_closed()
@@ -246,9 +276,12 @@ class ConfigFollower:
         return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the config in force of a checkpoint, before ``start``: over the start-up values, under the file."""
-        self._agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
+        """Take the config in force of a checkpoint: over the start-up values, under the file.
+
+        Before the first boundary; after ``start`` all ranks call this together.
+        """
         self._step = state["step"]
+        self._agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
 
     def close(self) -> None:
         """Stop following; what is in force stays readable. Closing twice is allowed."""
@@ -266,7 +299,7 @@ class ConfigFollower:
         try:
             self.start()
         except BaseException as error:
-            self._tell_peers(error)
+            self.tell_peers(error)
             self.close()
             raise
         return self
@@ -276,25 +309,11 @@ class ConfigFollower:
     ) -> None:
         try:
             if error is None:
-                self._raise_if_closed()
-                self._agreement.end(Purpose.FINISH)
-                self._finished = True
-                self._write_metrics()
+                self.finish()
             else:
-                self._tell_peers(error)
+                self.tell_peers(error)
         finally:
             self.close()
-
-    def _tell_peers(self, error: BaseException) -> None:
-        """Leave word of what ended this rank, and log what is known of the others."""
-        board = self._ranks.board
-        if board is None or isinstance(error, RanksError):
-            return
-        text = f"{type(error).__name__}: {error}"
-        board.post(Trouble(kind="failed", progress=self._ranks.progress(), text=text))
-        if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
-            troubles = board.gather(_GRACE_SECONDS)
-            _logger.error("of the other ranks: %s", board.account(troubles, silent="has given no sign so far"))
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -333,6 +352,7 @@ class ConfigFollower:
             config_version=config.version,
             config_revision=config.revision,
             agree_every_steps=self._agreement.every,
+            measures=self.measure(),
         )
         self._run_directory.write_metrics(metrics)
 

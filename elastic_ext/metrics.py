@@ -6,7 +6,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["JobEvent", "RankMetrics"]
+__all__ = ["JobEvent", "Measures", "RankMetrics"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measures:
+    """What was measured since the record before; None for what was not."""
+
+    steps_per_second: float | None = None
+    samples_per_second: float | None = None
+    """Of all ranks together."""
+    memory_bytes: int | None = None
+    """What this process holds of the machine's memory."""
+    accelerator_bytes: int | None = None
+    """What its tensors hold on its accelerator."""
+    accelerator_peak_bytes: int | None = None
+    """The most that they held at once, since the process began."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +39,7 @@ class RankMetrics:
     config_version: int
     config_revision: int
     agree_every_steps: int
+    measures: Measures = field(default_factory=Measures)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"

@@ -72,10 +72,13 @@ class Rounds:
         self._stale: set[tuple[int, str]] = set()
         self._conflict = ""
         self._looked_at: ElasticConfig | None = None
+        self._is_started = False
 
     def resume(self, config: ElasticConfig) -> None:
         """Take the config in force of a checkpoint: it wins over the script's start-up values."""
-        self._base = self.config = config.over(self._base)
+        self._base = config.over(self._base)
+        if not self._is_started:
+            self.config = self._base
 
     @property
     def base_digest(self) -> str:
@@ -84,7 +87,16 @@ class Rounds:
 
     def start(self, place: Place) -> Applied | None:
         """Take the file found now, whatever its version, if every rank finds it."""
+        self._is_started = True
         return self._hold(self._unsettled_file(), place, at_start=True)
+
+    def start_again(self, place: Place) -> Applied | None:
+        """After ``resume`` of a config once started: it comes into force now, and the file over it."""
+        self._settled.clear()
+        self.scheduled = None
+        applied, reasons = self._put_in_force(self._base, place.step)
+        self._log_refusal(f"the resumed {self._base.label}", _in_words(reasons))
+        return self.start(place) or applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a revision of the config in force; ConfigError says at once what can never be allowed."""

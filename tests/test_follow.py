@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ext import ConfigError, ConfigFollower, ElasticConfig, ElasticError, follow_config
-from tests.loops import RecordingApplier, put, seen_by, step_until, take_step
+from tests.loops import RecordingApplier, put, rate, seen_by, step_until, take_step
 
 
 @pytest.fixture
@@ -307,9 +307,40 @@ def test_a_follower_that_was_not_started_says_what_to_do(folder: Path) -> None:
     follower.close()
 
 
-def test_a_checkpoint_loaded_after_the_start_is_refused(folder: Path) -> None:
-    with follower_in(folder) as follower, pytest.raises(ElasticError, match="only before start"):
-        follower.load_state_dict(follower.state_dict())
+def test_a_checkpoint_loaded_after_the_first_step_is_refused(folder: Path) -> None:
+    with follower_in(folder) as follower:
+        follower.boundary()
+        with pytest.raises(ElasticError, match="only before the first step"):
+            follower.load_state_dict(follower.state_dict())
+
+
+def test_a_checkpoint_loaded_after_the_start_comes_into_force_under_the_file(folder: Path) -> None:
+    state = {"config": {"version": 7, "optimizer": {"weight_decay": 0.5}, "user": {"a": 1}}, "revision": 2, "step": 40}
+    put(folder, 0, rate(3, 0.25))
+    with follower_in(folder, startup={"optimizer.learning_rate": 0.5}) as follower:
+        applier = RecordingApplier()
+        follower.add(applier)
+        follower.load_state_dict(state)
+        assert follower.config.values() == {
+            "optimizer.learning_rate": 0.25,
+            "optimizer.weight_decay": 0.5,
+            "user.a": 1,
+        }
+        assert follower.config.version == 3
+        assert applier.applied[-1][1] == "version 3"
+        follower.boundary()
+        assert follower.step == 41
+
+
+def test_a_checkpoint_loaded_after_the_start_without_a_file_stays_in_force(folder: Path) -> None:
+    state = {"config": {"version": 7, "user": {"a": 1}}, "revision": 2, "step": 40}
+    with follower_in(folder) as follower:
+        follower.load_state_dict(state)
+        assert follower.config.label == "version 7, revision 2"
+        put(folder, 0, rate(7, 0.25), seen_by=follower)
+        follower.boundary()
+        follower.boundary()
+        assert follower.config.label == "version 7, revision 2", "a later file needs a higher version"
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "always"])

@@ -48,29 +48,56 @@ LAYERS: Mapping[str, int] = {
     "rounds": 1,
     "rundir": 1,
     "watch": 1,
+    "accumulate": 1,
+    "batches": 1,
+    "interval": 1,
+    "progress": 1,
+    "scaling": 1,
+    "sources": 1,
+    "step_state": 1,
+    # 2: parts of training, which know nothing of one another
+    "gradients": 2,
+    "optimizer": 2,
+    "optimizer_state": 2,
+    "snapshot": 2,
+    # 3: what joins them
+    "session": 3,
+    "steps": 3,
+    "trainer": 3,
     # 4: the entry points
     "cli": 4,
 }
-SIDEWAYS = (0, 1)  # the layers whose modules may import one another, without a circle
+SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without a circle
 
-USES_TORCH = frozenset({"follow", "ranks"})
+USES_TORCH = frozenset(
+    {"follow", "gradients", "optimizer", "optimizer_state", "ranks", "session", "snapshot", "trainer"}
+)
 HEAVY = frozenset({"torch", "grpc", "numpy", "accelerate"})  # accelerate imports torch
 
 PUBLIC_NAMES = [
     "Applied",
     "Applier",
     "ApplyError",
+    "BatchPlan",
     "Boundary",
+    "CheckpointInterval",
     "ConfigError",
     "ConfigFollower",
     "ConfigWatcher",
     "ElasticConfig",
     "ElasticError",
+    "ElasticLRScheduler",
+    "ElasticOptimizer",
+    "ElasticTrainer",
+    "MicroBatchSource",
     "PeerLostError",
     "Proposal",
     "RanksDisagreeError",
     "RanksError",
     "RanksFailedError",
+    "StepError",
+    "StepPlan",
+    "TornStepError",
     "follow_config",
 ]
 
@@ -82,6 +109,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
     "files:write_whole": "takes its temporary file away and raises again, whatever came",
     "follow:ConfigFollower.__enter__": "tells the peers that this rank leaves, closes, and raises again",
+    "session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
     "watch:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
     "watch:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
 }

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from elastic_ext.metrics import JobEvent, RankMetrics
+from elastic_ext.metrics import JobEvent, Measures, RankMetrics
 
 METRICS = RankMetrics(
     time=1.5,
@@ -21,6 +21,7 @@ METRICS = RankMetrics(
     config_version=7,
     config_revision=2,
     agree_every_steps=10,
+    measures=Measures(samples_per_second=1.5, memory_bytes=2**40),
 )
 EVENT = JobEvent(
     time=1.5, generation=2, rank=3, step=1000, kind="config-applied", text="two\nlines \u2028", details={"a": (1, None)}
@@ -28,7 +29,8 @@ EVENT = JobEvent(
 
 
 def test_metrics_read_back_as_they_were_written() -> None:
-    assert RankMetrics(**json.loads(METRICS.to_json())) == METRICS
+    record = json.loads(METRICS.to_json())
+    assert RankMetrics(**record | {"measures": Measures(**record["measures"])}) == METRICS
 
 
 def test_an_event_is_one_line_whatever_its_text() -> None:

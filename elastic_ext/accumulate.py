@@ -1,0 +1,118 @@
+"""How a global batch is cut: shares for ranks, micro-batches for steps, and the weight of each. Pure.
+
+Words: the *global batch* (B) is the samples of one step over all data-parallel ranks (W of them). A rank's *share* is
+its part of it. A share is taken in *micro-batches* of at most the micro-batch size (b), as many on every rank (A).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["BatchPlan", "StepPlan", "nearest_batches", "next_batch", "plan_step", "shares"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """One step: how many samples each rank takes in each micro-step."""
+
+    global_batch: int
+    micro_batches: tuple[tuple[int, ...], ...]
+    """By rank, then by micro-step; every number is at least 1."""
+
+    @property
+    def num_micro_steps(self) -> int:
+        return len(self.micro_batches[0])
+
+    def weight(self, rank: int, micro_step: int) -> float:
+        """What a mean loss of that micro-batch counts, for gradients that are averaged over the ranks."""
+        return self.micro_batches[rank][micro_step] * len(self.micro_batches) / self.global_batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlan:
+    """How steps are cut, until something changes; ValueError where they cannot be."""
+
+    global_batch: int
+    num_ranks: int
+    micro_batch: int
+    weights: tuple[float, ...] | None = None
+    """What each rank's share is in proportion to; None for equal shares."""
+    drop_last: bool = False
+    full_step: StepPlan = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        step = plan_step(self.global_batch, self.num_ranks, self.micro_batch, self.weights)
+        object.__setattr__(self, "full_step", step)
+
+    def next_step(self, remaining: int | None) -> StepPlan | None:
+        """The step that comes when so many samples of the epoch remain (None: it never ends); None when it is over."""
+        if remaining is None:
+            return self.full_step
+        batch = next_batch(remaining, self.global_batch, self.num_ranks, drop_last=self.drop_last)
+        if batch == self.global_batch:
+            return self.full_step
+        return plan_step(batch, self.num_ranks, self.micro_batch, self.weights) if batch else None
+
+
+def shares(global_batch: int, num_ranks: int, weights: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Each rank's samples: as equal as whole numbers allow, or in proportion to ``weights``; at least one each."""
+    if global_batch < num_ranks:
+        raise ValueError(
+            f"a global batch of {global_batch} samples leaves some of {num_ranks} ranks without any; "
+            f"use at least {num_ranks}"
+        )
+    if weights is None:
+        return tuple(global_batch // num_ranks + (rank < global_batch % num_ranks) for rank in range(num_ranks))
+    if len(weights) != num_ranks or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ValueError(f"the weights are {list(weights)}; allowed: {num_ranks} finite numbers > 0, one per rank")
+    spare = global_batch - num_ranks  # one each is given out beforehand
+    exact = [spare * weight / sum(weights) for weight in weights]
+    whole = [math.floor(share) for share in exact]
+    by_rest = sorted(range(num_ranks), key=lambda rank: (whole[rank] - exact[rank], rank))
+    for rank in by_rest[: spare - sum(whole)]:
+        whole[rank] += 1
+    return tuple(1 + share for share in whole)
+
+
+def plan_step(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequence[float] | None = None) -> StepPlan:
+    """Cut ``global_batch`` into equally many micro-batches on every rank, of ``micro_batch`` samples at most.
+
+    Where that would leave a rank without samples in some micro-step (only possible with a micro-batch of 1, or with
+    weights), micro-batches are one sample larger; where even that does not help, ValueError says what to change.
+    """
+    each = shares(global_batch, num_ranks, weights)
+    num_micro_steps = min(math.ceil(max(each) / micro_batch), min(each))
+    largest = math.ceil(max(each) / num_micro_steps)
+    if largest > micro_batch + 1:
+        raise ValueError(
+            f"shares of {min(each)} to {max(each)} samples cannot be cut into equally many micro-batches of at most "
+            f"{micro_batch}; use a micro-batch of at least {largest}, or weights that differ less"
+        )
+    return StepPlan(global_batch=global_batch, micro_batches=tuple(_cut(share, num_micro_steps) for share in each))
+
+
+def next_batch(remaining: int, global_batch: int, num_ranks: int, *, drop_last: bool = False) -> int:
+    """How many samples the next step takes of what remains of an epoch; 0 when none may be taken.
+
+    A tail with fewer samples than ranks joins the last full batch, or is left out with ``drop_last``, which leaves out
+    every batch that is not full.
+    """
+    if drop_last:
+        return global_batch if remaining >= global_batch else 0
+    if remaining < num_ranks:
+        return 0
+    return remaining if remaining - global_batch < num_ranks else global_batch
+
+
+def nearest_batches(global_batch: int, quantum: int) -> tuple[int, ...]:
+    """The multiples of ``quantum`` next to ``global_batch``, at least one, smallest first."""
+    below = global_batch // quantum * quantum
+    return tuple(sorted({size for size in (below, below + quantum) if size > 0 and size != global_batch}))
+
+
+def _cut(share: int, num_parts: int) -> tuple[int, ...]:
+    """``share`` in ``num_parts`` parts that differ by one at most, the smaller ones first."""
+    small, num_large = divmod(share, num_parts)
+    return (small,) * (num_parts - num_large) + (small + 1,) * num_large

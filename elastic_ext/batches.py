@@ -1,0 +1,229 @@
+"""Batches: which micro-batches this rank's steps are made of, whether the loader can be told or has sizes of its own.
+
+The cutting itself is in accumulate.py; what a loader must offer, in sources.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .accumulate import BatchPlan, StepPlan
+from .appliers import Applier
+from .config import ElasticConfig
+from .sources import FixedBatches, MicroBatchSource
+
+__all__ = ["Batches", "RankStep"]
+
+_FIXED_KEYS = ("num_workers", "prefetch_factor", "pin_memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """One step as one rank takes it."""
+
+    weights: tuple[float, ...]
+    """What each micro-batch counts."""
+    num_samples: int | None
+    """Over all ranks, where that is known."""
+
+    @property
+    def num_micro_steps(self) -> int:
+        return len(self.weights)
+
+
+class Batches:
+    """The micro-batches of a trainer's steps; ``begin`` it before the first."""
+
+    def __init__(
+        self,
+        loader: Any = None,
+        *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        share_weights: tuple[float, ...] | None = None,
+    ) -> None:
+        for name, value in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value!r}; allowed: an integer >= 1, or None")
+        self.source = loader if isinstance(loader, MicroBatchSource) else None
+        if loader is not None and micro_batch_size is not None:
+            raise ValueError(
+                f"micro_batch_size is {micro_batch_size}, and a dataloader has a batch size; give one of them"
+            )
+        if self.source is None and share_weights is not None:
+            raise ValueError("share_weights needs a dataloader that can be told its sizes (MicroBatchSource)")
+        self._fixed = None
+        if self.source is None and loader is not None:
+            self._fixed = FixedBatches.of(loader)
+        elif micro_batch_size is not None:
+            self._fixed = FixedBatches(micro_batch=micro_batch_size)
+        if global_batch_size is not None and self.source is None and self._fixed is None:
+            raise ValueError(
+                f"global_batch_size is {global_batch_size}, and the size of a micro-batch is not known; pass the "
+                "dataloader that the loop uses, or micro_batch_size"
+            )
+        self._given_batch = global_batch_size
+        self._share_weights = share_weights
+        self._num_ranks, self._rank = 1, 0
+        self._global_batch: int | None = None
+        self._plan: BatchPlan | None = None
+        self._full: tuple[StepPlan, RankStep] | None = None
+        self._single = RankStep(weights=(1.0,), num_samples=None)
+        self._num_taken = 0  # batches of the epoch, from a loader with sizes of its own
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples per step over all ranks; None where every micro-step commits."""
+        return self._global_batch
+
+    @property
+    def num_steps(self) -> int | None:
+        """Of an epoch, where that is known."""
+        num_batches = None if self._fixed is None else self._fixed.num_batches
+        if num_batches is not None:
+            return -(-num_batches // (self._full[1].num_micro_steps if self._full is not None else 1))
+        remaining = None if self.source is None else self.source.remaining
+        return None if remaining is None or not self._global_batch else max(remaining // self._global_batch, 1)
+
+    @property
+    def source_applier(self) -> Applier | None:
+        """The source itself, where it follows keys of its own."""
+        source: Any = self.source
+        return source if hasattr(source, "check") and hasattr(source, "apply") else None
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether samples that a rolled back step took are handed out again."""
+        return self.source is not None
+
+    @property
+    def description(self) -> tuple[int | None, ...]:
+        """What must be the same on all ranks."""
+        fixed = self._fixed
+        if fixed is None:
+            return (None,)
+        return fixed.micro_batch, fixed.num_batches, fixed.last_batch
+
+    def startup_values(self, num_ranks: int) -> dict[str, object]:
+        """What the script's arguments say, as values of a config; ValueError where they do not go together."""
+        source, fixed = self.source, self._fixed
+        micro_batch = fixed.micro_batch if fixed is not None else None
+        batch = self._given_batch
+        if source is not None:
+            micro_batch = source.batch_size
+            batch = batch or micro_batch * num_ranks
+            self._planned(batch, micro_batch, num_ranks)
+        elif batch is not None and fixed is not None:
+            fixed.num_micro_steps(batch, num_ranks)
+        values: dict[str, object] = {"global_batch_size": batch, "dataloader.batch_size": micro_batch}
+        return {path: value for path, value in values.items() if value is not None}
+
+    def begin(self, config: ElasticConfig, *, num_ranks: int, rank: int) -> None:
+        """Cut steps as ``config`` says, from the next one on."""
+        self._num_ranks, self._rank = num_ranks, rank
+        batch, source, fixed = config.global_batch_size, self.source, self._fixed
+        self._global_batch = batch
+        if source is not None:
+            assert batch is not None
+            self._tell(batch, config.dataloader.batch_size or source.batch_size)
+        elif batch is not None and fixed is not None:
+            num_micro_steps = fixed.num_micro_steps(batch, num_ranks)
+            full = StepPlan(global_batch=batch, micro_batches=((fixed.micro_batch,) * num_micro_steps,) * num_ranks)
+            self._full = full, self._for_this_rank(full)
+        if source is None and fixed is not None:
+            self._single = RankStep(weights=(1.0,), num_samples=fixed.micro_batch * num_ranks)
+
+    def begin_epoch(self) -> None:
+        """A loader with sizes of its own begins anew."""
+        self._num_taken = 0
+
+    def next_step(self, *, keep_batch: bool) -> RankStep | None:
+        """The step that comes; every micro-step is one unless ``keep_batch``. None where the epoch is over."""
+        if self.source is not None:
+            return self._next_of_source(self.source, keep_batch=keep_batch)
+        if self._full is None or not keep_batch:
+            return self._single
+        full, step = self._full
+        fixed = self._fixed
+        assert fixed is not None
+        if fixed.num_batches is None or fixed.num_batches - self._num_taken > full.num_micro_steps:
+            return step
+        return self._for_this_rank(fixed.next_step(self._num_taken, full.num_micro_steps, self._num_ranks))
+
+    def commit(self, num_micro_steps: int) -> None:
+        """What a step took is consumed."""
+        if self.source is not None:
+            self.source.commit()
+            return
+        self._num_taken += num_micro_steps
+        if self._fixed is not None and self._num_taken == self._fixed.num_batches:
+            self._num_taken = 0
+
+    def rollback(self, num_micro_steps: int) -> None:
+        """What the step under way took is to come again; a loader with sizes of its own has gone past it."""
+        if self.source is not None:
+            self.source.rollback()
+        else:
+            self._num_taken += num_micro_steps
+
+    def check(self, new: ElasticConfig) -> str | None:
+        """Why steps cannot be cut as ``new`` says, None where they can."""
+        batch, micro_batch = new.global_batch_size, new.dataloader.batch_size
+        settings = [name for name in _FIXED_KEYS if getattr(new.dataloader, name) is not None]
+        if settings and self.source_applier is None:
+            return f"{', '.join(settings)} of this dataloader cannot change while it is in use"
+        if self.source is not None:
+            try:
+                self._planned(batch or 0, micro_batch or self.source.batch_size, self._num_ranks)
+            except ValueError as error:
+                return str(error)
+            return None
+        fixed = self._fixed
+        if micro_batch is not None and (fixed is None or micro_batch != fixed.micro_batch):
+            has = "no dataloader was given to the trainer" if fixed is None else f"this one has {fixed.micro_batch}"
+            return f"the batch size of a DataLoader is its own ({has}); a MicroBatchSource can be told another"
+        if batch is not None and batch != self._global_batch:
+            if self._global_batch is None or fixed is None:
+                return "every micro-step commits in this run; start it with global_batch_size to change that size"
+            try:
+                fixed.num_micro_steps(batch, self._num_ranks)
+            except ValueError as error:
+                return str(error)
+        return None
+
+    def own_values(self) -> dict[str, object]:
+        """What no resumed config may say otherwise: the sizes of a loader that has its own."""
+        return {} if self._fixed is None else {"dataloader.batch_size": self._fixed.micro_batch}
+
+    def _next_of_source(self, source: MicroBatchSource, *, keep_batch: bool) -> RankStep | None:
+        assert self._plan is not None
+        plan = self._plan.next_step(source.remaining)
+        if plan is None:
+            return None
+        if not keep_batch:
+            chunks = tuple(sizes[:1] for sizes in plan.micro_batches)
+            return self._for_this_rank(StepPlan(global_batch=sum(map(sum, chunks)), micro_batches=chunks))
+        if self._full is not None and plan is self._full[0]:
+            return self._full[1]
+        return self._for_this_rank(plan)
+
+    def _tell(self, global_batch: int, micro_batch: int) -> None:
+        assert self.source is not None
+        self._plan = self._planned(global_batch, micro_batch, self._num_ranks)
+        self._full = self._plan.full_step, self._for_this_rank(self._plan.full_step)
+        self.source.plan(self._plan, self._rank)
+
+    def _planned(self, global_batch: int, micro_batch: int, num_ranks: int) -> BatchPlan:
+        assert self.source is not None
+        return BatchPlan(
+            global_batch=global_batch,
+            num_ranks=num_ranks,
+            micro_batch=micro_batch,
+            weights=self._share_weights,
+            drop_last=self.source.drop_last,
+        )
+
+    def _for_this_rank(self, plan: StepPlan) -> RankStep:
+        weights = tuple(plan.weight(self._rank, index) for index in range(plan.num_micro_steps))
+        return RankStep(weights=weights, num_samples=plan.global_batch)

@@ -1,0 +1,280 @@
+"""Session: a prepared training on this rank: what it does at boundaries and epochs, together with the other ranks.
+
+What happens within a step is in steps.py; the words are explained in trainer.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from .batches import Batches
+from .config import ElasticConfig
+from .errors import RanksDisagreeError, RanksError
+from .follow import ConfigFollower
+from .gradients import Gradients
+from .metrics import Measures
+from .optimizer import OptimizerSettings
+from .optimizer_state import can_materialise, materialise
+from .progress import Progress
+from .scaling import BatchRule, rate_factor
+from .steps import Steps
+
+__all__ = ["Counts", "Session", "raise_on_all"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counts:
+    """How far training has come; the same on every rank."""
+
+    global_step: int = 0
+    num_steps: int = 0
+    epoch: int = 0
+    start_epoch: int = 0
+    reference_batch: int | None = None
+    """The global batch of the first start: what rates were chosen for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "global_step": self.global_step,
+            "num_steps": self.num_steps,
+            "epoch": self.epoch,
+            "reference_batch": self.reference_batch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.global_step, self.num_steps = state["global_step"], state["num_steps"]
+        self.epoch = self.start_epoch = state["epoch"]
+        self.reference_batch = state["reference_batch"]
+
+
+class Session:
+    """One rank's part in a training; ``start`` it, and ``end`` it."""
+
+    def __init__(
+        self,
+        follower: ConfigFollower,
+        counts: Counts,
+        batches: Batches,
+        gradients: Gradients,
+        settings: OptimizerSettings,
+        *,
+        startup: Mapping[str, object],
+        rule: BatchRule,
+        shows_progress: bool | None,
+    ) -> None:
+        self.follower = follower
+        self.steps: Steps
+        """Of this rank; there from ``start`` on."""
+        self.should_stop = False
+        self._counts = counts
+        self._batches = batches
+        self._gradients = gradients
+        self._settings = settings
+        self._startup = ElasticConfig.from_values(startup)
+        self._rule: BatchRule = rule
+        shows = sys.stderr.isatty() if shows_progress is None else shows_progress
+        self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
+        self._speed = _Speed()
+        self._is_exception_told = self._has_ended = False
+
+    def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
+        """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
+        self.steps = steps
+        follower = self.follower
+        try:
+            self._compare_loaders()
+            self._begin_batches(follower.config)
+            follower.measure = self._speed.measure
+            follower.on_change("global_batch_size", self._apply, self._batches.check)
+            follower.on_change("dataloader", self._apply, _agree_to_all)
+            if self._batches.source_applier is not None:
+                follower.add(self._batches.source_applier)
+            follower.add(self._settings)
+            if loaded_config is not None:
+                follower.load_state_dict(self._with_own_values(loaded_config))
+            follower.start()
+            self._take_up(follower.config)
+            self._materialise()
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def resume(self, config: Mapping[str, Any]) -> None:
+        """Take up the config of a state that is loaded after ``start``."""
+        self.follower.load_state_dict(self._with_own_values(config))
+        self._take_up(self.follower.config)
+
+    def pass_boundary(self, has_committed: bool, num_samples: int | None) -> None:
+        """A step has ended on this rank: count it, and pass the boundary with the others."""
+        counts = self._counts
+        if has_committed:
+            counts.global_step += 1
+            counts.num_steps += 1
+        self._speed.note(num_samples)
+        passed = self.follower.boundary(step=counts.global_step, backwards=self.steps.num_backwards)
+        self.should_stop = passed.stop
+        self._progress.advance()
+
+    def reset(self) -> None:
+        """An epoch begins: count its steps and its batches from zero."""
+        self.steps.drop_partial("an epoch begins")
+        self._counts.num_steps = 0
+        self._batches.begin_epoch()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Take up ``epoch``."""
+        self.reset()
+        self._counts.epoch = epoch
+        self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
+
+    def end_epoch(self, error: BaseException | None) -> None:
+        """Come to the end of an epoch with all ranks; an exception is told to them instead."""
+        self._progress.end()
+        if error is not None:
+            self._tell(error)
+            return
+        self.steps.settle()
+        self.steps.drop_partial("the epoch ended before the step did")
+        self.follower.end_epoch()
+        self._counts.epoch += 1
+
+    def end(self, error: BaseException | None) -> None:
+        """End training with all ranks; an exception is told to them instead. Twice is allowed."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        try:
+            if error is not None:
+                self._tell(error)
+            elif not self._is_exception_told and self.steps.torn is None:
+                self.steps.settle()
+                self.steps.drop_partial("training ended before the step did")
+                self.follower.finish()
+        finally:
+            self._progress.end()
+            self._gradients.release()
+            self.follower.close()
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception, once."""
+        if not self._is_exception_told:
+            self._is_exception_told = True
+            self.follower.tell_peers(error)
+
+    def _compare_loaders(self) -> None:
+        """Raise on all ranks where their loaders' sizes differ: they would take different numbers of steps."""
+        answer = json.dumps(self._batches.description).encode()
+        answers = [json.loads(data) for data in self.follower.ranks.gather(answer, "comparing dataloaders")]
+        if any(other != answers[0] for other in answers):
+            told = "; ".join(f"rank {rank}: {_in_words(each)}" for rank, each in enumerate(answers))
+            raise RanksDisagreeError(
+                f"the ranks' dataloaders differ ({told}); give all ranks batches of the same sizes"
+            )
+
+    def _begin_batches(self, config: ElasticConfig) -> None:
+        self._batches.begin(config, num_ranks=self._gradients.num_ranks, rank=self._gradients.rank)
+
+    def _apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        self._begin_batches(new)
+        self._follow_batch(new)
+
+    def _take_up(self, config: ElasticConfig) -> None:
+        """Bring everything in line with ``config``, wherever it came from."""
+        self._begin_batches(config)
+        if self._counts.reference_batch is None:
+            self._counts.reference_batch = self._startup.global_batch_size
+        self._follow_batch(config)
+        self._settings.apply(self._startup, config)
+
+    def _follow_batch(self, config: ElasticConfig) -> None:
+        """Have rates follow the global batch by the rule."""
+        batch, reference = config.global_batch_size, self._counts.reference_batch
+        if batch is None or reference is None:
+            return
+        for optimizer in self._settings.optimizers:
+            optimizer.set_batch_factor(rate_factor(self._rule, reference, batch))
+
+    def _with_own_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A resumed config, but for what this run's loader decides by itself."""
+        config = ElasticConfig.from_dict(state["config"], revision=state["revision"])
+        own = self._batches.own_values()
+        if all(config.get(path) == value for path, value in own.items()):
+            return dict(state)
+        values = ElasticConfig.from_values(config.values() | own, version=config.version, reason=config.reason)
+        return {**state, "config": values.to_dict()}
+
+    def _materialise(self) -> None:
+        """Make optimizer state before the first step, on all ranks or on none."""
+        problem: Exception | None = None
+        try:
+            for optimizer in self._settings.optimizers:
+                if can_materialise(optimizer.inner):
+                    materialise(optimizer.inner)
+        except RuntimeError as error:  # out of memory, most of all
+            problem = error
+        self.follower.ranks.all_or_raise(problem, "making the optimizer's state")
+
+
+class _Speed:
+    """How fast training goes, from one look to the next."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._num_steps = 0
+        self._num_samples: int | None = 0
+
+    def note(self, num_samples: int | None) -> None:
+        """A step passed; its samples, where they are known."""
+        self._num_steps += 1
+        if num_samples is None or self._num_samples is None:
+            self._num_samples = None
+        else:
+            self._num_samples += num_samples
+
+    def measure(self) -> Measures:
+        """What was noted since the last call, per second, and the memory held now."""
+        now = time.perf_counter()
+        seconds, num_steps, num_samples = now - self._since, self._num_steps, self._num_samples
+        self._since, self._num_steps, self._num_samples = now, 0, 0
+        has_accelerator = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return Measures(
+            steps_per_second=num_steps / seconds if num_steps else None,
+            samples_per_second=num_samples / seconds if num_steps and num_samples is not None else None,
+            memory_bytes=psutil.Process().memory_info().rss,
+            accelerator_bytes=torch.cuda.memory_allocated() if has_accelerator else None,
+            accelerator_peak_bytes=torch.cuda.max_memory_allocated() if has_accelerator else None,
+        )
+
+
+def raise_on_all(follower: ConfigFollower, problem: Exception | None, doing: str) -> None:
+    """Return if no rank has a problem; else close, and raise: one's own problem, or that of others."""
+    try:
+        follower.ranks.all_or_raise(problem, doing)
+    except RanksError:
+        follower.close()
+        if problem is not None:
+            raise problem from None  # the others raise what this one did wrong
+        raise
+
+
+def _agree_to_all(new: ElasticConfig) -> None:
+    return None
+
+
+def _in_words(description: Sequence[int | None]) -> str:
+    if len(description) == 1:
+        return "sizes as it is told"
+    micro_batch, num_batches, last_batch = description
+    length = "an unknown number" if num_batches is None else str(num_batches)
+    return f"{length} of {micro_batch} samples" + (f", the last of {last_batch}" if last_batch else "")

@@ -1,0 +1,66 @@
+"""Snapshot: what a step changes besides parameters, kept so that a step that never happened leaves no trace.
+
+Random states, buffers and registered tensors; gradients, samples and counters are the trainer's own affair.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """Takes copies at a step's beginning and puts them back; buffers are copied into memory that is kept."""
+
+    def __init__(self, model: nn.Module, registered: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self._model = model
+        self._registered = registered
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._restore_random: list[Callable[[], None]] = []
+
+    def take(self) -> None:
+        """Keep everything as it is now."""
+        live = list(self._tensors())
+        kept = [copy for _, copy in self._copies]
+        if [(copy.shape, copy.dtype, copy.device) for copy in kept] != [(t.shape, t.dtype, t.device) for t in live]:
+            kept = [torch.empty_like(tensor) for tensor in live]
+        with torch.no_grad():
+            for tensor, copy in zip(live, kept, strict=True):
+                copy.copy_(tensor)
+        self._copies = list(zip(live, kept, strict=True))
+        self._restore_random = list(_random_states())
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+        for restore in self._restore_random:
+            restore()
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        yield from self._model.buffers()
+        for tensors in self._registered.values():
+            yield from tensors.values()
+
+
+def _random_states() -> Iterable[Callable[[], None]]:
+    """One function per random generator in use, which puts it back to where it is now."""
+    python = random.getstate()
+    yield lambda: random.setstate(python)
+    host = torch.get_rng_state()
+    yield lambda: torch.set_rng_state(host)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        devices = torch.cuda.get_rng_state_all()
+        yield lambda: torch.cuda.set_rng_state_all(devices)
+    numpy: Any = sys.modules.get("numpy")  # a script that has not imported it has not drawn from it
+    if numpy is not None:
+        drawn = numpy.random.get_state()
+        yield lambda: numpy.random.set_state(drawn)

@@ -1,0 +1,60 @@
+"""StepState: where the step under way stands; one object that the trainer writes and its optimizers read.
+
+What these words mean is said in trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["StepState"]
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(slots=True)
+class StepState:
+    """One rank's step, from one boundary to the next."""
+
+    num_micro_steps: int = 1
+    index: int = 0
+    """Of the micro-step under way, or of the next one."""
+    is_inside: bool = False
+    """Within ``with trainer.step()``."""
+    is_last: bool = False
+    """Within the micro-step that commits."""
+    weight: float = 1.0
+    """What a mean loss of this micro-batch counts."""
+    has_forward: bool = False
+    """The model has been called with gradients, in this micro-step."""
+    has_backward: bool = False
+    """A gradient has come back to the model's outputs, in this micro-step."""
+    is_exact: bool = False
+    """``trainer.backward`` was used in this micro-step."""
+    keeps_batch: bool = False
+    """Steps have a global batch of their own; else every micro-step commits, as a loop without a trainer would."""
+    before_optimizer: Callable[[], None] = _nothing
+    """Raises where the gradients are not those of the step."""
+    num_optimizers: int = 1
+    num_begun: int = 0
+    """Optimizers that have begun to change parameters in this step."""
+    num_stepped: int = 0
+    """Those of them that have ended."""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an optimizer began and did not end."""
+        return self.num_begun > self.num_stepped
+
+    @property
+    def has_committed(self) -> bool:
+        return self.num_stepped == self.num_optimizers
+
+    def begin_step(self, num_micro_steps: int) -> None:
+        """Nothing of a step has happened."""
+        self.num_micro_steps = num_micro_steps
+        self.index = self.num_begun = self.num_stepped = 0
+        self.is_last = False

@@ -1,0 +1,237 @@
+"""Steps: one micro-step after another, until a step commits; or is rolled back, and never happened.
+
+What these words mean is said in trainer.py. Here is what happens on this rank; what all ranks do at a boundary is the
+trainer's, who is told of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .batches import Batches, RankStep
+from .errors import StepError, TornStepError
+from .step_state import StepState
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
+    from .optimizer import ElasticLRScheduler, ElasticOptimizer
+    from .snapshot import Snapshot
+
+__all__ = ["Steps"]
+
+_logger = logging.getLogger(__name__)
+
+_INSIDE = "trainer.step() was entered inside another `with trainer.step():`"
+_OVER = "the dataloader has no samples left for a step; begin the next epoch"
+
+
+class Steps:
+    """This rank's steps."""
+
+    def __init__(
+        self,
+        state: StepState,
+        gradients: Gradients,
+        batches: Batches,
+        optimizers: Sequence[ElasticOptimizer],
+        schedulers: Sequence[ElasticLRScheduler],
+        *,
+        snapshot: Snapshot | None,
+        shares_always: bool,
+        pass_boundary: Callable[[bool, int | None], None],
+        meet: Callable[[], None],
+    ) -> None:
+        self.is_committing = False
+        """The micro-step under way, or the one that ended last, ends a step."""
+        self.num_backwards = 0
+        """Micro-steps with a backward pass, of the steps that passed a boundary."""
+        self.torn: TornStepError | None = None
+        """The error after which nothing goes on."""
+        self._state = state
+        self._gradients = gradients
+        self._batches = batches
+        self._optimizers = optimizers
+        self._schedulers = schedulers
+        self._snapshot = snapshot
+        self._shares_always = shares_always
+        self._pass_boundary = pass_boundary
+        self._meet = meet
+        self._step = RankStep(weights=(1.0,), num_samples=None)
+        self._keeps_batch = True
+        self._num_own_backwards = 0  # of the step under way
+        self._is_shared = True  # what the gradients were last told
+        self._was_rolled_back = self._must_meet = self._has_warned = False
+        self._owed: tuple[bool, int | None] | None = None  # a boundary that an exception kept this rank from
+        state.num_optimizers = len(optimizers)
+        state.before_optimizer = gradients.check
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Of the step under way, or of the one that ended last."""
+        return self._step.num_micro_steps
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some micro-steps of a step were taken, and not all."""
+        return self._state.index > 0
+
+    def enter(self, keep_batch: bool) -> None:
+        """Begin a micro-step."""
+        state = self._state
+        if state.is_inside:
+            raise StepError(_INSIDE)
+        if state.index == 0:
+            self._begin(keep_batch)
+        elif keep_batch is not self._keeps_batch:
+            raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
+        index, step = state.index, self._step
+        state.weight = step.weights[index]
+        state.has_forward = state.has_backward = state.is_exact = False
+        is_last = index + 1 == len(step.weights)
+        state.is_last = self.is_committing = is_last
+        state.is_inside = True
+        is_shared = is_last or self._shares_always
+        if is_shared is not self._is_shared:
+            self._is_shared = is_shared
+            self._gradients.share(now=is_shared)
+
+    def leave(self) -> None:
+        """End a micro-step; the last one of a step passes a boundary."""
+        state = self._state
+        state.is_inside = False
+        if self._was_rolled_back:
+            self._was_rolled_back = False
+            return
+        if state.num_begun:
+            self._raise_if_torn(None)
+        if state.weight != 1.0 and not state.is_last:
+            self._check()
+        self._num_own_backwards += state.has_backward
+        if state.is_last:
+            self._pass_boundary(*self._end())
+        else:
+            state.index += 1
+
+    def fail(self, error: BaseException) -> None:
+        """An exception leaves a micro-step: the step never happened, or is torn, or has committed already."""
+        state = self._state
+        if self._was_rolled_back:
+            state.is_inside = self._was_rolled_back = False
+            return
+        self._raise_if_torn(error)
+        if state.num_begun and state.has_committed:
+            state.is_inside = False
+            self._num_own_backwards += state.has_backward
+            self._owed = self._end()
+        elif self.torn is None:
+            self.rollback()
+            state.is_inside = self._was_rolled_back = False
+
+    def rollback(self) -> None:
+        """Undo the micro-steps since the last boundary."""
+        state = self._state
+        if state.num_begun:
+            raise StepError(
+                "an optimizer has stepped, so the step cannot be rolled back; leave it before optimizer.step()"
+            )
+        num_taken = state.index + state.is_inside
+        if num_taken == 0:
+            return
+        gradients = self._gradients
+        is_exchanging = state.is_inside and state.has_forward and self._is_shared
+        self._must_meet |= gradients.num_ranks > 1 and (is_exchanging or not self._batches.can_replay)
+        self._was_rolled_back = state.is_inside
+        gradients.drop()
+        self._batches.rollback(num_taken)
+        self._reset()
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        if not self._batches.can_replay and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "a step was rolled back, and its samples do not come again: this dataloader cannot hand them out "
+                "twice; one that implements MicroBatchSource can"
+            )
+
+    def settle(self) -> None:
+        """Pass the boundary that an exception kept this rank from, if there is one."""
+        if self._owed is not None:
+            owed, self._owed = self._owed, None
+            self._pass_boundary(*owed)
+
+    def drop_partial(self, why: str) -> None:
+        """Roll back a step that will not be completed, and say so."""
+        if self.is_partial:
+            num_taken = self._state.index
+            self.rollback()
+            self._must_meet = False  # the end that comes now compares all ranks
+            _logger.warning(
+                "%d of %d micro-steps of a step were dropped: %s", num_taken, self._step.num_micro_steps, why
+            )
+
+    def _begin(self, keep_batch: bool) -> None:
+        """Begin a step."""
+        if self.torn is not None:
+            raise self.torn
+        if self._owed is not None:
+            self.settle()
+        if self._must_meet:
+            self._meet()
+            self._must_meet = False
+        step = self._batches.next_step(keep_batch=keep_batch)
+        if step is None:
+            raise StepError(_OVER)
+        state = self._state
+        if step is not self._step or keep_batch is not self._keeps_batch:
+            self._step, self._keeps_batch = step, keep_batch
+            state.num_micro_steps = step.num_micro_steps
+            state.keeps_batch = keep_batch and self._batches.global_batch is not None
+            gradients = self._gradients
+            gradients.watch(needed=gradients.num_ranks > 1 or step.weights != (1.0,))
+        self._num_own_backwards = 0
+        if self._snapshot is not None:
+            self._snapshot.take()
+
+    def _end(self) -> tuple[bool, int | None]:
+        """The step is over on this rank: whether it committed, and how many samples it took on all ranks."""
+        state = self._state
+        has_committed = state.has_committed
+        self._batches.commit(len(self._step.weights))
+        if not has_committed and state.keeps_batch:
+            self._gradients.drop()
+        self._gradients.end_step()
+        self.num_backwards += self._num_own_backwards
+        self._reset()
+        return has_committed, self._step.num_samples
+
+    def _reset(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.end_step()
+        for scheduler in self._schedulers:
+            scheduler.end_step()
+        state = self._state
+        state.index = state.num_begun = state.num_stepped = 0
+        state.is_last = False
+
+    def _check(self) -> None:
+        try:
+            self._gradients.check()
+        except StepError:
+            self._state.index += 1  # this micro-step took its samples
+            self.rollback()
+            raise
+
+    def _raise_if_torn(self, error: BaseException | None) -> None:
+        """TornStepError where an optimizer began and did not end, or one of several ended and an exception came."""
+        state = self._state
+        if not state.is_torn and (error is None or state.num_begun == 0 or state.has_committed):
+            return
+        state.is_inside = False
+        self.torn = TornStepError(
+            f"an optimizer failed in the middle of its step ({state.num_stepped} of {state.num_optimizers} had ended): "
+            f"parameters may be half updated; resume from a checkpoint"
+        )
+        if error is None or isinstance(error, Exception):  # an interrupt goes on as what it is
+            raise self.torn from error

@@ -1,0 +1,440 @@
+"""ElasticTrainer: the user's own loop, in steps that commit or never happened, and that every rank takes alike.
+
+    trainer = ElasticTrainer(model, dataloader, global_batch_size=256)
+    optimizer, scheduler = trainer.prepare(optimizer, scheduler)
+    for epoch in range(trainer.start_epoch, num_epochs):
+        with trainer.epoch(epoch):
+            for inputs, targets in dataloader:
+                with trainer.step():
+                    loss = loss_of(model(inputs), targets)
+                    loss.backward()
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+
+Words: a *micro-step* is one ``with trainer.step():``, one micro-batch. A *step* is A micro-steps and ends at a
+*boundary*. At most boundaries the optimizer steps and the step *commits*; a boundary without a commit consumes the
+step's samples, and neither ``global_step`` nor a schedule moves on. **B** is the *global batch*: the samples of a step
+over all ranks; **b** the *micro-batch*; **W** the data-parallel degree, which is not always the number of ranks.
+``global_step`` counts commits since training began, ``num_steps`` since ``reset()``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from .agree import Every
+from .batches import Batches
+from .config import ElasticConfig
+from .errors import ElasticError, StepError
+from .follow import follow_config
+from .gradients import Gradients
+from .interval import CheckpointInterval
+from .optimizer import ElasticLRScheduler, ElasticOptimizer, OptimizerSettings
+from .rounds import Proposal
+from .scaling import BatchRule
+from .session import Counts, Session, raise_on_all
+from .snapshot import Snapshot
+from .step_state import StepState
+from .steps import Steps
+
+__all__ = ["ElasticTrainer"]
+
+_Default = TypeVar("_Default")
+
+
+class ElasticTrainer:
+    """Steps with a global batch that keeps its size, and a config that changes between them.
+
+    ``dataloader`` is the loop's own; with ``global_batch_size`` its batches (or ``micro_batch_size``, where there is no
+    dataloader) are gathered until they make a step. Every rank makes the same calls. What is not given of
+    ``config_file``, ``job``, ``run_dir`` and ``timeout_seconds`` comes from the environment (``ELASTIC_EXT_*``).
+
+    ``learning_rate_rule`` says how rates follow a global batch that changes. With ``rollback="full"`` a step that is
+    rolled back gives back random states and buffers too. ``sync_every_micro_step`` shares gradients in every
+    micro-step instead of the last. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by
+    default on rank 0, if it writes to a terminal.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataloader: Any = None,
+        *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        share_weights: Sequence[float] | None = None,
+        learning_rate_rule: BatchRule = "none",
+        rollback: Literal["gradients", "full"] = "gradients",
+        sync_every_micro_step: bool = False,
+        checkpoint_interval: CheckpointInterval | None = None,
+        use_fsdp: bool = False,
+        shared_storage_path: str | Path | None = None,
+        accelerator: Any = None,
+        config_file: str | Path | None = None,
+        agree_every_steps: Every = "auto",
+        job: str | None = None,
+        run_dir: str | Path | None = None,
+        timeout_seconds: float | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+        _check_choice("rollback", rollback, ("gradients", "full"))
+        _check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
+        _check_checkpoint_arguments(checkpoint_interval, shared_storage_path)
+        _check_wrapping(model, use_fsdp=use_fsdp, accelerator=accelerator)
+        self._rule: BatchRule = learning_rate_rule
+        self._rolls_back_fully = rollback == "full"
+        self._shares_always = sync_every_micro_step
+        self._shows_progress = progress
+        self._model = model
+        self._follow_arguments: dict[str, Any] = {
+            "config_file": config_file,
+            "agree_every_steps": agree_every_steps,
+            "job": job,
+            "run_dir": run_dir,
+            "timeout_seconds": timeout_seconds,
+        }
+        self._state = StepState()
+        self._gradients = Gradients(model, self._state)
+        self._batches = Batches(
+            dataloader,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            share_weights=None if share_weights is None else tuple(share_weights),
+        )
+        self._counts = Counts()
+        self._registered: dict[str, Mapping[str, torch.Tensor]] = {}
+        self._unclaimed: dict[str, Mapping[str, torch.Tensor]] = {}  # loaded, and not registered so far
+        self._loaded_config: Mapping[str, Any] | None = None
+        self._session: Session | None = None
+        self._micro_step = _MicroStep()
+
+    # ---- setting up ----
+
+    def prepare(self, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """Join the other ranks, and return what takes part in the steps: the optimizer, and with a scheduler both.
+
+        Several optimizers, or schedulers, come and go as a list. All ranks call this, once.
+        """
+        if self._session is not None:
+            raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
+        problem: Exception | None = None
+        optimizers: list[ElasticOptimizer] = []
+        schedulers: list[ElasticLRScheduler] = []
+        startup: dict[str, object] = {}
+        settings: OptimizerSettings | None = None
+        try:
+            optimizers = [ElasticOptimizer(each, state=self._state) for each in _as_list(optimizer)]
+            if not optimizers:
+                raise ValueError("no optimizer was given; give at least one")
+            schedulers = [ElasticLRScheduler(each, optimizers, state=self._state) for each in _as_list(lr_scheduler)]
+            _check_ranks_are_joined(self._gradients)
+            settings = OptimizerSettings(optimizers)
+            startup = self._batches.startup_values(self._gradients.num_ranks) | settings.startup_values()
+        except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
+            problem = error
+        follower = follow_config(startup=startup, start_step=self._counts.global_step, **self._follow_arguments)
+        raise_on_all(follower, problem, "preparing a trainer")
+        assert settings is not None
+        self._gradients.optimizers = list(optimizers)
+        session = Session(
+            follower,
+            self._counts,
+            self._batches,
+            self._gradients,
+            settings,
+            startup=startup,
+            rule=self._rule,
+            shows_progress=self._shows_progress,
+        )
+        steps = Steps(
+            self._state,
+            self._gradients,
+            self._batches,
+            optimizers,
+            schedulers,
+            snapshot=Snapshot(self._model, self._registered) if self._rolls_back_fully else None,
+            shares_always=self._shares_always,
+            pass_boundary=session.pass_boundary,
+            meet=follower.retry,
+        )
+        session.start(steps, self._loaded_config)
+        self._session = session
+        self._micro_step.enter, self._micro_step.leave, self._micro_step.fail = steps.enter, steps.leave, steps.fail
+        prepared: Any = optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]
+        if lr_scheduler is None:
+            return prepared
+        return prepared, schedulers if isinstance(lr_scheduler, (list, tuple)) else schedulers[0]
+
+    def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
+        """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place."""
+        if name in self._registered:
+            raise ValueError(f"{name!r} is registered already; give each state a name of its own")
+        held = {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
+        if name in self._unclaimed:
+            _copy_into(name, held, self._unclaimed.pop(name))
+        self._registered[name] = held
+
+    # ---- the loop ----
+
+    def epoch(self, epoch: int | None = None) -> _Epoch:
+        """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
+        return _Epoch(self._prepared, self._counts.epoch if epoch is None else epoch)
+
+    def step(self, fix_total_batch_size: bool = True) -> _MicroStep:
+        """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
+        self._micro_step.keep_batch = fix_total_batch_size
+        return self._micro_step
+
+    def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **options: Any) -> None:
+        """``loss.backward(**options)``, weighed exactly whatever the loss was computed from.
+
+        With ``num_items``, ``loss`` is a sum over so many items of this micro-batch, such as tokens; the step's
+        gradient is the mean over the items of all its micro-batches on all ranks.
+        """
+        if not self._state.is_inside:
+            raise StepError("trainer.backward() was called outside of `with trainer.step():`")
+        self._gradients.backward(loss, num_items, **options)
+
+    def clip_grad_norm_(
+        self,
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor | None:
+        """``torch.nn.utils.clip_grad_norm_`` in the micro-step that ends a step; nothing, and None, in the others."""
+        if not self._state.is_last:
+            return None
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def rollback(self) -> None:
+        """Undo the micro-steps since the last boundary, as an exception would; on every rank or on none."""
+        self._prepared.steps.rollback()
+
+    def reset(self) -> None:
+        """Begin counting ``num_steps`` from zero, and the dataloader's batches too: a new epoch."""
+        self._prepared.reset()
+
+    @overload
+    def knob(self, name: str) -> Any: ...
+    @overload
+    def knob(self, name: str, default: _Default) -> _Default: ...
+    def knob(self, name: str, default: Any = None) -> Any:
+        """The value in force of a name of your own (``user`` in the config), or of a key of the table."""
+        return self._prepared.follower.knob(name, default)
+
+    def on_change(
+        self,
+        section: str,
+        apply: Callable[[ElasticConfig, ElasticConfig], None],
+        check: Callable[[ElasticConfig], str | None] | None = None,
+    ) -> None:
+        """Call ``apply(old, new)`` whenever ``section`` changes; ``check(new)`` may give a reason to refuse it."""
+        self._prepared.follower.on_change(section, apply, check)
+
+    def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
+        """Ask for a change of the config from inside the job: dotted keys and values. On one rank or on all."""
+        return self._prepared.follower.propose(changes, reason)
+
+    def request_stop(self) -> None:
+        """Have ``should_stop`` be true on all ranks after one of the next boundaries. Any rank may call it."""
+        self._prepared.follower.request_stop()
+
+    # ---- what is known ----
+
+    @property
+    def global_step(self) -> int:
+        """Steps that committed since training began."""
+        return self._counts.global_step
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that committed since ``reset()`` or the beginning of the epoch."""
+        return self._counts.num_steps
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of the step under way, or of the one that ended last."""
+        return self._prepared.steps.num_micro_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-step under way, or the one that ended last, ends a step."""
+        return self._prepared.steps.is_committing
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per step over all ranks; None where every micro-step commits."""
+        return self._batches.global_batch
+
+    @property
+    def start_epoch(self) -> int:
+        """The epoch to begin with: 0, or where a loaded state was."""
+        return self._counts.start_epoch
+
+    @property
+    def should_stop(self) -> bool:
+        """Some rank asked to stop; the same on every rank."""
+        return self._session is not None and self._session.should_stop
+
+    @property
+    def config(self) -> ElasticConfig:
+        """The config in force."""
+        return self._prepared.follower.config
+
+    # ---- keeping, ending ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the config in force as plain values, and the registered tensors; the same on every rank."""
+        return {
+            **self._counts.state_dict(),
+            "config": self._prepared.follower.state_dict(),
+            "registered": {name: dict(tensors) for name, tensors in self._registered.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; on all ranks, before ``prepare`` or before the first step.
+
+        The optimizer and the scheduler load their own states, in any order.
+        """
+        if self._session is not None:
+            self._session.resume(state["config"])
+        self._loaded_config = state["config"]
+        self._counts.load_state_dict(state)
+        for name, tensors in state["registered"].items():
+            if name in self._registered:
+                _copy_into(name, self._registered[name], tensors)
+            else:
+                self._unclaimed[name] = tensors
+
+    def close(self) -> None:
+        """End training: make sure that all ranks took as many steps, and stop following. Twice is allowed.
+
+        Called while an exception is handled, it waits for nobody and tells the other ranks of it.
+        """
+        if self._session is not None:
+            self._session.end(sys.exc_info()[1])
+
+    def __enter__(self) -> ElasticTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            self._session.end(error)
+
+    @property
+    def _prepared(self) -> Session:
+        if self._session is None:
+            raise ElasticError("prepare() was not called; call it with the optimizer, on every rank, before the loop")
+        return self._session
+
+
+class _MicroStep:
+    """``with trainer.step():``. One object for all of them: making one costs more than entering it."""
+
+    __slots__ = ("enter", "fail", "keep_batch", "leave")
+
+    def __init__(self) -> None:
+        self.keep_batch = True
+        self.enter: Callable[[bool], None] = _not_prepared
+        self.leave: Callable[[], None] = _not_prepared
+        self.fail: Callable[[BaseException], None] = _not_prepared
+
+    def __enter__(self) -> None:
+        self.enter(self.keep_batch)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.leave()
+        else:
+            self.fail(error)
+
+
+class _Epoch:
+    """``with trainer.epoch():``."""
+
+    def __init__(self, session: Session, epoch: int) -> None:
+        self._session = session
+        self._epoch = epoch
+
+    def __enter__(self) -> int:
+        self._session.begin_epoch(self._epoch)
+        return self._epoch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.end_epoch(error)
+
+
+def _not_prepared(*ignored: object) -> None:
+    raise ElasticError("prepare() was not called; call it with the optimizer, on every rank, before the loop")
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def _check_checkpoint_arguments(interval: CheckpointInterval | None, path: str | Path | None) -> None:
+    if interval is not None and not isinstance(interval, CheckpointInterval):
+        raise ValueError(f"checkpoint_interval is {interval!r}; allowed: a CheckpointInterval, or None")
+    if path is not None and not isinstance(path, (str, Path)):
+        raise ValueError(f"shared_storage_path is {path!r}; allowed: a path, or None")
+    if interval is not None and path is None:
+        raise ValueError("checkpoint_interval was given without shared_storage_path; say where checkpoints go")
+    if path is not None:
+        raise NotImplementedError(
+            "this version saves no checkpoints by itself; leave shared_storage_path and checkpoint_interval out, and "
+            "keep trainer.state_dict() in checkpoints of your own"
+        )
+
+
+def _check_wrapping(model: nn.Module, *, use_fsdp: bool, accelerator: object) -> None:
+    is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
+    if use_fsdp and not is_sharded:
+        raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
+    if is_sharded:
+        raise NotImplementedError("this version trains plain and DDP models; sharded ones come later")
+    if accelerator is not None:
+        raise NotImplementedError("this version takes no accelerator; pass the model that it wraps with DDP")
+
+
+def _check_ranks_are_joined(gradients: Gradients) -> None:
+    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_ranks > 1 and not gradients.are_shared:
+        raise ValueError(
+            f"the model is not wrapped, and there are {num_ranks} ranks: each would train a model of its own; wrap it "
+            "with torch.nn.parallel.DistributedDataParallel before it is given to ElasticTrainer"
+        )
+
+
+def _copy_into(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
+    if held.keys() != loaded.keys():
+        raise ValueError(f"registered state {name!r} has {sorted(held)}, and what was loaded has {sorted(loaded)}")
+    with torch.no_grad():
+        for key, tensor in held.items():
+            tensor.copy_(loaded[key])

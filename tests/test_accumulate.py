@@ -1,0 +1,113 @@
+"""A global batch cut into shares and micro-batches: nothing lost, nobody empty, as equal as can be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from elastic_ext.accumulate import nearest_batches, next_batch, plan_step, shares
+
+sizes = st.integers(1, 5000)
+ranks = st.integers(1, 64)
+
+
+@given(st.data(), ranks)
+def test_shares_add_up_and_differ_by_one_at_most(data: st.DataObject, num_ranks: int) -> None:
+    batch = data.draw(st.integers(num_ranks, 5000))
+    each = shares(batch, num_ranks)
+    assert sum(each) == batch
+    assert max(each) - min(each) <= 1
+    assert min(each) >= 1
+    assert list(each) == sorted(each, reverse=True)
+
+
+@given(st.data(), st.lists(st.floats(0.01, 100), min_size=1, max_size=16))
+def test_weighted_shares_add_up_leave_nobody_out_and_follow_the_weights(
+    data: st.DataObject, weights: list[float]
+) -> None:
+    batch = data.draw(st.integers(len(weights), 5000))
+    each = shares(batch, len(weights), weights)
+    assert sum(each) == batch
+    assert min(each) >= 1
+    spare = batch - len(weights)
+    for share, weight in zip(each, weights, strict=True):
+        assert abs(share - 1 - spare * weight / sum(weights)) < 1 + 1e-9 * batch
+
+
+@given(st.data(), ranks, st.integers(1, 300))
+def test_a_plan_takes_every_sample_in_equally_many_micro_steps_none_of_them_empty(
+    data: st.DataObject, num_ranks: int, micro_batch: int
+) -> None:
+    batch = data.draw(st.integers(num_ranks, 5000))
+    plan = plan_step(batch, num_ranks, micro_batch)
+    assert [sum(chunks) for chunks in plan.micro_batches] == list(shares(batch, num_ranks))
+    assert {len(chunks) for chunks in plan.micro_batches} == {plan.num_micro_steps}
+    for chunks in plan.micro_batches:
+        assert min(chunks) >= 1
+        assert max(chunks) - min(chunks) <= 1
+        assert max(chunks) <= micro_batch + (micro_batch == 1)
+    smallest = math.ceil(math.ceil(batch / num_ranks) / micro_batch)
+    assert plan.num_micro_steps == min(smallest, batch // num_ranks)
+
+
+@given(st.data(), ranks, st.integers(1, 300))
+def test_the_weights_of_a_plan_average_to_one_over_the_ranks(
+    data: st.DataObject, num_ranks: int, micro_batch: int
+) -> None:
+    plan = plan_step(data.draw(st.integers(num_ranks, 5000)), num_ranks, micro_batch)
+    total = sum(
+        plan.weight(rank, micro_step) for rank in range(num_ranks) for micro_step in range(plan.num_micro_steps)
+    )
+    assert total == pytest.approx(num_ranks)
+
+
+@given(st.data(), st.integers(1, 32), st.integers(1, 200), st.booleans())
+def test_an_epoch_is_taken_whole_or_without_its_last_batch(
+    data: st.DataObject, num_ranks: int, batch: int, drop_last: bool
+) -> None:
+    assume(batch >= num_ranks)
+    length = data.draw(st.integers(0, 1000))
+    taken: list[int] = []
+    while step := next_batch(length - sum(taken), batch, num_ranks, drop_last=drop_last):
+        taken.append(step)
+    assert all(step >= num_ranks for step in taken)
+    assert all(step == batch for step in taken[:-1])
+    if drop_last:
+        assert sum(taken) == length // batch * batch
+    elif length >= num_ranks:
+        assert sum(taken) == length
+        assert taken[-1] < batch + num_ranks
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_ranks", "micro_batch", "expected"),
+    [
+        (12, 3, 4, ((4,), (4,), (4,))),
+        (12, 3, 2, ((2, 2), (2, 2), (2, 2))),
+        (13, 3, 4, ((2, 3), (2, 2), (2, 2))),
+        (10, 4, 2, ((1, 2), (1, 2), (1, 1), (1, 1))),
+        (3, 2, 1, ((2,), (1,))),
+        (7, 1, 3, ((2, 2, 3),)),
+    ],
+)
+def test_plans(batch: int, num_ranks: int, micro_batch: int, expected: tuple[tuple[int, ...], ...]) -> None:
+    assert plan_step(batch, num_ranks, micro_batch).micro_batches == expected
+
+
+def test_what_cannot_be_cut_says_what_to_do() -> None:
+    with pytest.raises(
+        ValueError, match="a global batch of 2 samples leaves some of 4 ranks without any; use at least 4"
+    ):
+        plan_step(2, 4, 1)
+    with pytest.raises(ValueError, match="use a micro-batch of at least 17"):
+        plan_step(18, 2, 2, weights=[1000.0, 1.0])
+    with pytest.raises(ValueError, match="2 finite numbers > 0"):
+        shares(4, 2, [1.0, math.nan])
+
+
+@pytest.mark.parametrize(("batch", "quantum", "expected"), [(10, 4, (8, 12)), (3, 4, (4,)), (8, 4, (12,))])
+def test_the_nearest_batches(batch: int, quantum: int, expected: tuple[int, ...]) -> None:
+    assert nearest_batches(batch, quantum) == expected
