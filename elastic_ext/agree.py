@@ -44,6 +44,13 @@ _GROWTH = (
     2  # how much longer an interval may become at once: a burst of short steps must not silence a run of long ones
 )
 
+_DOING = {
+    Purpose.END: "waiting for the others at the end",
+    Purpose.FINISH: "waiting for the others at the end",
+    Purpose.RETRY: "going on after a step that failed here, when ranks may have been exchanging its gradients",
+}
+_DOING[Purpose.RETRY_FORWARD] = _DOING[Purpose.RETRY]
+
 Every = int | Literal["auto"]
 
 
@@ -175,7 +182,7 @@ class Agreement:
         self._applied, self._save = None, False
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
 
-    def end(self, purpose: Literal[Purpose.END, Purpose.FINISH, Purpose.ROLLBACK]) -> None:
+    def end(self, purpose: Literal[Purpose.END, Purpose.FINISH, Purpose.RETRY, Purpose.RETRY_FORWARD]) -> None:
         """Come to an end with all ranks: finish the agreement under way, and make sure that all come with equal counts.
 
         What was applied here, and a save that was asked for, are left to the next boundary to tell.
@@ -184,12 +191,16 @@ class Agreement:
         try:
             if self._pulse is not None:
                 self._read_pulse()
-            self._make_sure_of_the_same_place(purpose, "waiting for the others at the end")
+            self._make_sure_of_the_same_place(purpose, _DOING[purpose])
         except RanksError as error:
             self._broken = error
             raise
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
+
+    def close(self) -> None:
+        """Give up the agreement under way: as long as it is held, its connections stay open and peers wait."""
+        self._word = self._pulse = None
 
     def _raise_if_unusable(self) -> None:
         if self._broken is not None:
@@ -264,7 +275,7 @@ class Agreement:
         assert self._pulse is not None
         word, pulse = self._word, self._pulse
         self._word = self._pulse = None
-        agreed = self._exchange_unless_alike(word, pulse.result())
+        agreed = self._exchange_unless_alike(word, pulse.result(), "agreeing")
         if agreed is None:
             return
         self._stopping |= agreed.stop
@@ -277,11 +288,11 @@ class Agreement:
         elif agreed.asking:
             self._name_laggards(agreed)
 
-    def _exchange_unless_alike(self, word: ControlWord, pulses: list[int]) -> AgreedWord | None:
+    def _exchange_unless_alike(self, word: ControlWord, pulses: list[int], doing: str) -> AgreedWord | None:
         """Every rank's word, or None where all pulses say that there is no need. Raises if ranks have come apart."""
         if pulses == [word.pulse * self._ranks.world_size] and not word.has_news:
             return None
-        words = self._ranks.gather(word.to_bytes(), "agreeing")
+        words = self._ranks.gather(word.to_bytes(), doing)
         agreed = AgreedWord(words=tuple(ControlWord.from_bytes(data) for data in words))
         if agreed.differing:
             raise RanksDisagreeError(f"ranks differ in {', '.join(agreed.differing)}: {agreed.account}")
@@ -290,7 +301,7 @@ class Agreement:
     def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str) -> None:
         """Raise on all ranks unless all are here."""
         word = self._make_word(purpose)
-        self._exchange_unless_alike(word, self._ranks.sum([word.pulse], doing))
+        self._exchange_unless_alike(word, self._ranks.sum([word.pulse], doing), doing)
 
     def _make_word(self, purpose: Purpose) -> ControlWord:
         """A word without news."""

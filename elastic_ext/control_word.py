@@ -29,8 +29,10 @@ class Purpose(IntEnum):
     """At the end of an epoch."""
     FINISH = 4
     """At the end of training."""
-    ROLLBACK = 5
+    RETRY = 5
     """After a step that was rolled back while ranks may have been exchanging its gradients."""
+    RETRY_FORWARD = 6
+    """The same, where it was rolled back between the forward pass and the backward pass."""
 
     def __str__(self) -> str:
         return _PURPOSES[self.value]
@@ -42,6 +44,7 @@ _PURPOSES = {
     3: "ending an epoch",
     4: "ending",
     5: "going on after a step that failed",
+    6: "going on after a step that failed before its backward pass",
 }
 
 # What should be the same on all ranks, and how to name it to a person.

@@ -14,10 +14,12 @@ steps; an exception that leaves it is told to the other ranks.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +47,7 @@ _logger = logging.getLogger(__name__)
 _Default = TypeVar("_Default")
 _GRACE_SECONDS = 2.0
 _METRICS_SECONDS = 10.0
+_DOUBTFUL_SECONDS = 30.0
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
 
 
@@ -227,20 +230,30 @@ class ConfigFollower:
             self._write_metrics()
         return passed
 
-    def end_epoch(self) -> None:
-        """Return once every rank has come here with the same counts; else all raise, and name those that differ."""
-        self._raise_if_closed()
-        self._agreement.end(Purpose.END)
+    def end_epoch(self, *, is_doubtful: bool = False) -> None:
+        """Return once every rank has come here with the same counts; else all raise, and name those that differ.
 
-    def retry(self) -> None:
-        """Return once every rank has come here to take a step again that failed on all of them; else all raise."""
+        ``is_doubtful`` says that others may be waiting elsewhere for this rank: then it does not wait long for them.
+        """
         self._raise_if_closed()
-        self._agreement.end(Purpose.ROLLBACK)
+        with self._waiting(is_doubtful):
+            self._agreement.end(Purpose.END)
 
-    def finish(self) -> None:
-        """Return once every rank has come to the end with the same counts; else all raise. ``close`` comes after."""
+    def retry(self, *, after_forward: bool = False) -> None:
+        """Return once every rank has come here to take a step again that failed on all of them; else raise.
+
+        Ranks that did not fail wait for this one's gradients, where they cannot be reached: so it waits for them
+        no longer than ranks differ that fail together. ``after_forward``: it failed before its backward pass.
+        """
         self._raise_if_closed()
-        self._agreement.end(Purpose.FINISH)
+        with self._waiting(is_doubtful=True):
+            self._agreement.end(Purpose.RETRY_FORWARD if after_forward else Purpose.RETRY)
+
+    def finish(self, *, is_doubtful: bool = False) -> None:
+        """As ``end_epoch``, at the end of training; ``close`` comes after."""
+        self._raise_if_closed()
+        with self._waiting(is_doubtful):
+            self._agreement.end(Purpose.FINISH)
         self._finished = True
         self._write_metrics()
 
@@ -293,6 +306,7 @@ class ConfigFollower:
             board.post(Trouble(kind="failed", progress=self._ranks.progress(), text="it closed its follower"))
         if self._watcher is not None:
             self._watcher.close()
+        self._agreement.close()
         self._ranks.close()
 
     def __enter__(self) -> ConfigFollower:
@@ -314,6 +328,10 @@ class ConfigFollower:
                 self.tell_peers(error)
         finally:
             self.close()
+
+    def _waiting(self, is_doubtful: bool) -> AbstractContextManager[None]:
+        seconds = _DOUBTFUL_SECONDS if is_doubtful else math.inf
+        return self._ranks.waiting_at_most(min(seconds, self.settings.timeout_seconds))
 
     def _raise_if_closed(self) -> None:
         if self._closed:

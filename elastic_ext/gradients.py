@@ -49,6 +49,7 @@ class Gradients:
         self._entries: list[nn.Module] = list(self._replicas) or list(_callable_parts(model))
         self._handles: list[RemovableHandle] = []
         self._is_backward_exact = False  # inside backward(), which weighs the loss itself
+        self._awaited: list[torch.Tensor] = []  # outputs of a pass whose gradients the other ranks wait for
         self._needs_exact = ""  # why only backward() can weigh the loss of this micro-step
         self.optimizers: list[torch.optim.Optimizer] = []
         self._num_items: torch.Tensor | None = None
@@ -141,6 +142,24 @@ class Gradients:
         if not state.has_backward and state.index == 0 and any(part.grad is not None for part in self.parameters()):
             raise StepError(_UNWEIGHTED)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a forward pass was made whose backward pass shares gradients, and has not begun."""
+        return bool(self._awaited)
+
+    def answer(self) -> None:
+        """Make the backward pass that other ranks wait for, with zeros, where this rank has left it out.
+
+        Torch's DDP counts on it: without it a later pass would be taken for it.
+        """
+        outputs, self._awaited = self._awaited, []
+        if outputs:
+            is_exact, self._is_backward_exact = self._is_backward_exact, True
+            try:
+                torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+            finally:
+                self._is_backward_exact = is_exact
+
     def drop(self) -> None:
         """Forget what this step has gathered."""
         self._num_items = None
@@ -215,6 +234,7 @@ class Gradients:
                 self._needs_exact = self._needs_exact or "its gradient was differentiated"
                 return None
             state.has_backward = True
+            self._awaited.clear()
             if self._is_backward_exact or weight == 1.0:
                 return None
             if self._needs_exact:
@@ -223,6 +243,8 @@ class Gradients:
 
         same = tensor.view_as(tensor)
         same.register_hook(weigh)  # type: ignore[no-untyped-call]
+        if self._replicas and state.is_last:
+            self._awaited.append(same)
         if weight != 1.0:
             _notes_of(same)[_MARK] = tensor
         return same

@@ -201,6 +201,10 @@ class ElasticOptimizer(Optimizer):
             self._may_zero = False
         self.has_begun = self.has_stepped = False
 
+    def forget_zeroing(self) -> None:
+        """The gradients of the step that ended are gone: ``zero_grad()`` is not waited for."""
+        self._may_zero = False
+
     def follows_schedule(self, scheduler: ElasticLRScheduler) -> None:
         """``scheduler`` sets the rates of this optimizer's groups."""
         self._schedulers.append(scheduler)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -59,6 +61,7 @@ class Ranks:
         self.slice_seconds = 0.5
         """How long to wait before reading the peers' notices, again and again."""
         self._group = group
+        self._patience_seconds = math.inf  # beyond it the group's own timeout counts
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -160,7 +163,17 @@ class Ranks:
         assert work is not None
         return work
 
+    @contextlib.contextmanager
+    def waiting_at_most(self, seconds: float) -> Iterator[None]:
+        """Within it, peers that do not come in time are lost: for where they may well be somewhere else."""
+        self._patience_seconds = seconds
+        try:
+            yield
+        finally:
+            self._patience_seconds = math.inf
+
     def _wait(self, work: dist.Work, doing: str) -> None:
+        deadline = time.monotonic() + self._patience_seconds
         while True:
             try:
                 work.wait(timedelta(seconds=self.slice_seconds))
@@ -168,6 +181,8 @@ class Ranks:
             except RuntimeError:  # a failure, or only the slice of time has passed
                 if work.is_completed():
                     break
+            if time.monotonic() > deadline:
+                raise self._peer_lost(doing, None)
             with contextlib.suppress(RuntimeError):  # a lost store is no reason to give up a collective
                 if self.board is not None and self.board.troubles():
                     raise self._peer_lost(doing, None)

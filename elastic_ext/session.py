@@ -115,13 +115,17 @@ class Session:
         self.follower.load_state_dict(self._with_own_values(config))
         self._take_up(self.follower.config)
 
-    def pass_boundary(self, has_committed: bool, num_samples: int | None) -> None:
-        """A step has ended on this rank: count it, and pass the boundary with the others."""
+    def count(self, has_committed: bool, num_samples: int | None) -> None:
+        """A step has ended on this rank."""
         counts = self._counts
         if has_committed:
             counts.global_step += 1
             counts.num_steps += 1
         self._speed.note(num_samples)
+
+    def pass_boundary(self) -> None:
+        """Pass the boundary after a step with the other ranks."""
+        counts = self._counts
         passed = self.follower.boundary(step=counts.global_step, backwards=self.steps.num_backwards)
         self.should_stop = passed.stop
         self._progress.advance()
@@ -146,7 +150,7 @@ class Session:
             return
         self.steps.settle()
         self.steps.drop_partial("the epoch ended before the step did")
-        self.follower.end_epoch()
+        self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
         self._counts.epoch += 1
 
     def end(self, error: BaseException | None) -> None:
@@ -160,7 +164,7 @@ class Session:
             elif not self._is_exception_told and self.steps.torn is None:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
-                self.follower.finish()
+                self.follower.finish(is_doubtful=self.steps.is_doubtful)
         finally:
             self._progress.end()
             self._gradients.release()

@@ -40,13 +40,16 @@ class Steps:
         *,
         snapshot: Snapshot | None,
         shares_always: bool,
-        pass_boundary: Callable[[bool, int | None], None],
-        meet: Callable[[], None],
+        count: Callable[[bool, int | None], None],
+        pass_boundary: Callable[[], None],
+        meet: Callable[[bool], None],
     ) -> None:
         self.is_committing = False
         """The micro-step under way, or the one that ended last, ends a step."""
         self.num_backwards = 0
         """Micro-steps with a backward pass, of the steps that passed a boundary."""
+        self.is_doubtful = False
+        """This rank left something out of its last step: if others did not, they wait for it."""
         self.torn: TornStepError | None = None
         """The error after which nothing goes on."""
         self._state = state
@@ -56,6 +59,7 @@ class Steps:
         self._schedulers = schedulers
         self._snapshot = snapshot
         self._shares_always = shares_always
+        self._count = count
         self._pass_boundary = pass_boundary
         self._meet = meet
         self._step = RankStep(weights=(1.0,), num_samples=None)
@@ -63,7 +67,7 @@ class Steps:
         self._num_own_backwards = 0  # of the step under way
         self._is_shared = True  # what the gradients were last told
         self._was_rolled_back = self._must_meet = self._has_warned = False
-        self._owed: tuple[bool, int | None] | None = None  # a boundary that an exception kept this rank from
+        self._owes_boundary = False  # an exception kept this rank from passing it
         state.num_optimizers = len(optimizers)
         state.before_optimizer = gradients.check
 
@@ -109,8 +113,14 @@ class Steps:
         if state.weight != 1.0 and not state.is_last:
             self._check()
         self._num_own_backwards += state.has_backward
+        if self._gradients.is_awaited:
+            self._gradients.answer()
+            self.is_doubtful = True
+        elif state.is_last:
+            self.is_doubtful = not state.has_committed
         if state.is_last:
-            self._pass_boundary(*self._end())
+            self._end()
+            self._pass_boundary()
         else:
             state.index += 1
 
@@ -124,7 +134,11 @@ class Steps:
         if state.num_begun and state.has_committed:
             state.is_inside = False
             self._num_own_backwards += state.has_backward
-            self._owed = self._end()
+            self._end()
+            self._gradients.drop()
+            for optimizer in self._optimizers:
+                optimizer.forget_zeroing()
+            self._owes_boundary = True
         elif self.torn is None:
             self.rollback()
             state.is_inside = self._was_rolled_back = False
@@ -157,13 +171,14 @@ class Steps:
 
     def settle(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
-        if self._owed is not None:
-            owed, self._owed = self._owed, None
-            self._pass_boundary(*owed)
+        if self._owes_boundary:
+            self._owes_boundary = False
+            self._pass_boundary()
 
     def drop_partial(self, why: str) -> None:
         """Roll back a step that will not be completed, and say so."""
         if self.is_partial:
+            self.is_doubtful = True
             num_taken = self._state.index
             self.rollback()
             self._must_meet = False  # the end that comes now compares all ranks
@@ -175,11 +190,14 @@ class Steps:
         """Begin a step."""
         if self.torn is not None:
             raise self.torn
-        if self._owed is not None:
+        if self._owes_boundary:
             self.settle()
         if self._must_meet:
-            self._meet()
+            self._meet(self._gradients.is_awaited)
             self._must_meet = False
+        if self._gradients.is_awaited:
+            self._gradients.answer()
+            self._gradients.drop()
         step = self._batches.next_step(keep_batch=keep_batch)
         if step is None:
             raise StepError(_OVER)
@@ -194,8 +212,8 @@ class Steps:
         if self._snapshot is not None:
             self._snapshot.take()
 
-    def _end(self) -> tuple[bool, int | None]:
-        """The step is over on this rank: whether it committed, and how many samples it took on all ranks."""
+    def _end(self) -> None:
+        """The step is over on this rank."""
         state = self._state
         has_committed = state.has_committed
         self._batches.commit(len(self._step.weights))
@@ -204,7 +222,7 @@ class Steps:
         self._gradients.end_step()
         self.num_backwards += self._num_own_backwards
         self._reset()
-        return has_committed, self._step.num_samples
+        self._count(has_committed, self._step.num_samples)
 
     def _reset(self) -> None:
         for optimizer in self._optimizers:

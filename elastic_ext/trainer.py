@@ -166,8 +166,9 @@ class ElasticTrainer:
             schedulers,
             snapshot=Snapshot(self._model, self._registered) if self._rolls_back_fully else None,
             shares_always=self._shares_always,
+            count=session.count,
             pass_boundary=session.pass_boundary,
-            meet=follower.retry,
+            meet=lambda after_forward: follower.retry(after_forward=after_forward),
         )
         session.start(steps, self._loaded_config)
         self._session = session
