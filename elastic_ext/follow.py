@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,11 +30,10 @@ from .config import ElasticConfig, section_of
 from .control_word import Purpose
 from .errors import ElasticError, RanksError
 from .knobs import Knobs
-from .metrics import JobEvent, Measures, RankMetrics
 from .peers import Trouble
 from .ranks import Ranks
+from .reports import Reports
 from .rounds import Proposal
-from .rundir import RunDirectory
 from .settings import DEFAULT_TIMEOUT_SECONDS, Settings
 from .strict_json import shown
 from .watch import ConfigWatcher
@@ -46,7 +44,6 @@ _logger = logging.getLogger(__name__)
 
 _Default = TypeVar("_Default")
 _GRACE_SECONDS = 2.0
-_METRICS_SECONDS = 10.0
 _DOUBTFUL_SECONDS = 30.0
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
 
@@ -130,7 +127,8 @@ class ConfigFollower:
             if settings.enabled
             else None
         )
-        self._run_directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
+        self.reports = Reports(settings, ranks)
+        """What this rank writes of itself."""
         self._agreement = Agreement(
             ranks,
             self._watcher or _NoSource(),
@@ -142,9 +140,6 @@ class ConfigFollower:
         self._knobs = Knobs()
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
-        self._metrics_due = 0.0
-        self.measure: Callable[[], Measures] = Measures
-        """What the next metrics say of speed and memory, asked every few seconds."""
         self._finished = self._closed = False
 
     def add(self, applier: Applier) -> None:
@@ -162,8 +157,7 @@ class ConfigFollower:
 
     def start(self) -> None:
         """Start following: the file that is there now comes into force, if all ranks find it and none refuses."""
-        if self._run_directory is not None:
-            self._run_directory.prepare()
+        self.reports.begin()
         if self._watcher is not None:
             self._watcher.start()
         applied = self._agreement.start(step=self._step)
@@ -226,7 +220,7 @@ class ConfigFollower:
         if passed.applied is not None:
             self._record(passed.applied)
             self._warn_of_unread(passed.applied)
-        elif time.monotonic() > self._metrics_due:
+        elif self.reports.is_due:
             self._write_metrics()
         return passed
 
@@ -338,41 +332,13 @@ class ConfigFollower:
             raise ElasticError("this follower was closed, and the other ranks with it; make a new one on every rank")
 
     def _record(self, applied: Applied | None) -> None:
-        """Write what came into force to the run directory."""
-        if applied is not None and self._run_directory is not None:
-            version, revision = applied.new.version, applied.new.revision
-            event = JobEvent(
-                time=time.time(),
-                generation=self.settings.restart,
-                rank=self._ranks.rank,
-                step=applied.step,
-                kind="config-applied",
-                text=str(applied),
-                details={"version": version, "revision": revision, "changes": applied.changes},
-            )
-            self._run_directory.add_event(event)
+        """Report what came into force."""
+        if applied is not None:
+            self.reports.tell_of(applied)
         self._write_metrics()
 
     def _write_metrics(self) -> None:
-        self._metrics_due = time.monotonic() + _METRICS_SECONDS
-        if self._run_directory is None:
-            return
-        config, ranks = self.config, self._ranks
-        metrics = RankMetrics(
-            time=time.time(),
-            job=self.settings.job,
-            generation=self.settings.restart,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            host=ranks.names[ranks.rank].host,
-            pid=ranks.names[ranks.rank].pid,
-            step=self._step,
-            config_version=config.version,
-            config_revision=config.revision,
-            agree_every_steps=self._agreement.every,
-            measures=self.measure(),
-        )
-        self._run_directory.write_metrics(metrics)
+        self.reports.write(step=self._step, config=self.config, agree_every_steps=self._agreement.every)
 
     def _warn_of_unread(self, applied: Applied) -> None:
         """Name what a version sets and nothing here has asked for: most often a misspelt name."""

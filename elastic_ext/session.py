@@ -95,7 +95,7 @@ class Session:
         try:
             self._compare_loaders()
             self._begin_batches(follower.config)
-            follower.measure = self._speed.measure
+            follower.reports.measure = self._speed.measure
             follower.on_change("global_batch_size", self._apply, self._batches.check)
             follower.on_change("dataloader", self._apply, _agree_to_all)
             if self._batches.source_applier is not None:

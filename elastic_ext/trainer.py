@@ -28,11 +28,10 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from .agree import Every
+from .arguments import check_checkpoints, check_choice, check_model, check_ranks_are_joined
 from .batches import Batches
 from .config import ElasticConfig
 from .errors import ElasticError, StepError
@@ -87,12 +86,10 @@ class ElasticTrainer:
         timeout_seconds: float | None = None,
         progress: bool | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
-        _check_choice("rollback", rollback, ("gradients", "full"))
-        _check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
-        _check_checkpoint_arguments(checkpoint_interval, shared_storage_path)
-        _check_wrapping(model, use_fsdp=use_fsdp, accelerator=accelerator)
+        check_choice("rollback", rollback, ("gradients", "full"))
+        check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
+        check_checkpoints(checkpoint_interval, shared_storage_path)
+        check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
         self._rule: BatchRule = learning_rate_rule
         self._rolls_back_fully = rollback == "full"
         self._shares_always = sync_every_micro_step
@@ -139,7 +136,7 @@ class ElasticTrainer:
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")
             schedulers = [ElasticLRScheduler(each, optimizers, state=self._state) for each in _as_list(lr_scheduler)]
-            _check_ranks_are_joined(self._gradients)
+            check_ranks_are_joined(are_gradients_shared=self._gradients.are_shared)
             settings = OptimizerSettings(optimizers)
             startup = self._batches.startup_values(self._gradients.num_ranks) | settings.startup_values()
         except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
@@ -393,44 +390,6 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
-
-
-def _check_checkpoint_arguments(interval: CheckpointInterval | None, path: str | Path | None) -> None:
-    if interval is not None and not isinstance(interval, CheckpointInterval):
-        raise ValueError(f"checkpoint_interval is {interval!r}; allowed: a CheckpointInterval, or None")
-    if path is not None and not isinstance(path, (str, Path)):
-        raise ValueError(f"shared_storage_path is {path!r}; allowed: a path, or None")
-    if interval is not None and path is None:
-        raise ValueError("checkpoint_interval was given without shared_storage_path; say where checkpoints go")
-    if path is not None:
-        raise NotImplementedError(
-            "this version saves no checkpoints by itself; leave shared_storage_path and checkpoint_interval out, and "
-            "keep trainer.state_dict() in checkpoints of your own"
-        )
-
-
-def _check_wrapping(model: nn.Module, *, use_fsdp: bool, accelerator: object) -> None:
-    is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
-    if use_fsdp and not is_sharded:
-        raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
-    if is_sharded:
-        raise NotImplementedError("this version trains plain and DDP models; sharded ones come later")
-    if accelerator is not None:
-        raise NotImplementedError("this version takes no accelerator; pass the model that it wraps with DDP")
-
-
-def _check_ranks_are_joined(gradients: Gradients) -> None:
-    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if num_ranks > 1 and not gradients.are_shared:
-        raise ValueError(
-            f"the model is not wrapped, and there are {num_ranks} ranks: each would train a model of its own; wrap it "
-            "with torch.nn.parallel.DistributedDataParallel before it is given to ElasticTrainer"
-        )
 
 
 def _copy_into(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:

@@ -46,6 +46,7 @@ LAYERS: Mapping[str, int] = {
     "peers": 1,
     "ranks": 1,
     "rounds": 1,
+    "reports": 1,
     "rundir": 1,
     "watch": 1,
     "accumulate": 1,
@@ -56,6 +57,7 @@ LAYERS: Mapping[str, int] = {
     "sources": 1,
     "step_state": 1,
     # 2: parts of training, which know nothing of one another
+    "arguments": 2,
     "gradients": 2,
     "optimizer": 2,
     "optimizer_state": 2,
@@ -70,7 +72,7 @@ LAYERS: Mapping[str, int] = {
 SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without a circle
 
 USES_TORCH = frozenset(
-    {"follow", "gradients", "optimizer", "optimizer_state", "ranks", "session", "snapshot", "trainer"}
+    {"arguments", "follow", "gradients", "optimizer", "optimizer_state", "ranks", "session", "snapshot", "trainer"}
 )
 HEAVY = frozenset({"torch", "grpc", "numpy", "accelerate"})  # accelerate imports torch
 

@@ -1,0 +1,54 @@
+"""What a trainer can be given, checked before anything begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from .interval import CheckpointInterval
+
+__all__ = ["check_checkpoints", "check_choice", "check_model", "check_ranks_are_joined"]
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def check_checkpoints(interval: CheckpointInterval | None, path: str | Path | None) -> None:
+    if interval is not None and not isinstance(interval, CheckpointInterval):
+        raise ValueError(f"checkpoint_interval is {interval!r}; allowed: a CheckpointInterval, or None")
+    if path is not None and not isinstance(path, (str, Path)):
+        raise ValueError(f"shared_storage_path is {path!r}; allowed: a path, or None")
+    if interval is not None and path is None:
+        raise ValueError("checkpoint_interval was given without shared_storage_path; say where checkpoints go")
+    if path is not None:
+        raise NotImplementedError(
+            "this version saves no checkpoints by itself; leave shared_storage_path and checkpoint_interval out, and "
+            "keep trainer.state_dict() in checkpoints of your own"
+        )
+
+
+def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+    is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
+    if use_fsdp and not is_sharded:
+        raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
+    if is_sharded:
+        raise NotImplementedError("this version trains plain and DDP models; leave this one unsharded")
+    if accelerator is not None:
+        raise NotImplementedError("this version takes no accelerator; pass the model in DDP, and the bare optimizer")
+
+
+def check_ranks_are_joined(*, are_gradients_shared: bool) -> None:
+    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_ranks > 1 and not are_gradients_shared:
+        raise ValueError(
+            f"the model is not wrapped, and there are {num_ranks} ranks: each would train a model of its own; wrap it "
+            "with torch.nn.parallel.DistributedDataParallel before it is given to ElasticTrainer"
+        )

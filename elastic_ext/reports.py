@@ -1,0 +1,81 @@
+"""Reports: what one rank writes to the run directory of itself: events, and metrics every few seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .appliers import Applied
+from .config import ElasticConfig
+from .metrics import JobEvent, Measures, RankMetrics
+from .rundir import RunDirectory
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
+
+__all__ = ["Reports"]
+
+_METRICS_SECONDS = 10.0
+
+
+class Reports:
+    """One rank's reports; with the library switched off there are none."""
+
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        self.measure: Callable[[], Measures] = Measures
+        """What the next metrics say of speed and memory."""
+        self._settings = settings
+        self._ranks = ranks
+        self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
+        self._due = 0.0
+
+    def begin(self) -> None:
+        """Make the run directory."""
+        if self._directory is not None:
+            self._directory.prepare()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for metrics."""
+        return time.monotonic() > self._due
+
+    def tell_of(self, applied: Applied) -> None:
+        """An event: what came into force."""
+        if self._directory is None:
+            return
+        version, revision = applied.new.version, applied.new.revision
+        event = JobEvent(
+            time=time.time(),
+            generation=self._settings.restart,
+            rank=self._ranks.rank,
+            step=applied.step,
+            kind="config-applied",
+            text=str(applied),
+            details={"version": version, "revision": revision, "changes": applied.changes},
+        )
+        self._directory.add_event(event)
+
+    def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
+        """The metrics, as of now."""
+        self._due = time.monotonic() + _METRICS_SECONDS
+        if self._directory is None:
+            return
+        ranks = self._ranks
+        name = ranks.names[ranks.rank]
+        metrics = RankMetrics(
+            time=time.time(),
+            job=self._settings.job,
+            generation=self._settings.restart,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            host=name.host,
+            pid=name.pid,
+            step=step,
+            config_version=config.version,
+            config_revision=config.revision,
+            agree_every_steps=agree_every_steps,
+            measures=self.measure(),
+        )
+        self._directory.write_metrics(metrics)
