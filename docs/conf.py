@@ -33,4 +33,8 @@ nitpick_ignore = [
     ("py:class", "elastic_ext.follow._Default"),
     ("py:class", "elastic_ext.ranks.Ranks"),
     ("py:class", "elastic_ext.settings.Settings"),
+    ("py:class", "elastic_ext.step_state.StepState"),
+    ("py:class", "elastic_ext.trainer._Default"),
+    ("py:class", "elastic_ext.trainer._Epoch"),
+    ("py:class", "elastic_ext.trainer._MicroStep"),
 ]

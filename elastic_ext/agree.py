@@ -47,9 +47,8 @@ _GROWTH = (
 _DOING = {
     Purpose.END: "waiting for the others at the end",
     Purpose.FINISH: "waiting for the others at the end",
-    Purpose.RETRY: "going on after a step that failed here, when ranks may have been exchanging its gradients",
 }
-_DOING[Purpose.RETRY_FORWARD] = _DOING[Purpose.RETRY]
+_RETRYING = "going on after a step that failed here, when ranks may have been exchanging its gradients"
 
 Every = int | Literal["auto"]
 
@@ -182,16 +181,17 @@ class Agreement:
         self._applied, self._save = None, False
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
 
-    def end(self, purpose: Literal[Purpose.END, Purpose.FINISH, Purpose.RETRY, Purpose.RETRY_FORWARD]) -> None:
-        """Come to an end with all ranks: finish the agreement under way, and make sure that all come with equal counts.
+    def end(self, purpose: Purpose) -> None:
+        """Come to an end, or to a step that is taken again, with all ranks.
 
-        What was applied here, and a save that was asked for, are left to the next boundary to tell.
+        Finishes the agreement under way, and makes sure that all come with equal counts. What was applied here, and a
+        save that was asked for, are left to the next boundary to tell.
         """
         self._raise_if_unusable()
         try:
             if self._pulse is not None:
                 self._read_pulse()
-            self._make_sure_of_the_same_place(purpose, _DOING[purpose])
+            self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING))
         except RanksError as error:
             self._broken = error
             raise

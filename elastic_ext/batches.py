@@ -87,6 +87,13 @@ class Batches:
         return None if remaining is None or not self._global_batch else max(remaining // self._global_batch, 1)
 
     @property
+    def is_mid_epoch(self) -> bool:
+        """Whether the epoch holds more steps, as far as that is known."""
+        if self.source is not None:
+            return self._plan is not None and self._plan.next_step(self.source.remaining) is not None
+        return self._num_taken > 0 and self._fixed is not None and self._fixed.num_batches is not None
+
+    @property
     def source_applier(self) -> Applier | None:
         """The source itself, where it follows keys of its own."""
         source: Any = self.source

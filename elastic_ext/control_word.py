@@ -30,9 +30,11 @@ class Purpose(IntEnum):
     FINISH = 4
     """At the end of training."""
     RETRY = 5
-    """After a step that was rolled back while ranks may have been exchanging its gradients."""
-    RETRY_FORWARD = 6
-    """The same, where it was rolled back between the forward pass and the backward pass."""
+    """After a step that was rolled back, and that the ranks take again together; the model was not called in it."""
+    RETRY_CALLED = 6
+    """The same, where the model was called."""
+    RETRY_AWAITED = 7
+    """The same, where it was rolled back between a forward pass and the backward pass that shares gradients."""
 
     def __str__(self) -> str:
         return _PURPOSES[self.value]
@@ -44,7 +46,8 @@ _PURPOSES = {
     3: "ending an epoch",
     4: "ending",
     5: "going on after a step that failed",
-    6: "going on after a step that failed before its backward pass",
+    6: "going on after a step that failed after the model was called",
+    7: "going on after a step that failed before the backward pass",
 }
 
 # What should be the same on all ranks, and how to name it to a person.

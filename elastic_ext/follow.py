@@ -233,15 +233,15 @@ class ConfigFollower:
         with self._waiting(is_doubtful):
             self._agreement.end(Purpose.END)
 
-    def retry(self, *, after_forward: bool = False) -> None:
+    def retry(self, purpose: Purpose) -> None:
         """Return once every rank has come here to take a step again that failed on all of them; else raise.
 
         Ranks that did not fail wait for this one's gradients, where they cannot be reached: so it waits for them
-        no longer than ranks differ that fail together. ``after_forward``: it failed before its backward pass.
+        no longer than ranks differ that fail together. ``purpose`` says how far the step had come.
         """
         self._raise_if_closed()
         with self._waiting(is_doubtful=True):
-            self._agreement.end(Purpose.RETRY_FORWARD if after_forward else Purpose.RETRY)
+            self._agreement.end(purpose)
 
     def finish(self, *, is_doubtful: bool = False) -> None:
         """As ``end_epoch``, at the end of training; ``close`` comes after."""

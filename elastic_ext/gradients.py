@@ -51,6 +51,9 @@ class Gradients:
         self._is_backward_exact = False  # inside backward(), which weighs the loss itself
         self._awaited: list[torch.Tensor] = []  # outputs of a pass whose gradients the other ranks wait for
         self._needs_exact = ""  # why only backward() can weigh the loss of this micro-step
+        self.on_shared_buffers: Callable[[], None] | None = None
+        """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
+        self._has_shared_buffers = False  # in the step under way
         self.optimizers: list[torch.optim.Optimizer] = []
         self._num_items: torch.Tensor | None = None
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -90,6 +93,8 @@ class Gradients:
             for entry in self._entries:
                 self._handles.append(entry.register_forward_pre_hook(self._before_forward, with_kwargs=True))
                 self._handles.append(entry.register_forward_hook(self._after_forward))
+            for replica in self._replicas if self.on_shared_buffers is not None else ():
+                self._handles.append(replica.module.register_forward_pre_hook(self._after_sharing_buffers))
         else:
             for handle in self._handles:
                 handle.remove()
@@ -142,6 +147,14 @@ class Gradients:
         if not state.has_backward and state.index == 0 and any(part.grad is not None for part in self.parameters()):
             raise StepError(_UNWEIGHTED)
 
+    def have_shared_buffers(self) -> None:
+        """A step that is taken again does not share buffers again: DDP does so in a step's first pass alone.
+
+        Where that pass failed, DDP has shared them and not noted it.
+        """
+        for replica in self._replicas:
+            replica.require_forward_param_sync = False
+
     @property
     def is_awaited(self) -> bool:
         """Whether a forward pass was made whose backward pass shares gradients, and has not begun."""
@@ -167,8 +180,9 @@ class Gradients:
             parameter.grad = None
 
     def end_step(self) -> None:
-        """The next step counts its items anew."""
+        """The next step counts its items anew, and shares buffers."""
         self._num_items = None
+        self._has_shared_buffers = False
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -205,6 +219,11 @@ class Gradients:
             )
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         torch._foreach_div_(gradients, float(total.item() / self.num_ranks))
+
+    def _after_sharing_buffers(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:
+            self._has_shared_buffers = True
+            self.on_shared_buffers()
 
     def _before_forward(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]

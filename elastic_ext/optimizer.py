@@ -25,12 +25,25 @@ __all__ = ["ElasticLRScheduler", "ElasticOptimizer", "OptimizerSettings"]
 Closure = Callable[[], Any]
 
 
+def _passed_on(name: str) -> Any:
+    """An attribute that is the wrapped optimizer's, also when it is set or deleted."""
+    return property(
+        lambda self: getattr(self.inner, name),
+        lambda self, value: setattr(self.inner, name, value),
+        lambda self: delattr(self.inner, name),
+    )
+
+
 class ElasticOptimizer(Optimizer):
     """``optimizer``, whose rate and weight decay follow the config, and which a trainer lets act when a step ends.
 
     Alone, with ``config_file``, it follows that file by itself and passes a boundary at the end of its every
     ``step()``; all ranks make one, and ``close()`` it. ``follow`` holds more arguments for ``follow_config``.
     """
+
+    # A GradScaler hands these to an optimizer that unscales in its own step, as fused ones do, and takes them back.
+    grad_scale = _passed_on("grad_scale")
+    found_inf = _passed_on("found_inf")
 
     # Optimizer.__init__ would make parameter groups and state of its own; those of the wrapped optimizer are the ones.
     def __init__(

@@ -151,7 +151,8 @@ class Session:
         self.steps.settle()
         self.steps.drop_partial("the epoch ended before the step did")
         self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
-        self._counts.epoch += 1
+        if not (self.should_stop and self._batches.is_mid_epoch):
+            self._counts.epoch += 1
 
     def end(self, error: BaseException | None) -> None:
         """End training with all ranks; an exception is told to them instead. Twice is allowed."""

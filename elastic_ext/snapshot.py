@@ -23,6 +23,7 @@ class Snapshot:
         self._model = model
         self._registered = registered
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._restore_random: list[Callable[[], None]] = []
 
     def take(self) -> None:
@@ -37,11 +38,24 @@ class Snapshot:
         self._copies = list(zip(live, kept, strict=True))
         self._restore_random = list(_random_states())
 
+    def take_shared(self) -> None:
+        """Keep the buffers as they are now too: those that the first rank has given to all, in a step's first pass."""
+        with torch.no_grad():
+            self._shared = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+
+    def put_shared(self) -> None:
+        """As ``take_shared`` found them, for a step that is taken again and in which they are not given out again."""
+        for buffer, shared in self._shared:
+            _put(buffer, shared)
+
+    def end_step(self) -> None:
+        """What was shared in a step is shared anew in the next."""
+        self._shared = []
+
     def restore(self) -> None:
         """Put everything back as it was."""
-        with torch.no_grad():
-            for tensor, copy in self._copies:
-                tensor.copy_(copy)
+        for tensor, copy in self._copies:
+            _put(tensor, copy)
         for restore in self._restore_random:
             restore()
 
@@ -49,6 +63,11 @@ class Snapshot:
         yield from self._model.buffers()
         for tensors in self._registered.values():
             yield from tensors.values()
+
+
+def _put(tensor: torch.Tensor, kept: torch.Tensor) -> None:
+    """Unseen by autograd: what was computed from the tensor may still have to be gone through backwards."""
+    tensor.data.copy_(kept)
 
 
 def _random_states() -> Iterable[Callable[[], None]]:

@@ -20,7 +20,9 @@ class MicroBatchSource(Protocol):
     """A loader that hands out micro-batches of the sizes it is told.
 
     Between two steps it cuts the next one with ``plan.next_step(remaining)`` and hands this rank its part of it,
-    ``step.micro_batches[rank]``, one micro-batch after another. Where that gives no step its epoch is over.
+    ``step.micro_batches[rank]``, one micro-batch after another. Where that gives no step its epoch is over. Samples are
+    taken micro-step by micro-step, in each of them rank by rank: so what a commit passes has no holes, wherever it
+    comes.
     """
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .batches import Batches, RankStep
+from .control_word import Purpose
 from .errors import StepError, TornStepError
 from .step_state import StepState
 
@@ -42,7 +43,7 @@ class Steps:
         shares_always: bool,
         count: Callable[[bool, int | None], None],
         pass_boundary: Callable[[], None],
-        meet: Callable[[bool], None],
+        meet: Callable[[Purpose], None],
     ) -> None:
         self.is_committing = False
         """The micro-step under way, or the one that ended last, ends a step."""
@@ -67,9 +68,12 @@ class Steps:
         self._num_own_backwards = 0  # of the step under way
         self._is_shared = True  # what the gradients were last told
         self._was_rolled_back = self._must_meet = self._has_warned = False
+        self._retry = Purpose.RETRY  # how far the step had come that was rolled back last
         self._owes_boundary = False  # an exception kept this rank from passing it
         state.num_optimizers = len(optimizers)
         state.before_optimizer = gradients.check
+        if snapshot is not None:
+            gradients.on_shared_buffers = snapshot.take_shared
 
     @property
     def num_micro_steps(self) -> int:
@@ -157,6 +161,12 @@ class Steps:
         is_exchanging = state.is_inside and state.has_forward and self._is_shared
         self._must_meet |= gradients.num_ranks > 1 and (is_exchanging or not self._batches.can_replay)
         self._was_rolled_back = state.is_inside
+        is_called = state.index > 0 or state.has_forward
+        self._retry = Purpose.RETRY_CALLED if is_called else Purpose.RETRY
+        if gradients.is_awaited:
+            self._retry = Purpose.RETRY_AWAITED
+        if is_called:
+            gradients.have_shared_buffers()
         gradients.drop()
         self._batches.rollback(num_taken)
         self._reset()
@@ -193,7 +203,7 @@ class Steps:
         if self._owes_boundary:
             self.settle()
         if self._must_meet:
-            self._meet(self._gradients.is_awaited)
+            self._meet(self._retry)
             self._must_meet = False
         if self._gradients.is_awaited:
             self._gradients.answer()
@@ -211,6 +221,7 @@ class Steps:
         self._num_own_backwards = 0
         if self._snapshot is not None:
             self._snapshot.take()
+            self._snapshot.put_shared()
 
     def _end(self) -> None:
         """The step is over on this rank."""
@@ -220,6 +231,8 @@ class Steps:
         if not has_committed and state.keeps_batch:
             self._gradients.drop()
         self._gradients.end_step()
+        if self._snapshot is not None:
+            self._snapshot.end_step()
         self.num_backwards += self._num_own_backwards
         self._reset()
         self._count(has_committed, self._step.num_samples)

@@ -113,6 +113,7 @@ class ElasticTrainer:
         self._counts = Counts()
         self._registered: dict[str, Mapping[str, torch.Tensor]] = {}
         self._unclaimed: dict[str, Mapping[str, torch.Tensor]] = {}  # loaded, and not registered so far
+        self._appliers: list[tuple[Any, ...]] = []  # given before prepare()
         self._loaded_config: Mapping[str, Any] | None = None
         self._session: Session | None = None
         self._micro_step = _MicroStep()
@@ -165,8 +166,10 @@ class ElasticTrainer:
             shares_always=self._shares_always,
             count=session.count,
             pass_boundary=session.pass_boundary,
-            meet=lambda after_forward: follower.retry(after_forward=after_forward),
+            meet=follower.retry,
         )
+        for applier in self._appliers:
+            follower.on_change(*applier)
         session.start(steps, self._loaded_config)
         self._session = session
         self._micro_step.enter, self._micro_step.leave, self._micro_step.fail = steps.enter, steps.leave, steps.fail
@@ -240,8 +243,14 @@ class ElasticTrainer:
         apply: Callable[[ElasticConfig, ElasticConfig], None],
         check: Callable[[ElasticConfig], str | None] | None = None,
     ) -> None:
-        """Call ``apply(old, new)`` whenever ``section`` changes; ``check(new)`` may give a reason to refuse it."""
-        self._prepared.follower.on_change(section, apply, check)
+        """Call ``apply(old, new)`` whenever ``section`` changes; ``check(new)`` may give a reason to refuse it.
+
+        Before ``prepare()``, which takes up the config file that is there, or later.
+        """
+        if self._session is None:
+            self._appliers.append((section, apply, check))
+        else:
+            self._session.follower.on_change(section, apply, check)
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change of the config from inside the job: dotted keys and values. On one rank or on all."""

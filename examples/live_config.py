@@ -2,9 +2,10 @@
 
     make demo        or        python -m examples.live_config
 
-It changes a learning rate, a knob of the script's own, tries a value that a rank refuses and a file that is not even
-JSON, schedules a change for one exact step, takes a change back, and ends the training, all through the config file.
-The exit status is 0 only if every rank took every change at the same step.
+It changes the learning rate, a knob of the script's own and the size of the micro-batch (the global batch stays), tries
+a value that the ranks refuse and a file that is not even JSON, schedules a change for one exact step, takes changes
+back, and ends the training, all through the config file. The exit status is 0 only if every rank took every change at
+the same step, and every step trained on as many samples.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ class Training:
             raise DemoError(f"version {version} did not come into force on all {NUM_RANKS} ranks")
         return found
 
+    def steps_taken(self) -> dict[int, tuple[int, int]]:
+        """The windows that rank 0 counted, and its micro-steps, for every step that it printed."""
+        steps = (re.match(r"step (\d+): .* (\d+) windows in (\d+) micro-steps", line) for line in self._lines)
+        return {int(match[1]): (int(match[2]), int(match[3])) for match in steps if match}
+
     def versions_applied(self) -> set[int]:
         """Every version that any rank has applied."""
         return {event["details"]["version"] for rank in range(NUM_RANKS) for event in self._events(rank)}
@@ -91,8 +97,12 @@ class Training:
     def kill(self) -> None:
         """End the launcher and its workers, whatever they do."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.terminate()  # it ends its workers, which it keeps in sessions of their own
+            try:
+                self._process.wait(timeout=10.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
         self._reader.join(timeout=10.0)
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -139,29 +149,32 @@ def show(training: Training) -> list[tuple[int, list[int]]]:
     def expect(version: int) -> None:
         effects.append((version, training.wait_for_version(version)))
 
-    training.wait_for_line(r"^step 40:")
+    training.wait_for_line(r"^step 40: .* learning rate 0\.001, \d+ windows in 1 micro-steps")
     edit(training, "set", "optimizer.learning_rate=0.002", "--reason", "the loss falls slowly")
     expect(1)
     edit(training, "set", "user.dropout=0.1", "--reason", "a knob of the script's own")
     expect(2)
+    edit(training, "set", "dataloader.batch_size=8", "--reason", "needs less memory")
+    expect(3)
+    training.wait_for_line(r"^step \d+: .* learning rate 0\.002, \d+ windows in 2 micro-steps")
 
-    edit(training, "set", "optimizer.learning_rate=5", "--reason", "too much: every rank refuses it")
-    training.wait_for_line(r"version 3 was refused, version 2 stays in force: rank 0: .*; rank 1: ")
-    edit(training, "undo")
-    expect(4)
-    training.config_file.write_text('{"version": 5, "optimizer": {"learning_rate": ')
-    print("(the file now holds half a JSON object)", flush=True)
-    training.wait_for_line(r"config\.json was refused, version 4 stays: .*not JSON")
+    edit(training, "set", "global_batch_size=1", "--reason", "too small: every rank refuses it")
+    training.wait_for_line(r"version 4 was refused, version 3 stays in force: rank 0: .*; rank 1: ")
     edit(training, "undo")
     expect(5)
-
-    step = training.step + 150
-    edit(training, "set", "optimizer.weight_decay=0.1", f"--at-step={step}", "--reason", "at one exact step")
+    training.config_file.write_text('{"version": 6, "optimizer": {"learning_rate": ')
+    print("(the file now holds half a JSON object)", flush=True)
+    training.wait_for_line(r"config\.json was refused, version 5 stays: .*not JSON")
+    edit(training, "undo")
     expect(6)
-    if effects[-1][1] != [step] * NUM_RANKS:
-        raise DemoError(f"version 6 was to take effect at step {step}, and did at {effects[-1][1]}")
-    edit(training, "set", f"user.steps={training.step + 100}", "--reason", "that is enough")
+
+    step = training.step + 120
+    edit(training, "set", "optimizer.weight_decay=0.1", f"--at-step={step}", "--reason", "at one exact step")
     expect(7)
+    if effects[-1][1] != [step] * NUM_RANKS:
+        raise DemoError(f"version 7 was to take effect at step {step}, and did at {effects[-1][1]}")
+    edit(training, "set", f"user.steps={training.step + 50}", "--reason", "that is enough")
+    expect(8)
     training.finish()
     return effects
 
@@ -175,7 +188,15 @@ def check(training: Training, effects: Sequence[tuple[int, list[int]]]) -> None:
     if uneven:
         raise DemoError(f"versions {uneven} took effect at different steps")
     if training.versions_applied() != {version for version, _ in effects}:
-        raise DemoError(f"versions {training.versions_applied()} were applied, and version 3 should have been refused")
+        raise DemoError(f"versions {training.versions_applied()} were applied, and version 4 should have been refused")
+    taken = training.steps_taken()
+    windows = sorted({num_windows for num_windows, _ in taken.values()})
+    cuts = sorted({num_micro_steps for _, num_micro_steps in taken.values()})
+    if len(windows) != 1:
+        raise DemoError(f"the global batch did not stay: rank 0 took {windows} windows in a step")
+    if len(cuts) < 2:
+        raise DemoError(f"the micro-batch did not change: all steps had {cuts} micro-steps")
+    print(f"\nevery step took {windows[0]} windows on rank 0, in {cuts[0]} or in {cuts[-1]} micro-steps")
     result = re.search(r"loss ([\d.]+) \(guessing: ([\d.]+)\)", training.wait_for_line(r"^trained \d+ steps"))
     if result is None or float(result[1]) > 0.7 * float(result[2]):
         raise DemoError("the model has learned nothing")
@@ -192,7 +213,7 @@ def main(deadline_seconds: float = DEADLINE_SECONDS) -> int:
             return 1
         finally:
             training.kill()
-    print("\nevery change took effect at the same step on every rank, and the refused ones nowhere")
+    print("every change took effect at the same step on every rank, and the refused ones nowhere")
     return 0
 
 

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 examples/nano_gpt.py --config-file /tmp/nano_gpt.json
     elastic-ext config set --file /tmp/nano_gpt.json optimizer.learning_rate=0.0003 user.dropout=0.2
+    elastic-ext config set --file /tmp/nano_gpt.json dataloader.batch_size=4
 
 It runs with one process (``python examples/nano_gpt.py``) or many, with gloo or NCCL, and needs no data: the text is
 made here.
@@ -15,6 +16,7 @@ import math
 import os
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_ext import ElasticConfig, follow_config
+from elastic_ext import BatchPlan, ElasticTrainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,76 +102,89 @@ def make_text(num_sentences: int, seed: int = 0) -> str:
 
 
 class Windows:
-    """Random windows of a text, as (inputs, next characters); each rank draws its own."""
+    """Random windows of a text, without end, as (inputs, next characters): a MicroBatchSource.
 
-    def __init__(self, text: str, context: int, seed: int) -> None:
+    All ranks draw the windows of a whole step alike and each takes its own part, in micro-batches of the sizes it is
+    told: so the step is made of the same windows, however it is cut.
+    """
+
+    remaining = None  # it never ends
+    drop_last = False
+
+    def __init__(self, text: str, context: int, batch_size: int) -> None:
+        self.batch_size = batch_size
         self.alphabet = sorted(set(text))
         self._tokens = torch.tensor([self.alphabet.index(character) for character in text])
         self._context = context
-        self._draw = torch.Generator().manual_seed(seed)
+        self._num_steps = 0  # that were committed
+        self._is_cut = False  # the step being handed out has ended, or is to come again
 
-    def batch(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.randint(len(self._tokens) - self._context, (batch_size, 1), generator=self._draw)
-        windows = self._tokens[starts + torch.arange(self._context + 1)]  # (batch, context + 1)
-        return windows[:, :-1], windows[:, 1:]
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
 
+    def commit(self) -> None:
+        self._num_steps += 1
+        self._is_cut = True
 
-class LiveOptimizer:
-    """Applies the section ``optimizer`` of a config to a torch optimizer with one parameter group."""
+    def rollback(self) -> None:
+        self._is_cut = True
 
-    section = "optimizer"
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._group = optimizer.param_groups[0]
-
-    def check(self, new: ElasticConfig) -> str | None:
-        rate = new.optimizer.learning_rate
-        return (
-            f"a learning rate of {rate} would only make noise; stay below 1" if rate is not None and rate > 1 else None
-        )
-
-    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
-        if new.optimizer.learning_rate is not None:
-            self._group["lr"] = new.optimizer.learning_rate
-        if new.optimizer.weight_decay is not None:
-            self._group["weight_decay"] = new.optimizer.weight_decay
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            step = self._plan.full_step
+            draw = torch.Generator().manual_seed(self._num_steps)
+            starts = torch.randint(len(self._tokens) - self._context, (step.global_batch, 1), generator=draw)
+            first = sum(sum(sizes) for sizes in step.micro_batches[: self._rank])
+            self._is_cut = False
+            for size in step.micro_batches[self._rank]:
+                windows = self._tokens[starts[first : first + size] + torch.arange(self._context + 1)]
+                yield windows[:, :-1], windows[:, 1:]
+                first += size
+                if self._is_cut:
+                    break
 
 
 def train(options: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
     """Train as many steps as the knob ``steps`` says, or until a rank asks to stop."""
     torch.manual_seed(0)
-    windows = Windows(make_text(20_000), options.context, seed=rank)
-    model = Gpt(GptShape(num_characters=len(windows.alphabet), context=options.context)).to(device)
-    trained: nn.Module = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-
-    follower = follow_config(
-        options.config_file,
-        startup={"optimizer.learning_rate": options.learning_rate, "user.dropout": 0.0, "user.steps": options.steps},
+    windows = Windows(make_text(20_000), options.context, options.batch_size)
+    gpt = Gpt(GptShape(num_characters=len(windows.alphabet), context=options.context)).to(device)
+    model: nn.Module = DistributedDataParallel(gpt) if world_size > 1 else gpt
+    trainer = ElasticTrainer(
+        model,
+        windows,
+        global_batch_size=options.global_batch_size,
+        config_file=options.config_file,
         agree_every_steps=options.agree_every_steps,
     )
-    follower.add(LiveOptimizer(optimizer))
+    optimizer = trainer.prepare(torch.optim.AdamW(model.parameters(), lr=options.learning_rate))
+    num_windows = 0  # this rank's, of the step under way
     began = time.monotonic()
-    with follower:
-        while (step := follower.step) < follower.knob("steps", options.steps):
-            model.set_dropout(follower.knob("dropout", 0.0))
-            inputs, targets = (part.to(device) for part in windows.batch(options.batch_size))
-            loss = functional.cross_entropy(trained(inputs).flatten(0, 1), targets.flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+    with trainer:
+        for inputs, targets in windows:
+            gpt.set_dropout(trainer.knob("dropout", 0.0))
+            with trainer.step():
+                logits = model(inputs.to(device))
+                loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+            num_windows += len(inputs)
+            if not trainer.sync_gradients:
+                continue
+            step = trainer.global_step
             if rank == 0 and step % options.log_every == 0:
-                rate = optimizer.param_groups[0]["lr"]
-                seconds = time.monotonic() - began
-                print(f"step {step}: loss {loss.item():.3f}, learning rate {rate:g}, {seconds:.1f} s", flush=True)
-            passed = follower.boundary(backwards=step + 1)
-            if passed.applied is not None:
-                print(f"rank {rank}: {passed.applied}", flush=True)
-            if passed.stop:
+                print(
+                    f"step {step}: loss {loss.item():.3f}, learning rate {optimizer.effective_rates[0]:g}, "
+                    f"{num_windows} windows in {trainer.num_micro_steps} micro-steps, {time.monotonic() - began:.1f} s",
+                    flush=True,
+                )
+            num_windows = 0
+            if trainer.should_stop or step >= trainer.knob("steps", options.steps):
                 break
     if rank == 0:
         uniform = math.log(len(windows.alphabet))
-        print(f"trained {follower.step} steps: loss {loss.item():.3f} (guessing: {uniform:.3f})", flush=True)
+        print(f"trained {trainer.global_step} steps: loss {loss.item():.3f} (guessing: {uniform:.3f})", flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -177,7 +192,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", type=Path, help="default: config.json in the job's run directory")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch-size", type=int, default=16, help="windows per rank and step")
+    parser.add_argument("--global-batch-size", type=int, default=32, help="windows per step, over all ranks")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows at once on one rank")
     parser.add_argument("--context", type=int, default=64, help="characters per window")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--agree-every-steps", type=lambda text: text if text == "auto" else int(text), default="auto")

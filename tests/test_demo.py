@@ -8,39 +8,51 @@ import pytest
 
 from examples.live_config import DemoError, Training, check, main
 
+Taken = dict[int, tuple[int, int]]
+
 
 class Finished:
     """What a training leaves behind for the demo to check."""
 
-    def __init__(self, versions: set[int], result: str) -> None:
+    def __init__(self, versions: set[int], result: str, taken: Taken) -> None:
         self._versions = versions
         self._result = result
+        self._taken = taken
 
     def versions_applied(self) -> set[int]:
         return self._versions
+
+    def steps_taken(self) -> Taken:
+        return self._taken
 
     def wait_for_line(self, pattern: str) -> str:
         return self._result
 
 
 LEARNED = "trained 320 steps: loss 0.700 (guessing: 2.944)"
+TAKEN = {20: (16, 1), 40: (16, 2)}  # by step: windows and micro-steps
 
 
 @pytest.mark.parametrize(
-    ("effects", "versions", "result", "fault"),
+    ("effects", "versions", "taken", "result", "fault"),
     [
-        ([(1, [50, 51])], {1}, LEARNED, "different steps"),
-        ([(1, [50, 50])], {1, 3}, LEARNED, "should have been refused"),
-        ([(1, [50, 50])], {1}, "trained 320 steps: loss 2.900 (guessing: 2.944)", "learned nothing"),
+        ([(1, [50, 51])], {1}, TAKEN, LEARNED, "different steps"),
+        ([(1, [50, 50])], {1, 3}, TAKEN, LEARNED, "should have been refused"),
+        ([(1, [50, 50])], {1}, {20: (16, 1), 40: (8, 2)}, LEARNED, "global batch did not stay"),
+        ([(1, [50, 50])], {1}, {20: (16, 1), 40: (16, 1)}, LEARNED, "micro-batch did not change"),
+        ([(1, [50, 50])], {1}, {}, LEARNED, "global batch did not stay"),
+        ([(1, [50, 50])], {1}, TAKEN, "trained 320 steps: loss 2.900 (guessing: 2.944)", "learned nothing"),
     ],
 )
-def test_the_demo_fails_when(effects: list[tuple[int, list[int]]], versions: set[int], result: str, fault: str) -> None:
+def test_the_demo_fails_when(
+    effects: list[tuple[int, list[int]]], versions: set[int], taken: Taken, result: str, fault: str
+) -> None:
     with pytest.raises(DemoError, match=fault):
-        check(cast(Training, Finished(versions, result)), effects)
+        check(cast(Training, Finished(versions, result, taken)), effects)
 
 
 def test_the_demo_passes_when_everything_happened() -> None:
-    check(cast(Training, Finished({1, 2}, LEARNED)), [(1, [50, 50]), (2, [60, 60])])
+    check(cast(Training, Finished({1, 2}, LEARNED, TAKEN)), [(1, [50, 50]), (2, [60, 60])])
 
 
 def test_the_demo_exits_with_an_error_when_its_time_is_up() -> None:

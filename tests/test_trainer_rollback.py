@@ -293,27 +293,30 @@ def test_one_of_two_optimizers_that_stepped_tears_the_step_when_the_other_fails(
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 3])
+@pytest.mark.parametrize(("rollback", "has_moods"), [("gradients", False), ("full", True)])
 def test_an_exception_on_all_ranks_leaves_no_bit_changed_on_any(
-    ranks: RankPool, tmp_path: Path, num_micro_steps: int
+    ranks: RankPool, tmp_path: Path, num_micro_steps: int, rollback: str, has_moods: bool
 ) -> None:
-    expected = ranks.run(2, training_rank, tmp_path, Faults(), num_micro_steps, "gradients", False, process_group=True)
+    expected = ranks.run(2, training_rank, tmp_path, Faults(), num_micro_steps, rollback, has_moods)
     last = num_micro_steps - 1
-    for phase in ("entered", "forward done", "backward done", "clipped"):
+    for phase in ("entered", "in forward", "forward done", "backward done", "clipped"):
         for index in {0, last}:
             faults = fails(0, 1, phase=f"{phase} {index}")
-            got = ranks.run(2, training_rank, tmp_path, faults, num_micro_steps, "gradients", False, process_group=True)
+            got = ranks.run(2, training_rank, tmp_path, faults, num_micro_steps, rollback, has_moods)
             assert [len(caught) for _, caught in got] == [1, 1]
             assert [records for records, _ in got] == [records for records, _ in expected], (phase, index)
 
 
-@pytest.mark.parametrize("phase", ["entered 0", "in forward 0", "backward done 0", "in backward 1", "entered 2"])
+@pytest.mark.parametrize(("rollback", "has_moods"), [("gradients", False), ("full", True)])
+@pytest.mark.parametrize("failing", [0, 1])
 def test_one_rank_takes_a_step_again_alone_before_gradients_are_exchanged(
-    ranks: RankPool, tmp_path: Path, phase: str
+    ranks: RankPool, tmp_path: Path, failing: int, rollback: str, has_moods: bool
 ) -> None:
-    expected = ranks.run(2, training_rank, tmp_path, Faults(), 3, "gradients", False, process_group=True)
-    got = ranks.run(2, training_rank, tmp_path, fails(1, phase=phase), 3, "gradients", False, process_group=True)
-    assert [len(caught) for _, caught in got] == [0, 1]
-    assert [records for records, _ in got] == [records for records, _ in expected]
+    expected = ranks.run(2, training_rank, tmp_path, Faults(), 3, rollback, has_moods, process_group=True)
+    for phase in ("entered 0", "in forward 0", "backward done 0", "in backward 1", "in forward 1", "entered 2"):
+        got = ranks.run(2, training_rank, tmp_path, fails(failing, phase=phase), 3, rollback, has_moods)
+        assert [len(caught) for _, caught in got] == [rank == failing for rank in (0, 1)], phase
+        assert [records for records, _ in got] == [records for records, _ in expected], phase
 
 
 def failing_rank(rank: int, folder: Path, phase: str) -> str:

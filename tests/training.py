@@ -35,7 +35,7 @@ def make_data(num_samples: int, dtype: torch.dtype = torch.float64, *, seed: int
 
 
 class Slices:
-    """A MicroBatchSource over tensors, in their order: every step takes the next samples, rank after rank."""
+    """A MicroBatchSource over tensors, in their order: every micro-step takes the next samples, rank after rank."""
 
     def __init__(self, data: Batch, batch_size: int, *, drop_last: bool = False, is_endless: bool = False) -> None:
         self.batch_size = batch_size
@@ -79,11 +79,12 @@ class Slices:
         assert self._plan is not None, "the loader was not told its sizes"
         while (step := self._plan.next_step(self.remaining)) is not None:
             self._step = step
-            start = self._position + sum(sum(sizes) for sizes in step.micro_batches[: self._rank])
+            start = self._position
             cut = self._num_cuts
-            for size in step.micro_batches[self._rank]:
-                indices = [index % len(self._data[0]) for index in range(start, start + size)]
-                start += size
+            for sizes in zip(*step.micro_batches, strict=True):
+                mine = start + sum(sizes[: self._rank])
+                indices = [index % len(self._data[0]) for index in range(mine, mine + sizes[self._rank])]
+                start += sum(sizes)
                 self._handed.append(indices)
                 yield self._data[0][indices], self._data[1][indices]
                 if self._num_cuts != cut:  # committed, rolled back, or cut otherwise from here on
