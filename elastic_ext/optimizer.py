@@ -1,14 +1,8 @@
-"""ElasticOptimizer and ElasticLRScheduler: torch's, taking part in steps and in changes of the config.
-
-Words: the *base* rate of a parameter group is what a schedule multiplies; without a schedule it is the group's ``lr``.
-The *effective* rate is what a step uses: what the schedule made of the base, times the *factor* that a changed learning
-rate and a changed global batch ask for. The factor acts around ``step()`` alone: schedules see their own numbers.
-"""
+"""ElasticOptimizer and ElasticLRScheduler: torch's, taking part in steps and in changes of the config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +12,13 @@ from torch.optim import Optimizer
 from .config import ElasticConfig
 from .errors import StepError
 from .follow import ConfigFollower, follow_config
+from .rates import Rates
 from .step_state import StepState
 
 __all__ = ["ElasticLRScheduler", "ElasticOptimizer", "OptimizerSettings"]
 
 Closure = Callable[[], Any]
+_SCHEDULERS_OWN = ("inner", "has_stepped", "_optimizer", "_state", "_was_early")
 
 
 def _passed_on(name: str) -> Any:
@@ -41,6 +37,9 @@ class ElasticOptimizer(Optimizer):
     ``step()``; all ranks make one, and ``close()`` it. ``follow`` holds more arguments for ``follow_config``.
     """
 
+    param_groups: Any = _passed_on("param_groups")
+    state: Any = _passed_on("state")
+    defaults: Any = _passed_on("defaults")
     # A GradScaler hands these to an optimizer that unscales in its own step, as fused ones do, and takes them back.
     grad_scale = _passed_on("grad_scale")
     found_inf = _passed_on("found_inf")
@@ -64,11 +63,8 @@ class ElasticOptimizer(Optimizer):
         """In the step under way."""
         self._state = state
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
-        self._rate: float | None = None  # as the config says, where it says other than the script
-        self._rate_factor = self._batch_factor = 1.0
+        self.rates = Rates(optimizer)
         self._schedulers: list[ElasticLRScheduler] = []
-        self._bases = [_base_rate(group) for group in optimizer.param_groups]
-        self._decays = [float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
         self._follower: ConfigFollower | None = None
         if config_file is not None:
             self._follow(config_file, follow)
@@ -76,26 +72,9 @@ class ElasticOptimizer(Optimizer):
             raise ValueError(f"{', '.join(follow)}: only with config_file, which has the optimizer follow a file alone")
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
-
-    @property
     def effective_rates(self) -> list[float]:
         """What the next step multiplies each group's update with."""
-        return [float(group["lr"]) * self.factor for group in self.param_groups if "lr" in group]
-
-    @property
-    def factor(self) -> float:
-        """What groups' rates are multiplied with around ``step()``."""
-        return self._rate_factor * self._batch_factor
+        return self.rates.effective
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step where the trainer's step ends, else do nothing but evaluate ``closure``."""
@@ -104,7 +83,14 @@ class ElasticOptimizer(Optimizer):
             return self._step_alone(closure)
         if not state.is_last:
             if not state.is_inside:
+                if state.index == 0 and self._is_idle():
+                    return self.inner.step()  # torch.distributed.checkpoint has it make its state so
                 raise StepError("optimizer.step() was called outside of `with trainer.step():`")
+            if getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None:
+                raise StepError(
+                    "scaler.unscale_() was called in a micro-step that does not end a step, so the gradients that are "
+                    "gathered would be divided more than once; call it only `if trainer.sync_gradients:`"
+                )
             return None if closure is None else _evaluated(closure)
         for scheduler in self._schedulers:
             scheduler.make_sure_of_order()
@@ -112,9 +98,16 @@ class ElasticOptimizer(Optimizer):
             return self._step_with(closure, state)
         state.before_optimizer()
         self._begin(state)
-        result = self.inner.step() if self.factor == 1.0 else self._step_scaled(None)
+        result = self.inner.step() if self.rates.factor == 1.0 else self._step_scaled(None)
         self._end(state)
         return result
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks before it divides gradients in place, which it must not while a step gathers them."""
+        state = self._state
+        is_gathering = state is not None and state.is_inside and not state.is_last
+        return is_gathering or getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step that ended; within a step, where they are gathered, do nothing."""
@@ -128,15 +121,12 @@ class ElasticOptimizer(Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load; a rate that the config in force gives is put over what was loaded."""
-        self.inner.load_state_dict(state_dict)
-        if self._rate is not None:
-            self.set_learning_rate(self._rate)
+        """Load; a rate and a decay that the config in force gives are put over what was loaded."""
+        self.rates.load(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.inner.add_param_group(param_group)
-        self._bases.append(_base_rate(self.param_groups[-1]))
-        self._decays.append(float(self.param_groups[-1].get("weight_decay", 0.0)))
+        """Add a group, whose rate and decay are given as the script's are, whatever the config made of those since."""
+        self.rates.add_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not there yet: while it is made, copied or unpickled
@@ -169,45 +159,6 @@ class ElasticOptimizer(Optimizer):
 
     # ---- for the trainer and the appliers ----
 
-    def base_rate(self) -> float | None:
-        """The first group's base rate, None for an optimizer without rates."""
-        return _base_rate(self.param_groups[0])
-
-    def base_decay(self) -> float | None:
-        """The first group's weight decay, None for an optimizer without."""
-        decay = self.param_groups[0].get("weight_decay")
-        return None if decay is None else float(decay)
-
-    def set_learning_rate(self, rate: float) -> None:
-        """Have the first group's base rate be ``rate``; other groups keep their ratio to it, schedules go on."""
-        self._rate = rate
-        groups = self.param_groups
-        if "initial_lr" in groups[0]:  # a schedule starts from it
-            self._rate_factor = rate / float(groups[0]["initial_lr"])
-            return
-        first = float(groups[0]["lr"])
-        for index, group in enumerate(groups):
-            now, whole = (float(group["lr"]), first) if first else (self._bases[index], self._bases[0])
-            _set_rate(group, rate if index == 0 or not (now and whole) else rate * (now / whole))
-
-    def set_weight_decay(self, decay: float) -> None:
-        """Have the first group's weight decay be ``decay``; other groups keep their ratio to it."""
-        for group, given in zip(self.param_groups, self._decays, strict=True):
-            share = 1.0 if given == self._decays[0] else given / self._decays[0]
-            group["weight_decay"] = decay * share
-
-    def why_not_decay(self) -> str | None:
-        """Why weight decay cannot be changed here, None where it can."""
-        if self.base_decay() is None:
-            return f"{type(self.inner).__name__} has no weight decay"
-        if self._decays[0] == 0.0 and any(self._decays):
-            return "the first group has no weight decay that others could keep a ratio to; put a decayed group first"
-        return None
-
-    def set_batch_factor(self, factor: float) -> None:
-        """What rates are multiplied with because of the global batch's size."""
-        self._batch_factor = factor
-
     def end_step(self) -> None:
         """A step ended or was rolled back. Where the optimizer did not step, its gradients are gone already."""
         if not self.has_stepped:
@@ -221,16 +172,15 @@ class ElasticOptimizer(Optimizer):
     def follows_schedule(self, scheduler: ElasticLRScheduler) -> None:
         """``scheduler`` sets the rates of this optimizer's groups."""
         self._schedulers.append(scheduler)
-        for group in self.param_groups:
-            if "lr" in group:  # ReduceLROnPlateau does not keep the base by itself
-                group.setdefault("initial_lr", _copied(group["lr"]))
+        self.rates.expect_schedule()
 
     # ---- alone ----
 
     def close(self) -> None:
         """Stop following a config file; the optimizer itself goes on."""
-        if self._follower is not None:
-            self._follower.close()
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.close()
 
     def _follow(self, config_file: str | Path, options: dict[str, Any]) -> None:
         settings = OptimizerSettings([self])
@@ -246,6 +196,13 @@ class ElasticOptimizer(Optimizer):
 
     # ---- a step ----
 
+    def _is_idle(self) -> bool:
+        """Whether a step now would change no parameter: its rates and its gradients are zero."""
+        groups = self.param_groups
+        if any(float(group.get("lr", 1.0)) for group in groups):
+            return False
+        return not any(part.grad is not None and part.grad.any() for group in groups for part in group["params"])
+
     def _begin(self, state: StepState) -> None:
         if not self.has_begun:
             self.has_begun = True
@@ -258,9 +215,9 @@ class ElasticOptimizer(Optimizer):
 
     def _step_scaled(self, closure: Closure | None) -> Any:
         step = self.inner.step if closure is None else lambda: self.inner.step(closure)
-        if self.factor == 1.0:
+        if self.rates.factor == 1.0:
             return step()
-        with _scaled(self.param_groups, self.factor):
+        with self.rates.scaled():
             return step()
 
     def _step_with(self, closure: Closure, state: StepState) -> Any:
@@ -307,6 +264,11 @@ class ElasticLRScheduler:
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
         if not self._state.is_inside:
+            if self._state.index > 0:
+                raise StepError(
+                    "scheduler.step() was called between two micro-steps of a step; call it within "
+                    "`with trainer.step():`, or after a boundary"
+                )
             self.inner.step(*arguments, **options)
         elif self._optimizer.has_stepped and not self.has_stepped:
             self.has_stepped = True
@@ -316,7 +278,7 @@ class ElasticLRScheduler:
 
     def get_last_lr(self) -> list[float]:
         """The effective rates, group by group."""
-        return [float(rate) * self._optimizer.factor for rate in self.inner.get_last_lr()]
+        return [float(rate) * self._optimizer.rates.factor for rate in self.inner.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()  # type: ignore[no-any-return]
@@ -328,6 +290,10 @@ class ElasticLRScheduler:
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not this class's own is the scheduler's: ``scheduler.min_lrs = ...`` acts."""
+        object.__setattr__(self if name in _SCHEDULERS_OWN else self.inner, name, value)
 
     def __repr__(self) -> str:
         return f"ElasticLRScheduler({self.inner!r})"
@@ -349,8 +315,8 @@ class OptimizerSettings:
 
     def __init__(self, optimizers: Sequence[ElasticOptimizer]) -> None:
         self.optimizers = optimizers
-        self._rates = [optimizer.base_rate() for optimizer in optimizers]
-        self._decays = [optimizer.base_decay() for optimizer in optimizers]
+        self._rates = [optimizer.rates.base_rate for optimizer in optimizers]
+        self._decays = [optimizer.rates.base_decay for optimizer in optimizers]
 
     def startup_values(self) -> dict[str, object]:
         """What the script gave the first optimizer."""
@@ -369,7 +335,9 @@ class OptimizerSettings:
             if self._rates[0] == 0.0:
                 return "the first group's learning rate is 0, so the others have no ratio to it; give it a rate"
         if wanted.weight_decay is not None and wanted.weight_decay != self._decays[0]:
-            reasons = [optimizer.why_not_decay() for optimizer in self.optimizers]
+            reasons = [optimizer.rates.why_not_decay() for optimizer in self.optimizers]
+            if self._decays[0] == 0.0 and any(self._decays):
+                reasons.append("the first optimizer has no weight decay that others could keep a ratio to")
             return next((reason for reason in reasons if reason is not None), None)
         return None
 
@@ -377,14 +345,15 @@ class OptimizerSettings:
         rate, decay = new.optimizer.learning_rate, new.optimizer.weight_decay
         if rate is not None and rate != old.optimizer.learning_rate:
             for optimizer, base in zip(self.optimizers, self._rates, strict=True):
-                optimizer.set_learning_rate(_in_ratio(rate, base, self._rates[0]))
+                if base:  # an optimizer without a rate, or with rate 0, stays so
+                    optimizer.rates.set_rate(_in_ratio(rate, base, self._rates[0]))
         if decay is not None and decay != old.optimizer.weight_decay:
             for optimizer, base in zip(self.optimizers, self._decays, strict=True):
-                optimizer.set_weight_decay(_in_ratio(decay, base, self._decays[0]))
+                optimizer.rates.set_decay(_in_ratio(decay, base, self._decays[0]))
 
 
 def _in_ratio(value: float, base: float | None, first_base: float | None) -> float:
-    if not base or not first_base or base == first_base:
+    if base is None or not first_base or base == first_base:
         return value
     return value * (base / first_base)
 
@@ -392,33 +361,3 @@ def _in_ratio(value: float, base: float | None, first_base: float | None) -> flo
 def _evaluated(closure: Closure) -> Any:
     with torch.enable_grad():
         return closure()
-
-
-def _base_rate(group: dict[str, Any]) -> float | None:
-    rate = group.get("initial_lr", group.get("lr"))
-    return None if rate is None else float(rate)
-
-
-def _copied(rate: Any) -> Any:
-    return rate.clone() if isinstance(rate, torch.Tensor) else rate
-
-
-def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    """Tensor rates change in place: a captured graph reads them where they are."""
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].copy_(torch.as_tensor(rate))
-    else:
-        group["lr"] = rate
-
-
-@contextmanager
-def _scaled(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
-    """Every group's rate times ``factor``, and as it was afterwards, whatever happens."""
-    rates = [(group, _copied(group["lr"])) for group in groups if "lr" in group]
-    try:
-        for group, rate in rates:
-            _set_rate(group, rate * factor)
-        yield
-    finally:
-        for group, rate in rates:
-            _set_rate(group, rate)

@@ -33,29 +33,31 @@ def materialise(optimizer: Optimizer) -> None:
     A step with zero gradients is taken for one parameter at a time, and the parameter put back: so no more memory is
     used than the state itself and two copies of the largest parameter.
     """
-    step = _bare_step(optimizer)
-    trained = [part for group in optimizer.param_groups for part in group["params"] if part.requires_grad]
-    gradients = [(part, part.grad) for part in trained]
-    for part in trained:
-        part.grad = None
+    groups = optimizer.param_groups
     try:
-        for part in trained:
-            if optimizer.state.get(part):
-                continue
-            before = part.detach().clone()
-            part.grad = torch.zeros_like(part)
-            try:
-                step(optimizer)
-            finally:
-                part.grad = None
-                with torch.no_grad():
-                    part.copy_(before)
-            for value in optimizer.state.get(part, {}).values():
-                _clear(value)
-            _reset_count(optimizer.state.get(part, {}))
+        for group in groups:
+            for part in group["params"]:
+                if part.requires_grad and not optimizer.state.get(part):
+                    optimizer.param_groups = [{**group, "params": [part]}]  # a step goes by this one alone
+                    _materialise_one(optimizer, part)
     finally:
-        for part, gradient in gradients:
-            part.grad = gradient
+        optimizer.param_groups = groups
+
+
+def _materialise_one(optimizer: Optimizer, part: torch.Tensor) -> None:
+    before, gradient = part.detach().clone(), part.grad
+    part.grad = torch.zeros_like(part)
+    try:
+        _bare_step(optimizer)(optimizer)
+    finally:
+        part.grad = gradient
+        with torch.no_grad():
+            part.copy_(before)
+    state = optimizer.state.get(part, {})
+    for name, value in state.items():
+        # SGD's first step takes the gradient for its momentum, as 0.9 * -0.0 + gradient does, whatever its sign.
+        _clear(value, zero=-0.0 if name == "momentum_buffer" and isinstance(optimizer, optim.SGD) else 0.0)
+    _reset_count(state)
 
 
 def _bare_step(optimizer: Optimizer) -> Any:
@@ -64,9 +66,9 @@ def _bare_step(optimizer: Optimizer) -> Any:
     return getattr(step, "__wrapped__", step)
 
 
-def _clear(value: object) -> None:
+def _clear(value: object, *, zero: float) -> None:
     if isinstance(value, torch.Tensor):
-        value.zero_()
+        value.fill_(zero)
 
 
 def _reset_count(state: dict[str, Any]) -> None:

@@ -208,7 +208,7 @@ class Session:
         if batch is None or reference is None:
             return
         for optimizer in self._settings.optimizers:
-            optimizer.set_batch_factor(rate_factor(self._rule, reference, batch))
+            optimizer.rates.set_batch_factor(rate_factor(self._rule, reference, batch))
 
     def _with_own_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A resumed config, but for what this run's loader decides by itself."""
@@ -226,7 +226,7 @@ class Session:
             for optimizer in self._settings.optimizers:
                 if can_materialise(optimizer.inner):
                     materialise(optimizer.inner)
-        except RuntimeError as error:  # out of memory, most of all
+        except (RuntimeError, AssertionError) as error:  # out of memory; or what torch asserts of a device
             problem = error
         self.follower.ranks.all_or_raise(problem, "making the optimizer's state")
 

@@ -259,7 +259,7 @@ class Steps:
         state = self._state
         if not state.is_torn and (error is None or state.num_begun == 0 or state.has_committed):
             return
-        state.is_inside = False
+        state.is_inside = state.is_last = False
         self.torn = TornStepError(
             f"an optimizer failed in the middle of its step ({state.num_stepped} of {state.num_optimizers} had ended): "
             f"parameters may be half updated; resume from a checkpoint"

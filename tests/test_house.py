@@ -46,6 +46,7 @@ LAYERS: Mapping[str, int] = {
     "peers": 1,
     "ranks": 1,
     "rounds": 1,
+    "rates": 1,
     "reports": 1,
     "rundir": 1,
     "watch": 1,
@@ -72,7 +73,18 @@ LAYERS: Mapping[str, int] = {
 SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without a circle
 
 USES_TORCH = frozenset(
-    {"arguments", "follow", "gradients", "optimizer", "optimizer_state", "ranks", "session", "snapshot", "trainer"}
+    {
+        "arguments",
+        "follow",
+        "gradients",
+        "optimizer",
+        "optimizer_state",
+        "ranks",
+        "rates",
+        "session",
+        "snapshot",
+        "trainer",
+    }
 )
 HEAVY = frozenset({"torch", "grpc", "numpy", "accelerate"})  # accelerate imports torch
 

@@ -1,0 +1,73 @@
+"""The factor by which a rate follows a global batch that changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ext.scaling import BatchRule, rate_factor
+
+RULES: tuple[BatchRule, ...] = get_args(BatchRule)
+batches = st.integers(1, 2**40)
+rules = st.sampled_from(RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reference", "batch", "factor"),
+    [
+        ("none", 8, 64, 1.0),
+        ("none", 64, 8, 1.0),
+        ("linear", 8, 64, 8.0),
+        ("linear", 64, 8, 0.125),
+        ("linear", 3, 7, 7 / 3),
+        ("sqrt", 4, 64, 4.0),
+        ("sqrt", 64, 4, 0.25),
+        ("sqrt", 1, 2, math.sqrt(2.0)),
+    ],
+)
+def test_factors(rule: BatchRule, reference: int, batch: int, factor: float) -> None:
+    assert rate_factor(rule, reference, batch) == factor
+
+
+def test_the_rules_are_those_of_the_table() -> None:
+    assert RULES == ("none", "linear", "sqrt")
+
+
+@given(rules, batches)
+def test_a_batch_that_keeps_its_size_changes_not_a_bit(rule: BatchRule, batch: int) -> None:
+    assert rate_factor(rule, batch, batch) == 1.0
+
+
+@given(rules, batches, batches)
+def test_a_larger_batch_never_has_a_smaller_rate(rule: BatchRule, reference: int, batch: int) -> None:
+    factor = rate_factor(rule, reference, batch)
+    assert 0.0 < factor < math.inf
+    assert (factor >= 1.0) if batch >= reference else (factor <= 1.0)
+
+
+@given(rules, batches, batches, batches)
+def test_two_changes_make_the_factor_of_both_together(rule: BatchRule, first: int, second: int, third: int) -> None:
+    together = rate_factor(rule, first, second) * rate_factor(rule, second, third)
+    assert together == pytest.approx(rate_factor(rule, first, third), rel=1e-12)
+
+
+@given(batches, batches)
+def test_the_square_of_sqrt_is_linear(reference: int, batch: int) -> None:
+    assert rate_factor("sqrt", reference, batch) ** 2 == pytest.approx(rate_factor("linear", reference, batch))
+
+
+@given(rules, st.integers(-5, 0), batches)
+def test_batches_without_samples_are_refused(rule: BatchRule, empty: int, batch: int) -> None:
+    for reference, other in ((empty, batch), (batch, empty)):
+        with pytest.raises(ValueError, match=rf"batches are {reference} and {other} samples; allowed: at least 1"):
+            rate_factor(rule, reference, other)
+
+
+@pytest.mark.parametrize("rule", ["cubic", "Linear", "", None])
+def test_an_unknown_rule_is_refused_with_those_that_there_are(rule: Any) -> None:
+    with pytest.raises(ValueError, match=r"the batch-size rule is .*; allowed: none, linear, sqrt"):
+        rate_factor(rule, 1, 2)
