@@ -47,16 +47,14 @@ class Batches:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value!r}; allowed: an integer >= 1, or None")
         self.source = loader if isinstance(loader, MicroBatchSource) else None
-        if loader is not None and micro_batch_size is not None:
+        self._fixed = None if self.source is not None or loader is None else FixedBatches.of(loader)
+        if micro_batch_size is not None and (self.source is not None or self._fixed is not None):
             raise ValueError(
                 f"micro_batch_size is {micro_batch_size}, and a dataloader has a batch size; give one of them"
             )
         if self.source is None and share_weights is not None:
             raise ValueError("share_weights needs a dataloader that can be told its sizes (MicroBatchSource)")
-        self._fixed = None
-        if self.source is None and loader is not None:
-            self._fixed = FixedBatches.of(loader)
-        elif micro_batch_size is not None:
+        if micro_batch_size is not None:
             self._fixed = FixedBatches(micro_batch=micro_batch_size)
         if global_batch_size is not None and self.source is None and self._fixed is None:
             raise ValueError(
@@ -130,7 +128,7 @@ class Batches:
         """Cut steps as ``config`` says, from the next one on."""
         self._num_ranks, self._rank = num_ranks, rank
         batch, source, fixed = config.global_batch_size, self.source, self._fixed
-        self._global_batch = batch
+        self._global_batch = batch if source is not None or fixed is not None else None
         if source is not None:
             assert batch is not None
             self._tell(batch, config.dataloader.batch_size or source.batch_size)
@@ -163,16 +161,14 @@ class Batches:
         if self.source is not None:
             self.source.commit()
             return
-        self._num_taken += num_micro_steps
-        if self._fixed is not None and self._num_taken == self._fixed.num_batches:
-            self._num_taken = 0
+        self._pass(num_micro_steps)
 
     def rollback(self, num_micro_steps: int) -> None:
         """What the step under way took is to come again; a loader with sizes of its own has gone past it."""
         if self.source is not None:
             self.source.rollback()
         else:
-            self._num_taken += num_micro_steps
+            self._pass(num_micro_steps)
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why steps cannot be cut as ``new`` says, None where they can."""
@@ -202,6 +198,11 @@ class Batches:
     def own_values(self) -> dict[str, object]:
         """What no resumed config may say otherwise: the sizes of a loader that has its own."""
         return {} if self._fixed is None else {"dataloader.batch_size": self._fixed.micro_batch}
+
+    def _pass(self, num_batches: int) -> None:
+        self._num_taken += num_batches
+        if self._fixed is not None and self._num_taken == self._fixed.num_batches:
+            self._num_taken = 0
 
     def _next_of_source(self, source: MicroBatchSource, *, keep_batch: bool) -> RankStep | None:
         assert self._plan is not None

@@ -1,16 +1,17 @@
-"""Gradients: what a step does to the gradients of a plain or DDP model: weigh them, share them, divide them, drop them.
+"""Gradients: what a step does to the gradients of a plain or DDP model: weigh, share, divide and drop them.
 
 Weighing acts where a backward pass enters the model, on the gradients of its outputs, and takes itself back where it
-leaves through the model's inputs. So each path through the model counts once, however often the model was called, and
-``loss.backward()`` needs no help.
+leaves through the model's inputs: within the model gradients are weighed, outside of it they are not, until they come
+to a parameter there. So each path counts once, however often the model was called, and ``loss.backward()`` needs no
+help. What is done to values for that is in outputs.py.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .errors import StepError
+from .outputs import Same, is_adding, mark, origins, replaced
 from .step_state import StepState
 
 __all__ = ["Gradients"]
 
-_MARK = "elastic_ext: the output behind this view"
 _NEEDS_EXACT = (
     "the model cannot weigh its own gradients here: {}; call trainer.backward(loss) instead of loss.backward()"
+)
+_LOST = (
+    "the gradients of this step's earlier micro-steps are gone: something other than the optimizer's zero_grad() has "
+    "cleared them, such as model.zero_grad(); call optimizer.zero_grad(), which waits for the step to end"
+)
+_UNCOUNTED = (
+    "backward passes with num_items and without were mixed in one step: {}; call trainer.backward(loss_sum, "
+    "num_items=...) in every micro-step, with 0 where there is nothing to count, and once in the last"
 )
 _UNWEIGHTED = (
     "gradients came from a loss that does not go through the model's outputs, so they do not count as a part of the "
@@ -46,8 +55,17 @@ class Gradients:
         self._model = model
         self._state = state
         self._replicas = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-        self._entries: list[nn.Module] = list(self._replicas) or list(_callable_parts(model))
+        self._entries: list[nn.Module] = list(self._replicas) or list(dict.fromkeys(_callable_parts(model)))
         self._handles: list[RemovableHandle] = []
+        self._is_needed = False  # to see passes and weigh them
+        self._depth = 0  # calls of entries within one another that are under way
+        self._given: list[tuple[torch.Tensor, int]] = []  # to the call under way: inputs and their versions
+        self._own: set[int] = set()  # the model's parameters
+        self._num_trained = 0
+        self._has_outside = False  # parameters that are trained and not the model's
+        self._task, self._is_adding = -1, True  # a backward pass, and whether it adds to gradients
+        self.shares_first = any(replica.static_graph for replica in self._replicas)
+        """The first passes have to share: torch records a static graph in them."""
         self._is_backward_exact = False  # inside backward(), which weighs the loss itself
         self._awaited: list[torch.Tensor] = []  # outputs of a pass whose gradients the other ranks wait for
         self._needs_exact = ""  # why only backward() can weigh the loss of this micro-step
@@ -56,6 +74,10 @@ class Gradients:
         self._has_shared_buffers = False  # in the step under way
         self.optimizers: list[torch.optim.Optimizer] = []
         self._num_items: torch.Tensor | None = None
+        self._is_counted: bool | None = None  # whether this step's backward passes come with num_items
+        self._has_counted = False  # in this training
+        self._is_divided = False
+        self._witness: tuple[torch.Tensor, int] | None = None  # has a gradient since an earlier micro-step; its version
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     @property
@@ -87,18 +109,30 @@ class Gradients:
 
     def watch(self, *, needed: bool) -> None:
         """See forward and backward passes, and weigh them; where it is not needed, stay out of the model's way."""
-        if needed == bool(self._handles):
+        num_trained = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        if needed == self._is_needed and num_trained == self._num_trained:
             return
+        self._is_needed, self._num_trained = needed, num_trained
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         if needed:
+            self._own = {id(part) for entry in self._entries for part in entry.parameters()}
+            before, after = self._before_forward, self._after_forward
+            dynamo: Any = sys.modules.get("torch._dynamo")
+            if dynamo is not None:  # a compiled model: what is done here is not for its graph
+                before, after = dynamo.disable(before), dynamo.disable(after)
             for entry in self._entries:
-                self._handles.append(entry.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-                self._handles.append(entry.register_forward_hook(self._after_forward))
+                if isinstance(entry, torch.jit.ScriptModule):  # takes no hooks: check() asks for backward()
+                    continue
+                self._handles.append(entry.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(entry.register_forward_hook(after, always_call=True))
+            outside = [part for part in self.parameters() if id(part) not in self._own and part.requires_grad]
+            self._has_outside = bool(outside)
+            for part in outside:
+                self._handles.append(part.register_hook(self._weigh_outside))  # type: ignore[no-untyped-call]
             for replica in self._replicas if self.on_shared_buffers is not None else ():
                 self._handles.append(replica.module.register_forward_pre_hook(self._after_sharing_buffers))
-        else:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
 
     def release(self) -> None:
         """Leave the model as it was found."""
@@ -114,13 +148,10 @@ class Gradients:
         """``loss.backward()`` with this micro-batch's weight, however the loss came about."""
         state = self._state
         weight = state.weight
+        self._note_pass(is_counted=num_items is not None)
         if num_items is not None:
             weight = 1.0
             self._count(loss, num_items)
-        elif self._num_items is not None:
-            raise StepError(
-                "backward() was called with num_items before in this step, and without here; always give it"
-            )
         self._is_backward_exact = state.is_exact = True
         try:
             if weight == 1.0:
@@ -140,11 +171,15 @@ class Gradients:
         state = self._state
         if state.is_last and not state.has_backward and self.num_ranks > 1 and state.num_begun == 0:
             raise StepError(_UNSHARED)
-        if state.is_exact or not self._handles or state.weight == 1.0:
+        if state.is_last and self._num_items is not None and not self._is_divided:
+            raise StepError(_UNCOUNTED.format("the last micro-step has none"))
+        before = self._witness
+        self._note_witness()
+        if state.is_exact or not self._is_needed or state.weight == 1.0:
             return
         if state.has_forward and self._needs_exact:
             raise StepError(_NEEDS_EXACT.format(self._needs_exact))
-        if not state.has_backward and state.index == 0 and any(part.grad is not None for part in self.parameters()):
+        if not state.has_backward and self._witness != before:
             raise StepError(_UNWEIGHTED)
 
     def have_shared_buffers(self) -> None:
@@ -172,17 +207,19 @@ class Gradients:
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             finally:
                 self._is_backward_exact = is_exact
+            if self._has_counted and self._state.is_last and not self._is_divided:  # they add their items up as well
+                dist.all_reduce(torch.zeros((), dtype=torch.float64, device=outputs[0].device), group=self._group)
 
     def drop(self) -> None:
         """Forget what this step has gathered."""
-        self._num_items = None
+        self._forget_counts()
         for parameter in self.parameters():
             parameter.grad = None
 
     def end_step(self) -> None:
         """The next step counts its items anew, and shares buffers."""
-        self._num_items = None
-        self._has_shared_buffers = False
+        self._forget_counts()
+        self._has_shared_buffers = self.shares_first = False
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -200,17 +237,38 @@ class Gradients:
 
     def _count(self, loss: torch.Tensor, num_items: float | torch.Tensor) -> None:
         state = self._state
-        if self._num_items is None and state.index > 0:
-            raise StepError("backward() was called without num_items before in this step, and with it here")
-        if self._num_items is not None and state.is_last and state.has_backward:
-            raise StepError("backward(num_items=) was called twice in the last micro-step; add the losses up first")
+        if state.is_last and state.has_backward:
+            raise StepError(_UNCOUNTED.format("it was called twice in the last micro-step"))
         count = torch.as_tensor(num_items, dtype=torch.float64, device=loss.device).detach()
         self._num_items = count.clone() if self._num_items is None else self._num_items + count
+
+    def _forget_counts(self) -> None:
+        self._num_items = self._is_counted = self._witness = None
+        self._is_divided = False
+
+    def _note_pass(self, *, is_counted: bool) -> None:
+        """A backward pass has come; raise where it does not go together with those before it."""
+        if self._is_counted is None:
+            self._is_counted = is_counted
+        elif self._is_counted is not is_counted:
+            raise StepError(_UNCOUNTED.format(f"{'with' if is_counted else 'without'} here, and otherwise before"))
+        if self._witness is not None and self._witness[0].grad is None:
+            raise StepError(_LOST)
+
+    def _note_witness(self) -> None:
+        """Look at the first parameter that has a gradient, to notice later where that was changed or lost."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        trained = (part for group in groups for part in group["params"])
+        for part in trained if self._witness is None else [self._witness[0]]:
+            if part.grad is not None:
+                self._witness = part, part.grad._version
+                return
 
     def _divide(self) -> None:
         """Turn the ranks' averaged sums into the mean over all items of the step."""
         total = self._num_items
         assert total is not None
+        self._has_counted = True
         if self._replicas:
             dist.all_reduce(total, group=self._group)
         if not total.item() > 0:
@@ -219,136 +277,120 @@ class Gradients:
             )
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         torch._foreach_div_(gradients, float(total.item() / self.num_ranks))
+        self._is_divided = True
 
     def _after_sharing_buffers(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:
             self._has_shared_buffers = True
             self.on_shared_buffers()
 
+    @property
+    def _is_watching(self) -> bool:
+        return self._state.is_inside and torch.is_grad_enabled()
+
     def _before_forward(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         state = self._state
-        if not (torch.is_grad_enabled() and state.is_inside):
+        if not self._is_watching:
             return None
         if not state.has_forward:
             state.has_forward = True
             self._needs_exact = ""
+            self._depth = 0
+        self._depth += 1
+        if self._depth > 1:  # a part of the model, or the model itself, within a call
             return None
-        if state.weight == 1.0 or not any(tensor.requires_grad for tensor in _tensors((arguments, options))):
+        self._given.clear()
+        if state.weight == 1.0:
             return None
-        return _replaced(arguments, self._unweighed), _replaced(options, self._unweighed)
+        if self._has_outside and any(id(part) not in self._own for part in module.parameters()):
+            self._needs_exact = "it was called with other parameters than its own"
+        return replaced(arguments, self._unweighed), replaced(options, self._unweighed)
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        if not (torch.is_grad_enabled() and self._state.is_inside):
+        if not self._is_watching:
             return None
-        return _replaced(output, self._weighed)
+        self._depth = max(self._depth - 1, 0)
+        if self._depth > 0:
+            return None
+        if any(tensor._version != version for tensor, version in self._given):
+            self._needs_exact = "it changes its inputs in place"
+        self._given.clear()
+        return replaced(output, self._weighed, self._cannot_look_into)
 
     def _weighed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values; a gradient that enters the model here counts by the weight."""
-        weight, state = self._state.weight, self._state
-
-        def weigh(gradient: torch.Tensor) -> torch.Tensor | None:
-            if torch.is_grad_enabled():  # a gradient that is itself to be differentiated
-                self._needs_exact = self._needs_exact or "its gradient was differentiated"
-                return None
-            state.has_backward = True
-            self._awaited.clear()
-            if self._is_backward_exact or weight == 1.0:
-                return None
-            if self._needs_exact:
-                raise StepError(_NEEDS_EXACT.format(self._needs_exact))
-            return gradient * weight
-
-        same = tensor.view_as(tensor)
-        same.register_hook(weigh)  # type: ignore[no-untyped-call]
-        if self._replicas and state.is_last:
+        # A leaf may not change in place, and torch knows it for views.
+        same: torch.Tensor = tensor.view_as(tensor) if tensor.is_leaf else Same.apply(tensor)  # type: ignore[no-untyped-call]
+        above = torch.autograd.graph.get_gradient_edge(tensor).node
+        same.register_hook(lambda gradient: self._weigh(gradient, above))  # type: ignore[no-untyped-call]
+        mark(same)
+        if self._replicas and self._replicas[0].require_backward_grad_sync:
             self._awaited.append(same)
-        if weight != 1.0:
-            _notes_of(same)[_MARK] = tensor
         return same
 
     def _unweighed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input of a model that was called before in this micro-step, without the weight of what it came from."""
-        if tensor.grad_fn is None:
+        """An input of the model; a gradient that leaves the model here does so without the weight."""
+        is_own, is_other = origins(tensor, self._own)
+        if not is_other:  # made by the model without leaving it: from its parameters, or kept from a call before
             return tensor
-        original = _notes_of(tensor).get(_MARK)
-        if original is not None:
-            return original  # type: ignore[no-any-return]
-        is_weighed, has_others = _origins(tensor)
-        if not is_weighed:
-            return tensor
-        if has_others:
-            self._needs_exact = "it was called with something made from its own output and from other parameters"
-        weight = self._state.weight
-        same = tensor.view_as(tensor)
-        same.register_hook(lambda gradient: None if self._is_backward_exact else gradient / weight)  # type: ignore[no-untyped-call]
+        if is_own:
+            self._needs_exact = "it was called with something made from its own parameters and from others"
+        self._given.append((tensor, tensor._version))
+        same = tensor.view_as(tensor)  # a view, so that changes in place are known to both
+        above = torch.autograd.graph.get_gradient_edge(tensor).node
+        same.register_hook(lambda gradient: self._unweigh(gradient, above))  # type: ignore[no-untyped-call]
         return same
 
+    def _adds(self, above: Any) -> bool:
+        """Whether the backward pass under way adds to gradients; ``torch.autograd.grad`` gives them to its caller."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._is_adding = task, is_adding(above)
+        return self._is_adding
 
-def _notes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """What can be noted on the place in the graph that a tensor came from."""
-    assert tensor.grad_fn is not None
-    return cast("dict[str, Any]", tensor.grad_fn.metadata)  # torch's annotation takes the property for a method
+    def _weigh(self, gradient: torch.Tensor, above: Any) -> torch.Tensor | None:
+        state = self._state
+        if torch.is_grad_enabled():  # a gradient that is itself to be differentiated
+            self._needs_exact = self._needs_exact or "its gradient was differentiated"
+            return None
+        if not self._adds(above):
+            return None
+        state.has_backward = True
+        self._awaited.clear()
+        if self._is_backward_exact:
+            return None
+        if state.weight == 1.0:
+            self._note_pass(is_counted=False)
+            return None
+        if self._needs_exact:
+            raise StepError(_NEEDS_EXACT.format(self._needs_exact))
+        self._note_pass(is_counted=False)
+        return gradient * state.weight
 
+    def _unweigh(self, gradient: torch.Tensor, above: Any) -> torch.Tensor | None:
+        if self._is_backward_exact or torch.is_grad_enabled() or not self._adds(above):
+            return None
+        return gradient / self._state.weight
 
-def _origins(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Whether a model's weighed output, and whether anything else that is trained, is among what it was made from."""
-    is_weighed = has_others = False
-    waiting, seen = [tensor.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if _MARK in cast("dict[str, Any]", node.metadata):
-            is_weighed = True
-        elif not node.next_functions:
-            has_others = True
-        else:
-            waiting += [above for above, _ in node.next_functions]
-    return is_weighed, has_others
+    def _weigh_outside(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of a parameter that is trained outside of the model."""
+        state = self._state
+        if not state.is_inside or self._is_backward_exact or torch.is_grad_enabled():
+            return None
+        state.has_backward |= not self._replicas
+        return gradient * state.weight
+
+    def _cannot_look_into(self, value: object) -> None:
+        self._needs_exact = f"its output holds a {type(value).__name__}, whose tensors it cannot find"
 
 
 def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
     """The module, or where it only holds others, such as a ModuleDict, those that can be called."""
-    if type(module).forward is not nn.Module.forward:
+    own = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")  # compiled, and scripted ones
+    if own is not nn.Module.forward:
         yield module
         return
     for child in module.children():
         yield from _callable_parts(child)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of nested containers with those tensors changed that need gradients."""
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.requires_grad else value
-    if isinstance(value, tuple):
-        items = [_replaced(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else tuple(items)
-    if isinstance(value, list):
-        return [_replaced(item, change) for item in value]
-    if isinstance(value, dict):
-        value = copy.copy(value)  # of its own class, which may do more than hold
-        for name, item in list(value.items()):
-            value[name] = _replaced(item, change)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(value, field.name, _replaced(getattr(value, field.name), change))
-    return value

@@ -17,6 +17,12 @@ from .step_state import StepState
 
 __all__ = ["ElasticLRScheduler", "ElasticOptimizer", "OptimizerSettings"]
 
+_GATHERED = (
+    "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "
+    "earlier micro-steps along; keep them away with requires_grad_(False) or backward(inputs=...), or make the "
+    "micro-batch as large as the step"
+)
+
 Closure = Callable[[], Any]
 _SCHEDULERS_OWN = ("inner", "has_stepped", "_optimizer", "_state", "_was_early")
 
@@ -65,6 +71,7 @@ class ElasticOptimizer(Optimizer):
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
         self.rates = Rates(optimizer)
         self._schedulers: list[ElasticLRScheduler] = []
+        self._gathered: tuple[int, int] | None = None  # the first gradient and its version when step() was left out
         self._follower: ConfigFollower | None = None
         if config_file is not None:
             self._follow(config_file, follow)
@@ -91,7 +98,9 @@ class ElasticOptimizer(Optimizer):
                     "scaler.unscale_() was called in a micro-step that does not end a step, so the gradients that are "
                     "gathered would be divided more than once; call it only `if trainer.sync_gradients:`"
                 )
-            return None if closure is None else _evaluated(closure)
+            result = None if closure is None else _evaluated(closure)
+            self._gathered = self._witness()
+            return result
         for scheduler in self._schedulers:
             scheduler.make_sure_of_order()
         if closure is not None:
@@ -115,6 +124,8 @@ class ElasticOptimizer(Optimizer):
         if state is None or state.num_micro_steps == 1 or self._may_zero:
             self.inner.zero_grad(set_to_none)
             self._may_zero = False
+        elif state.num_optimizers > 1 and self._gathered is not None and self._gathered != self._witness():
+            raise StepError(_GATHERED)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, which it loads as well without this library: rates as the schedule has them."""
@@ -163,6 +174,7 @@ class ElasticOptimizer(Optimizer):
         """A step ended or was rolled back. Where the optimizer did not step, its gradients are gone already."""
         if not self.has_stepped:
             self._may_zero = False
+        self._gathered = None
         self.has_begun = self.has_stepped = False
 
     def forget_zeroing(self) -> None:
@@ -202,6 +214,10 @@ class ElasticOptimizer(Optimizer):
         if any(float(group.get("lr", 1.0)) for group in groups):
             return False
         return not any(part.grad is not None and part.grad.any() for group in groups for part in group["params"])
+
+    def _witness(self) -> tuple[int, int] | None:
+        gradients = (part.grad for group in self.param_groups for part in group["params"])
+        return next(((id(each), each._version) for each in gradients if each is not None), None)
 
     def _begin(self, state: StepState) -> None:
         if not self.has_begun:

@@ -23,11 +23,13 @@ class Snapshot:
         self._model = model
         self._registered = registered
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._held: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
         self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._restore_random: list[Callable[[], None]] = []
 
     def take(self) -> None:
         """Keep everything as it is now."""
+        self._held = [(module, dict(module._buffers)) for module in self._model.modules()]
         live = list(self._tensors())
         kept = [copy for _, copy in self._copies]
         if [(copy.shape, copy.dtype, copy.device) for copy in kept] != [(t.shape, t.dtype, t.device) for t in live]:
@@ -54,6 +56,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back as it was."""
+        for module, buffers in self._held:  # some modules put others in their place
+            module._buffers.clear()
+            module._buffers.update(buffers)
         for tensor, copy in self._copies:
             _put(tensor, copy)
         for restore in self._restore_random:

@@ -100,7 +100,7 @@ class Steps:
         is_last = index + 1 == len(step.weights)
         state.is_last = self.is_committing = is_last
         state.is_inside = True
-        is_shared = is_last or self._shares_always
+        is_shared = is_last or self._shares_always or self._gradients.shares_first
         if is_shared is not self._is_shared:
             self._is_shared = is_shared
             self._gradients.share(now=is_shared)
@@ -216,8 +216,8 @@ class Steps:
             self._step, self._keeps_batch = step, keep_batch
             state.num_micro_steps = step.num_micro_steps
             state.keeps_batch = keep_batch and self._batches.global_batch is not None
-            gradients = self._gradients
-            gradients.watch(needed=gradients.num_ranks > 1 or step.weights != (1.0,))
+        gradients = self._gradients
+        gradients.watch(needed=gradients.num_ranks > 1 or step.weights != (1.0,))
         self._num_own_backwards = 0
         if self._snapshot is not None:
             self._snapshot.take()
