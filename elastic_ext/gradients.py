@@ -1,15 +1,7 @@
-"""Gradients: what a step does to the gradients of a plain or DDP model: weigh, share, divide and drop them.
-
-Weighing acts where a backward pass enters the model, on the gradients of its outputs, and takes itself back where it
-leaves through the model's inputs: within the model gradients are weighed, outside of it they are not, until they come
-to a parameter there. So each path counts once, however often the model was called, and ``loss.backward()`` needs no
-help. What is done to values for that is in outputs.py.
-"""
+"""Gradients: what a step does to the gradients of a plain or DDP model: weigh, share, divide and drop them."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,14 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .errors import StepError
-from .outputs import Same, is_adding, mark, origins, replaced
 from .step_state import StepState
+from .weighing import Weighing
 
 __all__ = ["Gradients"]
 
-_NEEDS_EXACT = (
-    "the model cannot weigh its own gradients here: {}; call trainer.backward(loss) instead of loss.backward()"
-)
 _LOST = (
     "the gradients of this step's earlier micro-steps are gone: something other than the optimizer's zero_grad() has "
     "cleared them, such as model.zero_grad(); call optimizer.zero_grad(), which waits for the step to end"
@@ -55,20 +44,15 @@ class Gradients:
         self._model = model
         self._state = state
         self._replicas = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-        self._entries: list[nn.Module] = list(self._replicas) or list(dict.fromkeys(_callable_parts(model)))
-        self._handles: list[RemovableHandle] = []
+        self._weighing = Weighing(
+            self._replicas or [model], state, on_output=self._note_output, on_backward=self._note_backward
+        )
         self._is_needed = False  # to see passes and weigh them
-        self._depth = 0  # calls of entries within one another that are under way
-        self._given: list[tuple[torch.Tensor, int]] = []  # to the call under way: inputs and their versions
-        self._own: set[int] = set()  # the model's parameters
-        self._num_trained = 0
-        self._has_outside = False  # parameters that are trained and not the model's
-        self._task, self._is_adding = -1, True  # a backward pass, and whether it adds to gradients
+        self._num_trained = 0  # parameters, by the optimizers
+        self._buffer_handles: list[RemovableHandle] = []
         self.shares_first = any(replica.static_graph for replica in self._replicas)
         """The first passes have to share: torch records a static graph in them."""
-        self._is_backward_exact = False  # inside backward(), which weighs the loss itself
         self._awaited: list[torch.Tensor] = []  # outputs of a pass whose gradients the other ranks wait for
-        self._needs_exact = ""  # why only backward() can weigh the loss of this micro-step
         self.on_shared_buffers: Callable[[], None] | None = None
         """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
         self._has_shared_buffers = False  # in the step under way
@@ -109,30 +93,21 @@ class Gradients:
 
     def watch(self, *, needed: bool) -> None:
         """See forward and backward passes, and weigh them; where it is not needed, stay out of the model's way."""
+        if not needed and not self._is_needed:
+            return
         num_trained = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         if needed == self._is_needed and num_trained == self._num_trained:
             return
         self._is_needed, self._num_trained = needed, num_trained
-        for handle in self._handles:
+        for handle in self._buffer_handles:
             handle.remove()
-        self._handles.clear()
-        if needed:
-            self._own = {id(part) for entry in self._entries for part in entry.parameters()}
-            before, after = self._before_forward, self._after_forward
-            dynamo: Any = sys.modules.get("torch._dynamo")
-            if dynamo is not None:  # a compiled model: what is done here is not for its graph
-                before, after = dynamo.disable(before), dynamo.disable(after)
-            for entry in self._entries:
-                if isinstance(entry, torch.jit.ScriptModule):  # takes no hooks: check() asks for backward()
-                    continue
-                self._handles.append(entry.register_forward_pre_hook(before, with_kwargs=True))
-                self._handles.append(entry.register_forward_hook(after, always_call=True))
-            outside = [part for part in self.parameters() if id(part) not in self._own and part.requires_grad]
-            self._has_outside = bool(outside)
-            for part in outside:
-                self._handles.append(part.register_hook(self._weigh_outside))  # type: ignore[no-untyped-call]
-            for replica in self._replicas if self.on_shared_buffers is not None else ():
-                self._handles.append(replica.module.register_forward_pre_hook(self._after_sharing_buffers))
+        self._buffer_handles.clear()
+        if not needed:
+            self._weighing.turn_off()
+            return
+        self._weighing.turn_on(self.parameters())
+        for replica in self._replicas if self.on_shared_buffers is not None else ():
+            self._buffer_handles.append(replica.module.register_forward_pre_hook(self._after_sharing_buffers))
 
     def release(self) -> None:
         """Leave the model as it was found."""
@@ -152,7 +127,7 @@ class Gradients:
         if num_items is not None:
             weight = 1.0
             self._count(loss, num_items)
-        self._is_backward_exact = state.is_exact = True
+        self._weighing.is_exact = state.is_exact = True
         try:
             if weight == 1.0:
                 loss.backward(**options)  # type: ignore[no-untyped-call]
@@ -161,7 +136,7 @@ class Gradients:
             else:
                 (loss * weight).backward(**options)  # type: ignore[no-untyped-call]
         finally:
-            self._is_backward_exact = False
+            self._weighing.is_exact = False
         state.has_backward = True
         if state.is_last and num_items is not None:
             self._divide()
@@ -177,8 +152,7 @@ class Gradients:
         self._note_witness()
         if state.is_exact or not self._is_needed or state.weight == 1.0:
             return
-        if state.has_forward and self._needs_exact:
-            raise StepError(_NEEDS_EXACT.format(self._needs_exact))
+        self._weighing.check()
         if not state.has_backward and self._witness != before:
             raise StepError(_UNWEIGHTED)
 
@@ -202,11 +176,11 @@ class Gradients:
         """
         outputs, self._awaited = self._awaited, []
         if outputs:
-            is_exact, self._is_backward_exact = self._is_backward_exact, True
+            self._weighing.is_exact = True
             try:
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             finally:
-                self._is_backward_exact = is_exact
+                self._weighing.is_exact = False
             if self._has_counted and self._state.is_last and not self._is_divided:  # they add their items up as well
                 dist.all_reduce(torch.zeros((), dtype=torch.float64, device=outputs[0].device), group=self._group)
 
@@ -279,118 +253,19 @@ class Gradients:
         torch._foreach_div_(gradients, float(total.item() / self.num_ranks))
         self._is_divided = True
 
+    def _note_output(self, output: torch.Tensor) -> None:
+        """The model was called, and shares gradients when a backward pass comes to this."""
+        if self._replicas and self._replicas[0].require_backward_grad_sync:
+            self._awaited.append(output)
+
+    def _note_backward(self) -> None:
+        """A backward pass has come to the model."""
+        self._state.has_backward = True
+        self._awaited.clear()
+        if not self._weighing.is_exact:
+            self._note_pass(is_counted=False)
+
     def _after_sharing_buffers(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:
             self._has_shared_buffers = True
             self.on_shared_buffers()
-
-    @property
-    def _is_watching(self) -> bool:
-        return self._state.is_inside and torch.is_grad_enabled()
-
-    def _before_forward(
-        self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        state = self._state
-        if not self._is_watching:
-            return None
-        if not state.has_forward:
-            state.has_forward = True
-            self._needs_exact = ""
-            self._depth = 0
-        self._depth += 1
-        if self._depth > 1:  # a part of the model, or the model itself, within a call
-            return None
-        self._given.clear()
-        if state.weight == 1.0:
-            return None
-        if self._has_outside and any(id(part) not in self._own for part in module.parameters()):
-            self._needs_exact = "it was called with other parameters than its own"
-        return replaced(arguments, self._unweighed), replaced(options, self._unweighed)
-
-    def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        if not self._is_watching:
-            return None
-        self._depth = max(self._depth - 1, 0)
-        if self._depth > 0:
-            return None
-        if any(tensor._version != version for tensor, version in self._given):
-            self._needs_exact = "it changes its inputs in place"
-        self._given.clear()
-        return replaced(output, self._weighed, self._cannot_look_into)
-
-    def _weighed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values; a gradient that enters the model here counts by the weight."""
-        # A leaf may not change in place, and torch knows it for views.
-        same: torch.Tensor = tensor.view_as(tensor) if tensor.is_leaf else Same.apply(tensor)  # type: ignore[no-untyped-call]
-        above = torch.autograd.graph.get_gradient_edge(tensor).node
-        same.register_hook(lambda gradient: self._weigh(gradient, above))  # type: ignore[no-untyped-call]
-        mark(same)
-        if self._replicas and self._replicas[0].require_backward_grad_sync:
-            self._awaited.append(same)
-        return same
-
-    def _unweighed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input of the model; a gradient that leaves the model here does so without the weight."""
-        is_own, is_other = origins(tensor, self._own)
-        if not is_other:  # made by the model without leaving it: from its parameters, or kept from a call before
-            return tensor
-        if is_own:
-            self._needs_exact = "it was called with something made from its own parameters and from others"
-        self._given.append((tensor, tensor._version))
-        same = tensor.view_as(tensor)  # a view, so that changes in place are known to both
-        above = torch.autograd.graph.get_gradient_edge(tensor).node
-        same.register_hook(lambda gradient: self._unweigh(gradient, above))  # type: ignore[no-untyped-call]
-        return same
-
-    def _adds(self, above: Any) -> bool:
-        """Whether the backward pass under way adds to gradients; ``torch.autograd.grad`` gives them to its caller."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self._is_adding = task, is_adding(above)
-        return self._is_adding
-
-    def _weigh(self, gradient: torch.Tensor, above: Any) -> torch.Tensor | None:
-        state = self._state
-        if torch.is_grad_enabled():  # a gradient that is itself to be differentiated
-            self._needs_exact = self._needs_exact or "its gradient was differentiated"
-            return None
-        if not self._adds(above):
-            return None
-        state.has_backward = True
-        self._awaited.clear()
-        if self._is_backward_exact:
-            return None
-        if state.weight == 1.0:
-            self._note_pass(is_counted=False)
-            return None
-        if self._needs_exact:
-            raise StepError(_NEEDS_EXACT.format(self._needs_exact))
-        self._note_pass(is_counted=False)
-        return gradient * state.weight
-
-    def _unweigh(self, gradient: torch.Tensor, above: Any) -> torch.Tensor | None:
-        if self._is_backward_exact or torch.is_grad_enabled() or not self._adds(above):
-            return None
-        return gradient / self._state.weight
-
-    def _weigh_outside(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of a parameter that is trained outside of the model."""
-        state = self._state
-        if not state.is_inside or self._is_backward_exact or torch.is_grad_enabled():
-            return None
-        state.has_backward |= not self._replicas
-        return gradient * state.weight
-
-    def _cannot_look_into(self, value: object) -> None:
-        self._needs_exact = f"its output holds a {type(value).__name__}, whose tensors it cannot find"
-
-
-def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or where it only holds others, such as a ModuleDict, those that can be called."""
-    own = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")  # compiled, and scripted ones
-    if own is not nn.Module.forward:
-        yield module
-        return
-    for child in module.children():
-        yield from _callable_parts(child)

@@ -9,53 +9,49 @@ from typing import Any
 
 import torch
 
-__all__ = ["Same", "is_adding", "mark", "origins", "replaced"]
+__all__ = ["Same", "is_made_of_marked", "mark", "mark_end", "origins", "replaced"]
 
 _MARK = "elastic_ext: an output of the model"
+_END = "elastic_ext: an input of the model"
 
 
 class Same(torch.autograd.Function):
     """The same tensor with a place of its own in the graph. Not a view: where one changes in place, hooks are lost."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
-def is_adding(above: Any) -> bool:
-    """Whether what is above this node comes to a leaf's gradient, in the backward pass under way."""
-    waiting: list[Any] = [above]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.next_functions:
-            waiting += [edge[0] for edge in node.next_functions]
-            continue
-        try:
-            if torch._C._will_engine_execute_node(node):
-                return True
-        except RuntimeError:  # so torch says that this leaf's gradient goes to the caller of autograd.grad
-            return False
-    return False
-
-
 def mark(output: torch.Tensor) -> None:
     """Note in the graph that here the model ends, for ``origins``."""
     node: Any = output.grad_fn
     node.metadata[_MARK] = True
+
+
+def mark_end(inner: torch.Tensor) -> None:
+    """Note in the graph that here the model begins, for ``is_made_of_marked``."""
+    node: Any = inner.grad_fn
+    node.metadata[_END] = True
+
+
+def is_made_of_marked(tensor: torch.Tensor) -> bool:
+    """Whether an output of the model is among what this was made from, other than by way of its inputs."""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or _END in node.metadata:
+            continue
+        seen.add(node)
+        if _MARK in node.metadata:
+            return True
+        waiting += [above for above, _ in node.next_functions]
+    return False
 
 
 def origins(tensor: torch.Tensor, own: set[int]) -> tuple[bool, bool]:

@@ -43,6 +43,7 @@ LAYERS: Mapping[str, int] = {
     "follow": 1,
     "history": 1,
     "knobs": 1,
+    "engine": 1,
     "outputs": 1,
     "peers": 1,
     "ranks": 1,
@@ -51,6 +52,7 @@ LAYERS: Mapping[str, int] = {
     "reports": 1,
     "rundir": 1,
     "watch": 1,
+    "weighing": 1,
     "accumulate": 1,
     "batches": 1,
     "interval": 1,
@@ -76,6 +78,7 @@ SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without
 USES_TORCH = frozenset(
     {
         "arguments",
+        "engine",
         "follow",
         "gradients",
         "optimizer",
@@ -86,6 +89,7 @@ USES_TORCH = frozenset(
         "session",
         "snapshot",
         "trainer",
+        "weighing",
     }
 )
 HEAVY = frozenset({"torch", "grpc", "numpy", "accelerate"})  # accelerate imports torch

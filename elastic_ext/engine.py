@@ -1,0 +1,73 @@
+"""What can be learnt of a backward pass while it runs; the one place that asks torch's engine in private.
+
+Tried first with a small graph: where this torch answers otherwise than it should, or not at all, every pass is taken
+for one that adds to gradients, as nearly all do.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+__all__ = ["Engine"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Tells passes that add to parameters' ``grad`` from those of ``torch.autograd.grad``."""
+
+    def __init__(self) -> None:
+        self._leaf: Any = None  # the node of a parameter whose gradient was added to
+        self._answers = _engine_answers()
+
+    def is_adding(self, above: Any) -> bool:
+        """Ask from within a hook: does what is above this node come to a leaf's gradient?"""
+        if not self._answers or (self._leaf is not None and _will_execute(self._leaf)):
+            return True
+        waiting: list[Any] = [above]
+        seen: set[Any] = set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.next_functions:
+                waiting += [edge[0] for edge in node.next_functions]
+            elif _will_execute(node):
+                self._leaf = node
+                return True
+        return False
+
+
+def _will_execute(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # so it says of a leaf whose gradient goes to the caller of autograd.grad
+        return False
+
+
+def _engine_answers() -> bool:
+    """Whether this torch tells the two kinds of passes apart."""
+    answers: list[bool] = []
+    with torch.enable_grad():
+        leaf, other = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+        node = get_gradient_edge(leaf).node
+        try:
+            for run in (torch.autograd.backward, lambda result: torch.autograd.grad(result, other)):
+                result = leaf * other
+                result.register_hook(lambda gradient: answers.append(_will_execute(node)))  # type: ignore[no-untyped-call]
+                run(result)
+        except AttributeError:
+            answers.clear()
+    if answers == [True, False]:
+        return True
+    _logger.warning(
+        "torch %s does not tell whether a backward pass adds to gradients (torch._C._will_engine_execute_node): what "
+        "torch.autograd.grad computes within a step is weighed too",
+        torch.__version__,
+    )
+    return False
