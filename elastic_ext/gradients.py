@@ -45,7 +45,10 @@ class Gradients:
         self._state = state
         self._replicas = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         self._weighing = Weighing(
-            self._replicas or [model], state, on_output=self._note_output, on_backward=self._note_backward
+            self._replicas or [model],
+            state,
+            on_output=self._note_output,
+            on_backward=self._note_backward,
         )
         self._is_needed = False  # to see passes and weigh them
         self._num_trained = 0  # parameters, by the optimizers
@@ -141,6 +144,20 @@ class Gradients:
         if state.is_last and num_items is not None:
             self._divide()
 
+    @property
+    def can_wait_for_weights(self) -> bool:
+        """Whether sums of gradients stay on this rank, and in range, until they are weighed."""
+        is_kept = not any(replica.static_graph for replica in self._replicas)
+        return is_kept and not any(parameter.dtype is torch.float16 for parameter in self.parameters())
+
+    def weigh_gathered(self, weight: float) -> None:
+        """Have what earlier micro-steps gathered count by the weight that they have in common."""
+        if not self._is_counted:
+            gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, weight)
+                self._note_witness()
+
     def check(self) -> None:
         """Raise where this micro-step's gradients cannot be those of the step."""
         state = self._state
@@ -150,7 +167,9 @@ class Gradients:
             raise StepError(_UNCOUNTED.format("the last micro-step has none"))
         before = self._witness
         self._note_witness()
-        if state.is_exact or not self._is_needed or state.weight == 1.0:
+        if self._is_counted is None and self._witness != before and not state.is_exact:
+            self._is_counted = False
+        if state.is_exact or not self._is_needed or (state.weight == 1.0 and not self._replicas):
             return
         self._weighing.check()
         if not state.has_backward and self._witness != before:
@@ -194,6 +213,7 @@ class Gradients:
         """The next step counts its items anew, and shares buffers."""
         self._forget_counts()
         self._has_shared_buffers = self.shares_first = False
+        self._weighing.counts = bool(self._replicas) or self._has_counted
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -93,13 +93,15 @@ class ElasticOptimizer(Optimizer):
                 if state.index == 0 and self._is_idle():
                     return self.inner.step()  # torch.distributed.checkpoint has it make its state so
                 raise StepError("optimizer.step() was called outside of `with trainer.step():`")
-            if getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None:
+            given = vars(self.inner)  # by a GradScaler; asked for so, since most optimizers have none
+            if given.get("found_inf") is not None and given.get("grad_scale") is None:
                 raise StepError(
                     "scaler.unscale_() was called in a micro-step that does not end a step, so the gradients that are "
                     "gathered would be divided more than once; call it only `if trainer.sync_gradients:`"
                 )
             result = None if closure is None else _evaluated(closure)
-            self._gathered = self._witness()
+            if state.num_optimizers > 1:
+                self._gathered = self._witness()
             return result
         for scheduler in self._schedulers:
             scheduler.make_sure_of_order()

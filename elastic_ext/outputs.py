@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Same", "is_made_of_marked", "mark", "mark_end", "origins", "replaced"]
+__all__ = ["Same", "is_made_of_marked", "mark", "mark_end", "needs_look", "origins", "replaced"]
 
 _MARK = "elastic_ext: an output of the model"
 _END = "elastic_ext: an input of the model"
@@ -72,6 +72,11 @@ def origins(tensor: torch.Tensor, own: set[int]) -> tuple[bool, bool]:
         else:
             waiting += [above for above, _ in node.next_functions]
     return is_own, is_other
+
+
+def needs_look(value: object) -> bool:
+    """Whether there may be something in it that needs gradients."""
+    return value.requires_grad if type(value) is torch.Tensor else value is not None
 
 
 def _nothing(value: object) -> None:

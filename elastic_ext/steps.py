@@ -64,6 +64,8 @@ class Steps:
         self._pass_boundary = pass_boundary
         self._meet = meet
         self._step = RankStep(weights=(1.0,), num_samples=None)
+        self._weights = self._step.weights  # of its micro-steps; those before the last may be left to be weighed there
+        self._late_weight = 1.0
         self._keeps_batch = True
         self._num_own_backwards = 0  # of the step under way
         self._is_shared = True  # what the gradients were last told
@@ -95,7 +97,7 @@ class Steps:
         elif keep_batch is not self._keeps_batch:
             raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
         index, step = state.index, self._step
-        state.weight = step.weights[index]
+        state.weight = self._weights[index]
         state.has_forward = state.has_backward = state.is_exact = False
         is_last = index + 1 == len(step.weights)
         state.is_last = self.is_committing = is_last
@@ -104,6 +106,8 @@ class Steps:
         if is_shared is not self._is_shared:
             self._is_shared = is_shared
             self._gradients.share(now=is_shared)
+        if is_last and self._late_weight != 1.0:
+            self._gradients.weigh_gathered(self._late_weight)
 
     def leave(self) -> None:
         """End a micro-step; the last one of a step passes a boundary."""
@@ -114,7 +118,7 @@ class Steps:
             return
         if state.num_begun:
             self._raise_if_torn(None)
-        if state.weight != 1.0 and not state.is_last:
+        if not state.is_last and state.num_micro_steps > 1:
             self._check()
         self._num_own_backwards += state.has_backward
         if self._gradients.is_awaited:
@@ -216,12 +220,25 @@ class Steps:
             self._step, self._keeps_batch = step, keep_batch
             state.num_micro_steps = step.num_micro_steps
             state.keeps_batch = keep_batch and self._batches.global_batch is not None
+            self._set_weights(step.weights)
         gradients = self._gradients
         gradients.watch(needed=gradients.num_ranks > 1 or step.weights != (1.0,))
         self._num_own_backwards = 0
         if self._snapshot is not None:
             self._snapshot.take()
             self._snapshot.put_shared()
+
+    def _set_weights(self, weights: tuple[float, ...]) -> None:
+        """Where all micro-batches count the same, weigh what they have gathered once, before the last one.
+
+        Ranks may differ in that: so it must not be shared before.
+        """
+        common = weights[0]
+        is_late = len(set(weights)) == 1 < len(weights) and len(self._optimizers) == 1 and not self._shares_always
+        if is_late and self._gradients.can_wait_for_weights:
+            self._weights, self._late_weight = (1.0,) * (len(weights) - 1) + (common,), common
+        else:
+            self._weights, self._late_weight = weights, 1.0
 
     def _end(self) -> None:
         """The step is over on this rank."""

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .engine import Engine
 from .errors import StepError
-from .outputs import Same, is_made_of_marked, mark, mark_end, origins, replaced
+from .outputs import Same, is_made_of_marked, mark, mark_end, needs_look, origins, replaced
 from .step_state import StepState
 
 __all__ = ["Weighing"]
@@ -43,6 +43,8 @@ class Weighing:
     ) -> None:
         self.is_exact = False
         """The loss is weighed itself: gradients are left as they are."""
+        self.counts = True
+        """Notice passes that need no weight too."""
         self._entries = list(dict.fromkeys(entry for part in parts for entry in _callable_parts(part)))
         self._state = state
         self._on_output = on_output
@@ -85,15 +87,11 @@ class Weighing:
         if self._state.has_forward and self._needs_exact:
             raise StepError(_NEEDS_EXACT.format(self._needs_exact))
 
-    @property
-    def _is_watching(self) -> bool:
-        return self._state.is_inside and torch.is_grad_enabled()
-
     def _before_forward(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         state = self._state
-        if not self._is_watching:
+        if not (self._state.is_inside and torch.is_grad_enabled()):
             return None
         if not state.has_forward:
             state.has_forward = True
@@ -110,17 +108,24 @@ class Weighing:
         self._given.clear()
         if self._has_outside and any(id(part) not in self._own for part in module.parameters()):
             self._needs_exact = "it was called with other parameters than its own"
+        if not options and not any(needs_look(argument) for argument in arguments):
+            return None
         return replaced(arguments, self._unweighed), replaced(options, self._unweighed)
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        if not self._is_watching:
+        if not (self._state.is_inside and torch.is_grad_enabled()):
             return None
         self._depth = max(self._depth - 1, 0)
         if self._depth > 0:
             return None
-        if any(tensor._version != version for tensor, version in self._given):
-            self._needs_exact = "it changes its inputs in place"
-        self._given.clear()
+        if self._state.weight == 1.0:
+            if self.counts:
+                replaced(output, self._counted)
+            return None
+        if self._given:
+            if any(tensor._version != version for tensor, version in self._given):
+                self._needs_exact = "it changes its inputs in place"
+            self._given.clear()
         if (
             isinstance(output, torch.Tensor)
             and output.grad_fn is not None
@@ -131,6 +136,12 @@ class Weighing:
             self._hook(output, output.grad_fn)  # nothing else is made of it within the model
             return None
         return replaced(output, self._weighed, self._cannot_look_into)
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself; a backward pass that comes to it is noticed."""
+        if tensor.grad_fn is not None:
+            self._hook(tensor, tensor.grad_fn)
+        return tensor
 
     def _weighed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values, weighed: of the tensor itself other outputs may be made, here or in a later call."""

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from benchmarks.differences import compare_differences, decide_difference
 from benchmarks.gang import Gang
 from benchmarks.harness import Reading, Readings, Side, check_same_work, table
-from benchmarks.trainer_ranks import LoopName, Rank, Task, training_rank
+from benchmarks.trainer_ranks import LoopName, Rank, Task, Work, training_rank
 from benchmarks.trainer_steps import ON_RANKS, SMALL, sides_of_one_rank, sides_of_ranks
 
 HAS_FABRIC = find_spec("lightning_fabric") is not None  # which `make bench` installs, and the tests do without
@@ -39,12 +39,12 @@ def test_all_loops_lead_to_the_same_parameters_on_one_rank(tmp_path: Path, num_m
     with ExitStack() as stack:
         sides = sides_of_one_rank(task, tuple(names), 8, tmp_path, stack)
         for _ in range(2):  # each begins anew
-            work = {side.name: _reading(side).work for side in sides}
+            work = {side.name: _work(side) for side in sides}
             check_same_work(work)
-        ((num_taken, after),) = set(work.values())
-        shorter = sides_of_one_rank(task, ("hand",), 4, tmp_path, stack)
+        (shorter,) = sides_of_one_rank(task, ("hand",), 4, tmp_path, stack)
+    num_taken, parameters = work[sides[0].name]
     assert num_taken == 8
-    assert _reading(shorter[0]).work != (4, after), "nothing was trained"
+    assert _work(shorter)[1] != parameters, "nothing was trained"
 
 
 def test_all_loops_lead_to_the_same_parameters_on_ranks(tmp_path: Path) -> None:
@@ -53,16 +53,16 @@ def test_all_loops_lead_to_the_same_parameters_on_ranks(tmp_path: Path) -> None:
     ranks = [
         Rank(rank=rank, world_size=2, port=store.port, folder=tmp_path, task=task, names=ON_RANKS) for rank in (0, 1)
     ]
-    work = {}
+    work: dict[str, object] = {}
     with Gang(training_rank, ranks) as gang:
         for side in sides_of_ranks(gang, ON_RANKS, 4, "wall", "cpu"):
             done = side.run()
             assert isinstance(done, Readings)
             assert min(done.values["wall"], done.values["cpu"]) > 0
             work[side.name] = done.work
+            assert isinstance(done.work, tuple)
+            assert len(set(done.work)) == 1, "the ranks' parameters differ"
     check_same_work(work)
-    (one, other), *_ = work.values()  # type: ignore[misc]
-    assert one == other, "the ranks' parameters differ"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_all_loops_lead_to_the_same_parameters_on_ranks(tmp_path: Path) -> None:
             "its interval, +8.0 µs to +11.0 µs, holds +10.0 µs",
         ),
         (
-            (1e-6),
+            1e-6,
             (0.0, 2e-6),
             (-6e-6, 6e-6),
             10e-6,
@@ -110,7 +110,8 @@ def test_table_of_differences_shows_what_each_side_takes_more_in_the_same_round(
     def side(name: str, more: float) -> Side:
         return Side(name=name, run=lambda: Reading(value=next(drift) + more, work=1))
 
-    shown = compare_differences("A step", [side("base", 0.0), side("ours", 4e-6)], {"ours": 5e-6}, num_rounds=3)
+    sides = [side("base", 0.0), side("ours", 4e-6)]
+    shown = compare_differences("A step", sides, {"ours": 5e-6}, num_rounds=3, settle=lambda: None)
     lines = table(shown).splitlines()
     assert lines[0] == "**A step** (3 rounds)"
     assert lines[4] == "| base | 2 s | | | +0.0 µs to +0.0 µs | | |"
@@ -120,8 +121,9 @@ def test_table_of_differences_shows_what_each_side_takes_more_in_the_same_round(
     assert math.isclose(shown.rows[1].difference, 4e-6, rel_tol=1e-6)
 
 
-def _reading(side: Side) -> Reading:
+def _work(side: Side) -> Work:
     done = side.run()
     assert isinstance(done, Reading)
     assert done.value > 0
-    return done
+    work: Work = done.work  # type: ignore[assignment]
+    return work
