@@ -181,6 +181,36 @@ class Agreement:
         self._applied, self._save = None, False
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
 
+    @property
+    def _has_to_tell(self) -> bool:
+        """Whether an agreement is of use: to other ranks, or for what this one has asked for."""
+        return self._ranks.world_size > 1 or self._stop_wanted or self._save_wanted or self._rounds.proposing
+
+    def pass_quietly(self, *, step: int, backwards: int) -> bool:
+        """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is.
+
+        Most boundaries are such: this takes as little as it can.
+        """
+        num_boundaries, rounds = self._num_boundaries + 1, self._rounds
+        if (
+            self._pulse is not None
+            or (num_boundaries - self._pulsed_boundary >= self.every and self._has_to_tell)
+            or self._passed_at is None
+            or rounds.scheduled is not None
+            or rounds.has_new_file
+            or self._applied is not None
+            or self._save
+            or self._broken is not None
+        ):
+            return False
+        now = self._clock()
+        self._pace.note_step(now - self._passed_at)
+        self._passed_at = now
+        self._num_boundaries, self._step, self._num_backwards = num_boundaries, step, backwards
+        if num_boundaries % _IDLE_SAMPLING == 0:
+            self._pace.note_idle(self._clock() - now)
+        return True
+
     def end(self, purpose: Purpose) -> None:
         """Come to an end, or to a step that is taken again, with all ranks.
 

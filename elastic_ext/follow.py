@@ -224,6 +224,15 @@ class ConfigFollower:
             self._write_metrics()
         return passed
 
+    def pass_quietly(self, *, step: int, backwards: int) -> bool:
+        """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is."""
+        if self._closed or self._found_at_start is not None or self.reports.is_due:
+            return False
+        if not self._agreement.pass_quietly(step=step, backwards=backwards):
+            return False
+        self._step = step
+        return True
+
     def end_epoch(self, *, is_doubtful: bool = False) -> None:
         """Return once every rank has come here with the same counts; else all raise, and name those that differ.
 

@@ -107,7 +107,8 @@ class ElasticOptimizer(Optimizer):
             scheduler.make_sure_of_order()
         if closure is not None:
             return self._step_with(closure, state)
-        state.before_optimizer()
+        if state.before_optimizer is not None:
+            state.before_optimizer()
         self._begin(state)
         result = self.inner.step() if self.rates.factor == 1.0 else self._step_scaled(None)
         self._end(state)
@@ -252,7 +253,8 @@ class ElasticOptimizer(Optimizer):
                 )
             loss = closure()
             if num_evaluations == 1:
-                state.before_optimizer()
+                if state.before_optimizer is not None:
+                    state.before_optimizer()
                 self._begin(state)
             return loss
 

@@ -24,6 +24,8 @@ class Rates:
         self._optimizer = optimizer
         self._rate: float | None = None  # as the config says, where it says other than the script
         self._decay: float | None = None  # likewise
+        self.factor = 1.0
+        """What groups' rates are multiplied with around ``step()``."""
         self._rate_factor = self._batch_factor = 1.0
         # The base is what the first group's rate, or its schedule's, goes back to while the config does not change it.
         self._given_rate = self._base = self.base_rate or 0.0
@@ -43,11 +45,6 @@ class Rates:
         return None if decay is None else float(decay)
 
     @property
-    def factor(self) -> float:
-        """What groups' rates are multiplied with around ``step()``."""
-        return self._rate_factor * self._batch_factor
-
-    @property
     def effective(self) -> list[float]:
         """What the next step uses, group by group."""
         return [float(group["lr"]) * self.factor for group in self._groups if "lr" in group]
@@ -58,6 +55,7 @@ class Rates:
         groups = self._groups
         if "initial_lr" in groups[0]:  # a schedule starts from it
             self._rate_factor = rate / self._base
+            self.factor = self._rate_factor * self._batch_factor
             return
         rates = [float(group["lr"]) for group in groups]  # all of them before any is set: they may share a tensor
         for group, now in zip(groups, rates, strict=True):
@@ -76,6 +74,7 @@ class Rates:
     def set_batch_factor(self, factor: float) -> None:
         """What rates are multiplied with because of the global batch's size."""
         self._batch_factor = factor
+        self.factor = self._rate_factor * factor
 
     def why_not_decay(self) -> str | None:
         """Why weight decay cannot be changed here, None where it can."""

@@ -139,6 +139,11 @@ class Rounds:
         self._log_refusal(new.label, _in_words(reasons))
         return applied
 
+    @property
+    def has_new_file(self) -> bool:
+        """Whether the source holds another file than when it was last looked at."""
+        return self._source.held is not self._looked_at
+
     def warn_of_stale_file(self) -> None:
         """Warn, once per content, of a file whose version is not above the newest that all ranks agreed on."""
         held = self._source.held

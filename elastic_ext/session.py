@@ -126,8 +126,9 @@ class Session:
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
         counts = self._counts
-        passed = self.follower.boundary(step=counts.global_step, backwards=self.steps.num_backwards)
-        self.should_stop = passed.stop
+        step, backwards = counts.global_step, self.steps.num_backwards
+        if not self.follower.pass_quietly(step=step, backwards=backwards):
+            self.should_stop = self.follower.boundary(step=step, backwards=backwards).stop
         self._progress.advance()
 
     def reset(self) -> None:

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 __all__ = ["StepState"]
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(slots=True)
 class StepState:
     """One rank's step, from one boundary to the next."""
@@ -36,8 +32,8 @@ class StepState:
     """``trainer.backward`` was used in this micro-step."""
     keeps_batch: bool = False
     """Steps have a global batch of their own; else every micro-step commits, as a loop without a trainer would."""
-    before_optimizer: Callable[[], None] = _nothing
-    """Raises where the gradients are not those of the step."""
+    before_optimizer: Callable[[], None] | None = None
+    """Raises where the gradients are not those of the step; None where they cannot be others."""
     num_optimizers: int = 1
     num_begun: int = 0
     """Optimizers that have begun to change parameters in this step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .batches import Batches, RankStep
@@ -45,6 +46,8 @@ class Steps:
         pass_boundary: Callable[[], None],
         meet: Callable[[Purpose], None],
     ) -> None:
+        self.keep_batch = True
+        """What ``trainer.step()`` was told last."""
         self.is_committing = False
         """The micro-step under way, or the one that ended last, ends a step."""
         self.num_backwards = 0
@@ -73,7 +76,6 @@ class Steps:
         self._retry = Purpose.RETRY  # how far the step had come that was rolled back last
         self._owes_boundary = False  # an exception kept this rank from passing it
         state.num_optimizers = len(optimizers)
-        state.before_optimizer = gradients.check
         if snapshot is not None:
             gradients.on_shared_buffers = snapshot.take_shared
 
@@ -87,14 +89,14 @@ class Steps:
         """Whether some micro-steps of a step were taken, and not all."""
         return self._state.index > 0
 
-    def enter(self, keep_batch: bool) -> None:
+    def __enter__(self) -> None:
         """Begin a micro-step."""
         state = self._state
         if state.is_inside:
             raise StepError(_INSIDE)
         if state.index == 0:
-            self._begin(keep_batch)
-        elif keep_batch is not self._keeps_batch:
+            self._begin(self.keep_batch)
+        elif self.keep_batch is not self._keeps_batch:
             raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
         index, step = state.index, self._step
         state.weight = self._weights[index]
@@ -109,8 +111,13 @@ class Steps:
         if is_last and self._late_weight != 1.0:
             self._gradients.weigh_gathered(self._late_weight)
 
-    def leave(self) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """End a micro-step; the last one of a step passes a boundary."""
+        if error is not None:
+            self._fail(error)
+            return
         state = self._state
         state.is_inside = False
         if self._was_rolled_back:
@@ -132,7 +139,7 @@ class Steps:
         else:
             state.index += 1
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """An exception leaves a micro-step: the step never happened, or is torn, or has committed already."""
         state = self._state
         if self._was_rolled_back:
@@ -222,7 +229,9 @@ class Steps:
             state.keeps_batch = keep_batch and self._batches.global_batch is not None
             self._set_weights(step.weights)
         gradients = self._gradients
-        gradients.watch(needed=gradients.num_ranks > 1 or step.weights != (1.0,))
+        is_watched = gradients.num_ranks > 1 or step.weights != (1.0,)
+        gradients.watch(needed=is_watched)
+        state.before_optimizer = gradients.check if is_watched else None
         self._num_own_backwards = 0
         if self._snapshot is not None:
             self._snapshot.take()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -49,6 +50,7 @@ from .steps import Steps
 __all__ = ["ElasticTrainer"]
 
 _Default = TypeVar("_Default")
+_NOT_PREPARED = "prepare() was not called; call it with the optimizer, on every rank, before the loop"
 
 
 class ElasticTrainer:
@@ -116,7 +118,7 @@ class ElasticTrainer:
         self._appliers: list[tuple[Any, ...]] = []  # given before prepare()
         self._loaded_config: Mapping[str, Any] | None = None
         self._session: Session | None = None
-        self._micro_step = _MicroStep()
+        self._micro_step: Steps | _NotPrepared = _NotPrepared()
 
     # ---- setting up ----
 
@@ -172,7 +174,7 @@ class ElasticTrainer:
             follower.on_change(*applier)
         session.start(steps, self._loaded_config)
         self._session = session
-        self._micro_step.enter, self._micro_step.leave, self._micro_step.fail = steps.enter, steps.leave, steps.fail
+        self._micro_step = steps  # one object for all micro-steps: making one costs more than entering it
         prepared: Any = optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]
         if lr_scheduler is None:
             return prepared
@@ -193,7 +195,7 @@ class ElasticTrainer:
         """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
         return _Epoch(self._prepared, self._counts.epoch if epoch is None else epoch)
 
-    def step(self, fix_total_batch_size: bool = True) -> _MicroStep:
+    def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
         """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
         self._micro_step.keep_batch = fix_total_batch_size
         return self._micro_step
@@ -347,31 +349,21 @@ class ElasticTrainer:
     @property
     def _prepared(self) -> Session:
         if self._session is None:
-            raise ElasticError("prepare() was not called; call it with the optimizer, on every rank, before the loop")
+            raise ElasticError(_NOT_PREPARED)
         return self._session
 
 
-class _MicroStep:
-    """``with trainer.step():``. One object for all of them: making one costs more than entering it."""
+class _NotPrepared:
+    """``with trainer.step():`` before ``prepare()``."""
 
-    __slots__ = ("enter", "fail", "keep_batch", "leave")
-
-    def __init__(self) -> None:
-        self.keep_batch = True
-        self.enter: Callable[[bool], None] = _not_prepared
-        self.leave: Callable[[], None] = _not_prepared
-        self.fail: Callable[[BaseException], None] = _not_prepared
+    keep_batch = True
 
     def __enter__(self) -> None:
-        self.enter(self.keep_batch)
+        raise ElasticError(_NOT_PREPARED)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.leave()
-        else:
-            self.fail(error)
+    ) -> None: ...
 
 
 class _Epoch:
@@ -389,10 +381,6 @@ class _Epoch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.end_epoch(error)
-
-
-def _not_prepared(*ignored: object) -> None:
-    raise ElasticError("prepare() was not called; call it with the optimizer, on every rank, before the loop")
 
 
 def _as_list(value: Any) -> list[Any]:
