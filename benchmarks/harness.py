@@ -46,6 +46,7 @@ __all__ = [
     "paired_ratios",
     "record",
     "rotated",
+    "run_rounds",
     "shown_value",
     "table",
     "this_machine",
@@ -304,15 +305,13 @@ def compare_measures(
     return _compare(titles, sides, read, unit, num_rounds=num_rounds, num_warmup_rounds=num_warmup_rounds)
 
 
-def _compare(
-    titles: Sequence[str],
-    sides: Sequence[Side],
-    read: Callable[[Side], Readings],
-    unit: Unit,
-    *,
-    num_rounds: int,
-    num_warmup_rounds: int,
-) -> list[Comparison]:
+def run_rounds(
+    sides: Sequence[Side], read: Callable[[Side], Readings], *, num_rounds: int, num_warmup_rounds: int = 1
+) -> list[list[Mapping[str, float]]]:
+    """What ``read`` gave in each round: of the baseline once more, then of the sides in their order.
+
+    Raises UnlikeWorkError where the sides of a round did not do the same.
+    """
     if len({side.name for side in sides}) < max(len(sides), 2):
         raise ValueError(f"sides are {[side.name for side in sides]}; allowed: two or more, with unlike names")
     if num_rounds < 3:
@@ -327,6 +326,19 @@ def _compare(
             if index >= 0:
                 readings[place].append(done.values)
         check_same_work(work)
+    return readings
+
+
+def _compare(
+    titles: Sequence[str],
+    sides: Sequence[Side],
+    read: Callable[[Side], Readings],
+    unit: Unit,
+    *,
+    num_rounds: int,
+    num_warmup_rounds: int,
+) -> list[Comparison]:
+    readings = run_rounds(sides, read, num_rounds=num_rounds, num_warmup_rounds=num_warmup_rounds)
     comparisons = []
     for title in titles:
         again, *values = [[one[title] for one in mine] for mine in readings]

@@ -64,7 +64,7 @@ def losses_of_rank(
                     with trainer.step():
                         loss = nn.functional.cross_entropy(trained(inputs), targets)
                         parts += loss.item() * len(inputs)
-                        trainer.backward(loss) if by_trainer else loss.backward()
+                        trainer.backward(loss) if by_trainer else loss.backward()  # type: ignore[no-untyped-call]
                         optimizer.step()
                         optimizer.zero_grad()
                     if trainer.sync_gradients:
@@ -105,7 +105,7 @@ def batches_of(data: Batch, global_batch: int, world_size: int, num_steps: int, 
 def farthest(ours: Sequence[Sequence[float]], plain: Sequence[float], batches: Sequence[Batch]) -> float:
     """The largest relative deviation of the ranks' losses, put together, from a plain process's."""
     together = [sum(parts) / len(batch[0]) for parts, batch in zip(zip(*ours, strict=True), batches, strict=True)]
-    return max(abs(a - b) / abs(b) for a, b in zip(together, plain, strict=True))
+    return float(max(abs(a - b) / abs(b) for a, b in zip(together, plain, strict=True)))
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
@@ -173,7 +173,7 @@ def plain_loader_losses(
     world_size = num_ranks()
     model = make_model()
     dataset = TensorDataset(*data)
-    sampler = DistributedSampler(dataset, world_size, rank, shuffle=False) if world_size > 1 else None
+    sampler: Any = DistributedSampler(dataset, world_size, rank, shuffle=False) if world_size > 1 else None
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
     trainer = trainer_of(folder, shared(model, world_size), loader, rank=rank, global_batch_size=global_batch)
     trained = trainer._model
@@ -186,7 +186,7 @@ def plain_loader_losses(
                     with trainer.step():
                         loss = nn.functional.cross_entropy(trained(inputs), targets)
                         steps[-1].append(loss.item() * len(inputs))
-                        loss.backward()
+                        loss.backward()  # type: ignore[no-untyped-call]
                         optimizer.step()
                         optimizer.zero_grad()
                     if trainer.sync_gradients:
