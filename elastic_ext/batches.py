@@ -47,6 +47,9 @@ class Batches:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value!r}; allowed: an integer >= 1, or None")
         self.source = loader if isinstance(loader, MicroBatchSource) else None
+        self.is_resuming = False
+        """A state is being loaded, whose global batch counts where the script gave none."""
+        self._loader = loader
         self._fixed = None if self.source is not None or loader is None else FixedBatches.of(loader)
         if micro_batch_size is not None and (self.source is not None or self._fixed is not None):
             raise ValueError(
@@ -140,8 +143,16 @@ class Batches:
             self._single = RankStep(weights=(1.0,), num_samples=fixed.micro_batch * num_ranks)
 
     def begin_epoch(self) -> None:
-        """A loader with sizes of its own begins anew."""
+        """A loader with sizes of its own begins anew, perhaps with more or fewer batches than before."""
         self._num_taken = 0
+        fixed = FixedBatches.of(self._loader) if self.source is None and self._loader is not None else None
+        if fixed is not None and self._fixed is not None:
+            if fixed.micro_batch != self._fixed.micro_batch:
+                raise ValueError(
+                    f"the dataloader's batches were changed from {self._fixed.micro_batch} to {fixed.micro_batch} "
+                    "samples; a loader that is to change them has to be a MicroBatchSource"
+                )
+            self._fixed = fixed
 
     def next_step(self, *, keep_batch: bool) -> RankStep | None:
         """The step that comes; every micro-step is one unless ``keep_batch``. None where the epoch is over."""
@@ -187,7 +198,7 @@ class Batches:
             has = "no dataloader was given to the trainer" if fixed is None else f"this one has {fixed.micro_batch}"
             return f"the batch size of a DataLoader is its own ({has}); a MicroBatchSource can be told another"
         if batch is not None and batch != self._global_batch:
-            if self._global_batch is None or fixed is None:
+            if (self._global_batch is None and not self.is_resuming) or fixed is None:
                 return "every micro-step commits in this run; start it with global_batch_size to change that size"
             try:
                 fixed.num_micro_steps(batch, self._num_ranks)

@@ -338,7 +338,10 @@ class ConfigFollower:
 
     def _raise_if_closed(self) -> None:
         if self._closed:
-            raise ElasticError("this follower was closed, and the other ranks with it; make a new one on every rank")
+            raise ElasticError(
+                "this follower, or the trainer that has it, was closed, and the other ranks with it; make a new one on "
+                "every rank"
+            )
 
     def _record(self, applied: Applied | None) -> None:
         """Report what came into force."""

@@ -18,18 +18,18 @@ from .weighing import Weighing
 __all__ = ["Gradients"]
 
 _LOST = (
-    "the gradients of this step's earlier micro-steps are gone: something other than the optimizer's zero_grad() has "
-    "cleared them, such as model.zero_grad(); call optimizer.zero_grad(), which waits for the step to end"
+    "the gradients of this step's earlier micro-steps are gone, or others: something other than the optimizer's "
+    "zero_grad() has cleared or changed them, such as model.zero_grad(); call optimizer.zero_grad(), which waits for "
+    "the step to end"
 )
 _UNCOUNTED = (
     "backward passes with num_items and without were mixed in one step: {}; call trainer.backward(loss_sum, "
     "num_items=...) in every micro-step, with 0 where there is nothing to count, and once in the last"
 )
 _UNWEIGHTED = (
-    "gradients came from a loss that does not go through the model's outputs, so they do not count as a part of the "
-    "step; call trainer.backward(loss) instead of loss.backward()"
+    "gradients came from a loss that does not go through the model's outputs, or from a call of the model before the "
+    "step, so they do not count as a part of the step; call trainer.backward(loss) instead of loss.backward()"
 )
-
 _UNSHARED = (
     "optimizer.step() was called in a micro-step that ends a step, and no backward pass through the model went before "
     "it in that micro-step: the ranks have not shared their gradients; call loss.backward() in every micro-step, or "
@@ -126,7 +126,7 @@ class Gradients:
         """``loss.backward()`` with this micro-batch's weight, however the loss came about."""
         state = self._state
         weight = state.weight
-        self._note_pass(is_counted=num_items is not None)
+        self._note_pass(is_counted=num_items is not None, is_first=not state.has_backward)
         if num_items is not None:
             weight = 1.0
             self._count(loss, num_items)
@@ -167,6 +167,8 @@ class Gradients:
             raise StepError(_UNCOUNTED.format("the last micro-step has none"))
         before = self._witness
         self._note_witness()
+        if state.has_backward and not state.is_last and (self._witness is None or self._witness[0].grad is None):
+            raise StepError(_LOST)
         if self._is_counted is None and self._witness != before and not state.is_exact:
             self._is_counted = False
         if state.is_exact or not self._is_needed or (state.weight == 1.0 and not self._replicas):
@@ -240,14 +242,18 @@ class Gradients:
         self._num_items = self._is_counted = self._witness = None
         self._is_divided = False
 
-    def _note_pass(self, *, is_counted: bool) -> None:
+    def _note_pass(self, *, is_counted: bool, is_first: bool) -> None:
         """A backward pass has come; raise where it does not go together with those before it."""
         if self._is_counted is None:
             self._is_counted = is_counted
         elif self._is_counted is not is_counted:
             raise StepError(_UNCOUNTED.format(f"{'with' if is_counted else 'without'} here, and otherwise before"))
-        if self._witness is not None and self._witness[0].grad is None:
-            raise StepError(_LOST)
+        if self._witness is not None:
+            parameter, version = self._witness
+            if parameter.grad is None or (
+                is_first and not self._replicas and parameter.grad._version != version  # DDP writes to them itself
+            ):
+                raise StepError(_LOST)
 
     def _note_witness(self) -> None:
         """Look at the first parameter that has a gradient, to notice later where that was changed or lost."""
@@ -280,10 +286,10 @@ class Gradients:
 
     def _note_backward(self) -> None:
         """A backward pass has come to the model."""
-        self._state.has_backward = True
+        is_first, self._state.has_backward = not self._state.has_backward, True
         self._awaited.clear()
         if not self._weighing.is_exact:
-            self._note_pass(is_counted=False)
+            self._note_pass(is_counted=False, is_first=is_first)
 
     def _after_sharing_buffers(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:

@@ -70,6 +70,9 @@ class ElasticOptimizer(Optimizer):
         self._state = state
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
         self.rates = Rates(optimizer)
+        self._is_called = False  # the step under way came through this object
+        if state is not None:
+            optimizer.register_step_pre_hook(self._refuse_bare)
         self._schedulers: list[ElasticLRScheduler] = []
         self._gathered: tuple[int, int] | None = None  # the first gradient and its version when step() was left out
         self._follower: ConfigFollower | None = None
@@ -110,7 +113,11 @@ class ElasticOptimizer(Optimizer):
         if state.before_optimizer is not None:
             state.before_optimizer()
         self._begin(state)
-        result = self.inner.step() if self.rates.factor == 1.0 else self._step_scaled(None)
+        self._is_called = True
+        try:
+            result = self.inner.step() if self.rates.factor == 1.0 else self._step_scaled(None)
+        finally:
+            self._is_called = False
         self._end(state)
         return result
 
@@ -222,6 +229,14 @@ class ElasticOptimizer(Optimizer):
         gradients = (part.grad for group in self.param_groups for part in group["params"])
         return next(((id(each), each._version) for each in gradients if each is not None), None)
 
+    def _refuse_bare(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        """Within a trainer's step the wrapped optimizer would step in every micro-step, by what is not complete."""
+        if self._state is not None and self._state.is_inside and not self._is_called:
+            raise StepError(
+                "the bare optimizer's step() was called within `with trainer.step():`; call that of the one that "
+                "prepare() returned"
+            )
+
     def _begin(self, state: StepState) -> None:
         if not self.has_begun:
             self.has_begun = True
@@ -258,7 +273,11 @@ class ElasticOptimizer(Optimizer):
                 self._begin(state)
             return loss
 
-        result = self._step_scaled(evaluate)
+        self._is_called = True
+        try:
+            result = self._step_scaled(evaluate)
+        finally:
+            self._is_called = False
         self._end(state)
         return result
 

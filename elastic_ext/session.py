@@ -18,7 +18,7 @@ import torch
 
 from .batches import Batches
 from .config import ElasticConfig
-from .errors import RanksDisagreeError, RanksError
+from .errors import RanksDisagreeError, RanksError, StepError
 from .follow import ConfigFollower
 from .gradients import Gradients
 from .metrics import Measures
@@ -86,7 +86,7 @@ class Session:
         shows = sys.stderr.isatty() if shows_progress is None else shows_progress
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
         self._speed = _Speed()
-        self._is_exception_told = self._has_ended = False
+        self._is_in_epoch = self._is_exception_told = self._has_ended = False
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
@@ -112,7 +112,9 @@ class Session:
 
     def resume(self, config: Mapping[str, Any]) -> None:
         """Take up the config of a state that is loaded after ``start``."""
+        self._batches.is_resuming = True
         self.follower.load_state_dict(self._with_own_values(config))
+        self._batches.is_resuming = False
         self._take_up(self.follower.config)
 
     def count(self, has_committed: bool, num_samples: int | None) -> None:
@@ -139,12 +141,16 @@ class Session:
 
     def begin_epoch(self, epoch: int) -> None:
         """Take up ``epoch``."""
+        if self._is_in_epoch:
+            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
+        self._is_in_epoch = True
         self.reset()
         self._counts.epoch = epoch
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
     def end_epoch(self, error: BaseException | None) -> None:
         """Come to the end of an epoch with all ranks; an exception is told to them instead."""
+        self._is_in_epoch = False
         self._progress.end()
         if error is not None:
             self._tell(error)

@@ -47,7 +47,7 @@ class Steps:
         meet: Callable[[Purpose], None],
     ) -> None:
         self.keep_batch = True
-        """What ``trainer.step()`` was told last."""
+        """Whether the micro-step that is entered is a part of a step with a global batch."""
         self.is_committing = False
         """The micro-step under way, or the one that ended last, ends a step."""
         self.num_backwards = 0
@@ -75,6 +75,8 @@ class Steps:
         self._was_rolled_back = self._must_meet = self._has_warned = False
         self._retry = Purpose.RETRY  # how far the step had come that was rolled back last
         self._owes_boundary = False  # an exception kept this rank from passing it
+        self._has_begun = False
+        gradients.share(now=True)  # whatever an earlier trainer left there
         state.num_optimizers = len(optimizers)
         if snapshot is not None:
             gradients.on_shared_buffers = snapshot.take_shared
@@ -228,6 +230,12 @@ class Steps:
             state.num_micro_steps = step.num_micro_steps
             state.keeps_batch = keep_batch and self._batches.global_batch is not None
             self._set_weights(step.weights)
+        if not self._has_begun:
+            self._has_begun = True
+            if state.keeps_batch:  # gradients from before are no part of a step
+                self._gradients.drop()
+                for optimizer in self._optimizers:
+                    optimizer.forget_zeroing()
         gradients = self._gradients
         is_watched = gradients.num_ranks > 1 or step.weights != (1.0,)
         gradients.watch(needed=is_watched)

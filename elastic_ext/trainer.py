@@ -197,8 +197,7 @@ class ElasticTrainer:
 
     def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
         """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
-        self._micro_step.keep_batch = fix_total_batch_size
-        return self._micro_step
+        return self._micro_step if fix_total_batch_size else _OwnStep(self._micro_step)
 
     def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **options: Any) -> None:
         """``loss.backward(**options)``, weighed exactly whatever the loss was computed from.
@@ -351,6 +350,25 @@ class ElasticTrainer:
         if self._session is None:
             raise ElasticError(_NOT_PREPARED)
         return self._session
+
+
+class _OwnStep:
+    """``with trainer.step(fix_total_batch_size=False):``."""
+
+    def __init__(self, steps: Steps | _NotPrepared) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        self._steps.keep_batch = False
+        try:
+            self._steps.__enter__()
+        finally:
+            self._steps.keep_batch = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._steps.__exit__(kind, error, trace)
 
 
 class _NotPrepared:

@@ -605,3 +605,103 @@ def test_loaders_of_unlike_lengths_are_named(ranks: RankPool, tmp_path: Path) ->
     for told in ranks.run(2, refused_rank, tmp_path, "length on one"):
         assert told.startswith(f"{RanksDisagreeError.__name__}: the ranks' dataloaders differ")
         assert "rank 0: 6 of 4 samples; rank 1: 7 of 4 samples" in told
+
+
+# ---- what a notebook does ----
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_gradients_from_before_the_first_step_are_no_part_of_it(tmp_path: Path, order: str) -> None:
+    inputs, targets = make_data(8)
+    model, plain = make_model(), make_model()
+    hand = SGD(plain.parameters(), lr=0.1)
+    nn.functional.cross_entropy(plain(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    hand.step()
+    model(inputs).square().sum().backward()  # to look at something, say
+    trainer = trainer_of(tmp_path, model, loader_of(8), global_batch_size=8)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    for batch in loader_of(8):
+        with trainer.step():
+            if order == "first":
+                optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if order == "last":
+                optimizer.zero_grad()
+    trainer.close()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("clear", ["set to none", "to zero"])
+def test_a_model_that_forgets_its_gradients_in_every_micro_step_is_noticed(tmp_path: Path, clear: str) -> None:
+    model = make_model()
+    trainer = trainer_of(tmp_path, model, loader_of(), global_batch_size=12)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+
+    def train() -> None:
+        for inputs, targets in loader_of():
+            with trainer.step():
+                if clear == "to zero":
+                    model.zero_grad(set_to_none=False)
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                if clear == "set to none":
+                    model.zero_grad()
+
+    with pytest.raises(StepError, match=r"optimizer\.zero_grad\(\)"):
+        train()
+    trainer.close()
+
+
+def test_the_bare_optimizer_is_refused_within_a_step(tmp_path: Path) -> None:
+    model = make_model()
+    trainer = trainer_of(tmp_path, model, loader_of(), global_batch_size=12)
+    bare = SGD(model.parameters(), lr=0.1)
+    trainer.prepare(bare)
+    with pytest.raises(StepError, match=r"the one that prepare\(\) returned"):
+        train_on(trainer, bare, make_data(4))
+    trainer.close()
+
+
+def second_trainer_rank(rank: int, folder: Path) -> list[Any]:
+    """A first trainer is left in the middle of a step, and a second one trains the same model."""
+    model = make_model()
+    wrapped = shared(model, 2)
+    data = make_data(16)
+    for global_batch in (16, 8):
+        trainer = trainer_of(folder, wrapped, micro_batch_size=4, rank=rank, global_batch_size=global_batch)
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        for start in range(0, 12, 4):
+            train_on(trainer, optimizer, (data[0][start + rank :][:4], data[1][start + rank :][:4]))
+    trainer.close()
+    return bits_of(model)
+
+
+def test_a_second_trainer_of_a_model_shares_gradients_whatever_the_first_left(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, second_trainer_rank, tmp_path)
+    assert first == second
+
+
+def test_a_dataset_that_grows_between_epochs_is_cut_by_what_it_holds(tmp_path: Path) -> None:
+    data = make_data(30)
+    model, plain = make_model(), make_model()
+    samples: list[tuple[torch.Tensor, torch.Tensor]] = []
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=4)  # type: ignore[arg-type]
+    samples += list(zip(data[0][:14], data[1][:14], strict=True))
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=8)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    hand = SGD(plain.parameters(), lr=0.1)
+    with trainer:
+        for num_samples in (14, 30):
+            samples[:] = list(zip(data[0][:num_samples], data[1][:num_samples], strict=True))
+            with trainer.epoch():
+                for batch in loader:
+                    train_on(trainer, optimizer, batch)
+            for start in range(0, num_samples, 8):
+                stop = min(start + 8, num_samples)
+                nn.functional.cross_entropy(plain(data[0][start:stop]), data[1][start:stop]).backward()  # type: ignore[no-untyped-call]
+                hand.step()
+                hand.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-15)
