@@ -339,7 +339,7 @@ class ConfigFollower:
     def _raise_if_closed(self) -> None:
         if self._closed:
             raise ElasticError(
-                "this follower, or the trainer that has it, was closed, and the other ranks with it; make a new one on "
+                "this follower was closed (or the trainer that has it), and the other ranks with it; make a new one on "
                 "every rank"
             )
 
