@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 from .appliers import Applied, Applier, Appliers
 from .config import ElasticConfig
 from .control_word import AgreedWord, ControlWord, Purpose
-from .decide import Lag, Pace, Place
+from .decide import Lag, Pace, Place, start_differences
 from .errors import ElasticError, RanksDisagreeError, RanksError
 from .rounds import ConfigSource, Proposal, Rounds
 
@@ -94,7 +95,11 @@ class Agreement:
         self._clock = clock
         self._passed_at: float | None = None
         self._spent_seconds = 0.0  # on the agreement under way
-        self._num_boundaries = self._step = self._num_backwards = 0
+        self.step = 0
+        """How many steps lie behind; set it before ``start`` where a run is resumed."""
+        self._num_boundaries = self._num_backwards = 0
+        self._quiet_until: float = 0  # at the boundaries before there is nothing to do or to tell
+        self._is_pacing = every == "auto" and ranks.world_size > 1
         self._pulsed_boundary = 0
         self._word: ControlWord | None = None
         self._pulse: PendingSum | None = None
@@ -125,12 +130,12 @@ class Agreement:
         self._rounds.resume(config)
         self._resumed_version = config.version
         if self._started:
+            self.rouse()
             self._applied = self._rounds.start_again(self._place)
 
-    def start(self, *, step: int) -> Applied | None:
+    def start(self) -> Applied | None:
         """Agree on the start-up config and put the file found now, if every rank finds one, over it."""
         self._started = True
-        self._step = step
         try:
             self._make_sure_of_the_same_start()
             if self._asked_every == "auto":
@@ -148,25 +153,28 @@ class Agreement:
 
         May be called on one rank or on all. ConfigError says at once what can never be allowed.
         """
-        return self._rounds.propose(changes, reason)
+        proposal = self._rounds.propose(changes, reason)
+        self.rouse()
+        return proposal
 
     def request_stop(self) -> None:
         """Have ``stop`` be true on all ranks, within two agreements. Any rank may call it."""
         self._stop_wanted = True
+        self.rouse()
 
     def request_save(self) -> None:
         """Have ``save`` be true on all ranks at one boundary, within two agreements. Any rank may call it."""
         self._save_wanted = True
+        self.rouse()
 
     def boundary(self, *, step: int, backwards: int = 0) -> Boundary:
         """Pass a step boundary: learn what was agreed, apply what is due, say what is new here."""
+        self.rouse()
         self._raise_if_unusable()
         now = self._clock()
-        if self._passed_at is not None:
-            self._pace.note_step(now - self._passed_at)
-        self._passed_at = now
+        self._note_step(now)
         self._num_boundaries += 1
-        self._step, self._num_backwards = step, backwards
+        self.step, self._num_backwards = step, backwards
         self._rounds.warn_of_stale_file()
         is_agreement = self._num_boundaries == 1 or self._num_boundaries - self._pulsed_boundary >= self.every
         if self._pulse is not None or is_agreement or self._rounds.is_due(step):
@@ -179,37 +187,40 @@ class Agreement:
             self._pace.note_idle(self._clock() - now)
         applied, save = self._applied, self._save
         self._applied, self._save = None, False
+        self._become_quiet()
         return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
 
-    @property
-    def _has_to_tell(self) -> bool:
-        """Whether an agreement is of use: to other ranks, or for what this one has asked for."""
-        return self._ranks.world_size > 1 or self._stop_wanted or self._save_wanted or self._rounds.proposing
-
-    def pass_quietly(self, *, step: int, backwards: int) -> bool:
+    def pass_quietly(self, now: float, step: int, backwards: int) -> bool:
         """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is.
 
-        Most boundaries are such: this takes as little as it can.
+        Most boundaries are such: this takes as little as it can. ``now`` is the clock's time.
         """
-        num_boundaries, rounds = self._num_boundaries + 1, self._rounds
-        if (
-            self._pulse is not None
-            or (num_boundaries - self._pulsed_boundary >= self.every and self._has_to_tell)
-            or self._passed_at is None
-            or rounds.scheduled is not None
-            or rounds.has_new_file
-            or self._applied is not None
-            or self._save
-            or self._broken is not None
-        ):
+        num_boundaries = self._num_boundaries + 1
+        if num_boundaries >= self._quiet_until:
             return False
-        now = self._clock()
-        self._pace.note_step(now - self._passed_at)
-        self._passed_at = now
-        self._num_boundaries, self._step, self._num_backwards = num_boundaries, step, backwards
-        if num_boundaries % _IDLE_SAMPLING == 0:
-            self._pace.note_idle(self._clock() - now)
+        self._num_boundaries, self.step, self._num_backwards = num_boundaries, step, backwards
+        if self._is_pacing:
+            self._note_step(now)
+            if num_boundaries % _IDLE_SAMPLING == 0:
+                self._pace.note_idle(self._clock() - now)
         return True
+
+    def rouse(self) -> None:
+        """Have the next boundary look at everything: the source holds something new, say. From any thread."""
+        self._quiet_until = 0
+
+    def _become_quiet(self) -> None:
+        """Until there is more to do at a boundary than to count it. First set, then look: one may be roused between."""
+        rounds, next_agreement = self._rounds, self._pulsed_boundary + self.every
+        self._quiet_until = next_agreement if self._ranks.world_size > 1 else math.inf
+        has_question = self._save_wanted or rounds.proposing or (self._stop_wanted and not self._stopping)
+        if has_question or self._pulse is not None or rounds.scheduled is not None or rounds.has_new_file:
+            self.rouse()
+
+    def _note_step(self, now: float) -> None:
+        if self._passed_at is not None:
+            self._pace.note_step(now - self._passed_at)
+        self._passed_at = now
 
     def end(self, purpose: Purpose) -> None:
         """Come to an end, or to a step that is taken again, with all ranks.
@@ -219,6 +230,7 @@ class Agreement:
         """
         self._raise_if_unusable()
         try:
+            self.rouse()
             if self._pulse is not None:
                 self._read_pulse()
             self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING))
@@ -231,6 +243,7 @@ class Agreement:
     def close(self) -> None:
         """Give up the agreement under way: as long as it is held, its connections stay open and peers wait."""
         self._word = self._pulse = None
+        self.rouse()
 
     def _raise_if_unusable(self) -> None:
         if self._broken is not None:
@@ -239,23 +252,20 @@ class Agreement:
             raise ElasticError("start() was not called; call it on every rank before the first step, or use `with`")
 
     def _make_sure_of_the_same_start(self) -> None:
-        mine = [self._rounds.base_digest, self._asked_every, self._step]
+        mine = self._rounds.startup_values | {"agree_every_steps": self._asked_every, "steps behind": self.step}
         answers = [json.loads(data) for data in self._ranks.gather(json.dumps(mine).encode(), "starting")]
-        for index, words in enumerate(("start-up values", "agree_every_steps", "steps behind")):
-            unlike = [str(rank) for rank, answer in enumerate(answers) if answer[index] != answers[0][index]]
-            if unlike:
-                raise RanksDisagreeError(
-                    f"the {words} of rank {', '.join(unlike)} differ from those of rank 0; give all ranks the same"
-                )
+        differences = start_differences(answers)
+        if differences:
+            raise RanksDisagreeError(f"ranks start with different values; give all ranks the same: {differences}")
 
     def _take_part(self, now: float, *, is_agreement: bool) -> None:
         """What a boundary has to do beyond counting: read a pulse, apply what is due, start a pulse."""
         if self._pulse is not None:
             self._read_pulse()
             self._spent_seconds += self._clock() - now
-        if self._rounds.is_due(self._step):
+        if self._rounds.is_due(self.step):
             self._make_sure_of_the_same_place(Purpose.APPLY, "applying a scheduled config")
-            self._take(self._rounds.apply_scheduled(self._step))
+            self._take(self._rounds.apply_scheduled(self.step))
         if is_agreement:
             began = self._clock()
             self._start_pulse(began)
@@ -264,7 +274,7 @@ class Agreement:
 
     @property
     def _place(self) -> Place:
-        return Place(boundary=self._num_boundaries, step=self._step)
+        return Place(boundary=self._num_boundaries, step=self.step)
 
     def _take(self, applied: Applied | None) -> None:
         """Keep what was applied for the caller; of two at one boundary nothing ran under the first."""
@@ -338,7 +348,7 @@ class Agreement:
         return ControlWord(
             purpose=purpose,
             boundary=self._num_boundaries,
-            step=self._step,
+            step=self.step,
             backwards=self._num_backwards,
             in_force=self.config.digest,
             held_version=self.config.version,

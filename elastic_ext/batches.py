@@ -154,11 +154,19 @@ class Batches:
                 )
             self._fixed = fixed
 
-    def next_step(self, *, keep_batch: bool) -> RankStep | None:
-        """The step that comes; every micro-step is one unless ``keep_batch``. None where the epoch is over."""
+    def next_step(self, *, keep_batch: bool = True) -> RankStep | None:
+        """The step that comes, the same object for all that are full; every micro-step is one unless ``keep_batch``.
+
+        None where the epoch is over.
+        """
+        if not keep_batch:
+            return self._single_step()
         if self.source is not None:
-            return self._next_of_source(self.source, keep_batch=keep_batch)
-        if self._full is None or not keep_batch:
+            plan = self._next_plan(self.source)
+            if self._full is not None and plan is self._full[0]:
+                return self._full[1]
+            return None if plan is None else self._for_this_rank(plan)
+        if self._full is None:
             return self._single
         full, step = self._full
         fixed = self._fixed
@@ -215,17 +223,19 @@ class Batches:
         if self._fixed is not None and self._num_taken == self._fixed.num_batches:
             self._num_taken = 0
 
-    def _next_of_source(self, source: MicroBatchSource, *, keep_batch: bool) -> RankStep | None:
-        assert self._plan is not None
-        plan = self._plan.next_step(source.remaining)
+    def _single_step(self) -> RankStep | None:
+        """A step of the one micro-batch that comes."""
+        if self.source is None:
+            return self._single
+        plan = self._next_plan(self.source)
         if plan is None:
             return None
-        if not keep_batch:
-            chunks = tuple(sizes[:1] for sizes in plan.micro_batches)
-            return self._for_this_rank(StepPlan(global_batch=sum(map(sum, chunks)), micro_batches=chunks))
-        if self._full is not None and plan is self._full[0]:
-            return self._full[1]
-        return self._for_this_rank(plan)
+        chunks = tuple(sizes[:1] for sizes in plan.micro_batches)
+        return self._for_this_rank(StepPlan(global_batch=sum(map(sum, chunks)), micro_batches=chunks))
+
+    def _next_plan(self, source: MicroBatchSource) -> StepPlan | None:
+        assert self._plan is not None
+        return self._plan.next_step(source.remaining)
 
     def _tell(self, global_batch: int, micro_batch: int) -> None:
         assert self.source is not None

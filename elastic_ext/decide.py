@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Choice", "Lag", "Pace", "Place", "Report", "choose"]
+from .strict_json import shown
+
+__all__ = ["Choice", "Lag", "Pace", "Place", "Report", "choose", "start_differences"]
 
 _FEWEST_STEPS = 8
 
@@ -84,6 +86,19 @@ def choose(reports: Sequence[Report]) -> Choice:
         if report.changes is not None:
             return Choice(kind="revision", source=rank, conflict=conflict)
     return Choice(kind="nothing", conflict=conflict)
+
+
+def start_differences(answers: Sequence[Mapping[str, Any]]) -> str:
+    """What the ranks start with that is not the same on all, and who has what; empty where there is nothing."""
+    told = []
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        held: dict[str, list[str]] = {}
+        for rank, answer in enumerate(answers):
+            held.setdefault(shown(answer[name]) if name in answer else "nothing", []).append(str(rank))
+        if len(held) > 1:
+            values = ", ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in held.items())
+            told.append(f"{name} is {values}")
+    return "; ".join(told)
 
 
 class Pace:

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -120,7 +121,6 @@ class ConfigFollower:
     ) -> None:
         self.settings = settings
         self._ranks = ranks
-        self._step = start_step
         warns = settings.enabled and ranks.speaks_for(str(settings.config_file))
         self._watcher = (
             ConfigWatcher(settings.config_file, poll_seconds=settings.poll_seconds, warns=warns)
@@ -137,6 +137,9 @@ class ConfigFollower:
             warns=warns,
             lag_warning_seconds=settings.lag_warning_seconds,
         )
+        self._agreement.step = start_step
+        if self._watcher is not None:
+            self._watcher.on_news = self._agreement.rouse
         self._knobs = Knobs()
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
@@ -160,7 +163,7 @@ class ConfigFollower:
         self.reports.begin()
         if self._watcher is not None:
             self._watcher.start()
-        applied = self._agreement.start(step=self._step)
+        applied = self._agreement.start()
         if self._ranks.rank == 0:
             following = "following nothing (ELASTIC_EXT=off)" if self._watcher is None else self._watcher.path
             _logger.info(
@@ -187,7 +190,7 @@ class ConfigFollower:
     @property
     def step(self) -> int:
         """How many steps lie behind."""
-        return self._step
+        return self._agreement.step
 
     @property
     def agree_every_steps(self) -> int:
@@ -212,26 +215,21 @@ class ConfigFollower:
         a count of backward passes to compare between ranks.
         """
         self._raise_if_closed()
-        self._step = self._step + 1 if step is None else step
-        passed = self._agreement.boundary(step=self._step, backwards=backwards)
+        passed = self._agreement.boundary(step=self.step + 1 if step is None else step, backwards=backwards)
         if self._found_at_start is not None:
             self._warn_of_unread(self._found_at_start)
             self._found_at_start = None
         if passed.applied is not None:
             self._record(passed.applied)
             self._warn_of_unread(passed.applied)
-        elif self.reports.is_due:
+        elif time.perf_counter() > self.reports.due_at:
             self._write_metrics()
         return passed
 
-    def pass_quietly(self, *, step: int, backwards: int) -> bool:
+    def pass_quietly(self, step: int, backwards: int) -> bool:
         """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is."""
-        if self._closed or self._found_at_start is not None or self.reports.is_due:
-            return False
-        if not self._agreement.pass_quietly(step=step, backwards=backwards):
-            return False
-        self._step = step
-        return True
+        now = time.perf_counter()
+        return now < self.reports.due_at and self._agreement.pass_quietly(now, step, backwards)
 
     def end_epoch(self, *, is_doubtful: bool = False) -> None:
         """Return once every rank has come here with the same counts; else all raise, and name those that differ.
@@ -289,14 +287,14 @@ class ConfigFollower:
 
     def state_dict(self) -> dict[str, Any]:
         """The config in force, as plain values for a checkpoint."""
-        return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self._step}
+        return {"config": self.config.to_dict(), "revision": self.config.revision, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the config in force of a checkpoint: over the start-up values, under the file.
 
         Before the first boundary; after ``start`` all ranks call this together.
         """
-        self._step = state["step"]
+        self._agreement.step = state["step"]
         self._agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
 
     def close(self) -> None:
@@ -350,7 +348,7 @@ class ConfigFollower:
         self._write_metrics()
 
     def _write_metrics(self) -> None:
-        self.reports.write(step=self._step, config=self.config, agree_every_steps=self._agreement.every)
+        self.reports.write(step=self.step, config=self.config, agree_every_steps=self._agreement.every)
 
     def _warn_of_unread(self, applied: Applied) -> None:
         """Name what a version sets and nothing here has asked for: most often a misspelt name."""

@@ -52,10 +52,12 @@ class Gradients:
         )
         self._is_needed = False  # to see passes and weigh them
         self._num_trained = 0  # parameters, by the optimizers
+        self._others: list[torch.Tensor] = []  # parameters of the model, which no optimizer trains
         self._buffer_handles: list[RemovableHandle] = []
         self.shares_first = any(replica.static_graph for replica in self._replicas)
         """The first passes have to share: torch records a static graph in them."""
-        self._awaited: list[torch.Tensor] = []  # outputs of a pass whose gradients the other ranks wait for
+        self.awaited: list[torch.Tensor] = []
+        """Outputs of a forward pass; its backward pass, which has not begun, shares gradients: other ranks wait."""
         self.on_shared_buffers: Callable[[], None] | None = None
         """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
         self._has_shared_buffers = False  # in the step under way
@@ -89,10 +91,7 @@ class Gradients:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """What has gradients: the model's parameters, and what else the optimizers train."""
-        trained = (
-            part for optimizer in self.optimizers for group in optimizer.param_groups for part in group["params"]
-        )
-        yield from dict.fromkeys([*self._model.parameters(), *trained])
+        yield from dict.fromkeys([*self._model.parameters(), *self._trained()])
 
     def watch(self, *, needed: bool) -> None:
         """See forward and backward passes, and weigh them; where it is not needed, stay out of the model's way."""
@@ -108,6 +107,8 @@ class Gradients:
         if not needed:
             self._weighing.turn_off()
             return
+        trained = set(self._trained())
+        self._others = [part for part in self._model.parameters() if part not in trained]
         self._weighing.turn_on(self.parameters())
         for replica in self._replicas if self.on_shared_buffers is not None else ():
             self._buffer_handles.append(replica.module.register_forward_pre_hook(self._after_sharing_buffers))
@@ -153,7 +154,7 @@ class Gradients:
     def weigh_gathered(self, weight: float) -> None:
         """Have what earlier micro-steps gathered count by the weight that they have in common."""
         if not self._is_counted:
-            gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            gradients = self._gathered()
             if gradients:
                 torch._foreach_mul_(gradients, weight)
                 self._note_witness()
@@ -185,17 +186,12 @@ class Gradients:
         for replica in self._replicas:
             replica.require_forward_param_sync = False
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a forward pass was made whose backward pass shares gradients, and has not begun."""
-        return bool(self._awaited)
-
     def answer(self) -> None:
         """Make the backward pass that other ranks wait for, with zeros, where this rank has left it out.
 
         Torch's DDP counts on it: without it a later pass would be taken for it.
         """
-        outputs, self._awaited = self._awaited, []
+        outputs, self.awaited = self.awaited, []
         if outputs:
             self._weighing.is_exact = True
             try:
@@ -220,6 +216,16 @@ class Gradients:
     @property
     def _group(self) -> dist.ProcessGroup:
         return self._replicas[0].process_group
+
+    def _trained(self) -> Iterator[torch.Tensor]:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _gathered(self) -> list[torch.Tensor]:
+        parts = [*self._trained(), *self._others]
+        found = [part.grad for part in (parts if len(self.optimizers) == 1 else dict.fromkeys(parts))]
+        return [gradient for gradient in found if gradient is not None]
 
     def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         """What a backward pass starts with; kept, since making it costs as much as the rest of the call."""
@@ -257,11 +263,10 @@ class Gradients:
 
     def _note_witness(self) -> None:
         """Look at the first parameter that has a gradient, to notice later where that was changed or lost."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        trained = (part for group in groups for part in group["params"])
-        for part in trained if self._witness is None else [self._witness[0]]:
-            if part.grad is not None:
-                self._witness = part, part.grad._version
+        for part in self._trained() if self._witness is None else (self._witness[0],):
+            gradient = part.grad
+            if gradient is not None:
+                self._witness = part, gradient._version
                 return
 
     def _divide(self) -> None:
@@ -275,19 +280,19 @@ class Gradients:
             raise StepError(
                 f"the num_items of the step add up to {total.item():g} over all ranks; allowed: more than 0"
             )
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        gradients = self._gathered()
         torch._foreach_div_(gradients, float(total.item() / self.num_ranks))
         self._is_divided = True
 
     def _note_output(self, output: torch.Tensor) -> None:
         """The model was called, and shares gradients when a backward pass comes to this."""
         if self._replicas and self._replicas[0].require_backward_grad_sync:
-            self._awaited.append(output)
+            self.awaited.append(output)
 
     def _note_backward(self) -> None:
         """A backward pass has come to the model."""
         is_first, self._state.has_backward = not self._state.has_backward, True
-        self._awaited.clear()
+        self.awaited.clear()
         if not self._weighing.is_exact:
             self._note_pass(is_counted=False, is_first=is_first)
 

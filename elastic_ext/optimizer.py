@@ -24,7 +24,8 @@ _GATHERED = (
 )
 
 Closure = Callable[[], Any]
-_SCHEDULERS_OWN = ("inner", "has_stepped", "_optimizer", "_state", "_was_early")
+_SCHEDULERS_OWN = ("inner", "_optimizer", "_state", "_stepped_in", "_early_in")
+_NEVER = -1
 
 
 def _passed_on(name: str) -> Any:
@@ -65,16 +66,15 @@ class ElasticOptimizer(Optimizer):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; allowed: a torch.optim.Optimizer")
         self.inner = optimizer
         """The optimizer that does the work."""
-        self.has_begun = self.has_stepped = False
-        """In the step under way."""
         self._state = state
+        self._begun_in = self._stepped_in = _NEVER  # numbers of steps
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
         self.rates = Rates(optimizer)
         self._is_called = False  # the step under way came through this object
         if state is not None:
             optimizer.register_step_pre_hook(self._refuse_bare)
         self._schedulers: list[ElasticLRScheduler] = []
-        self._gathered: tuple[int, int] | None = None  # the first gradient and its version when step() was left out
+        self._gathered: tuple[int, Any] | None = None  # the step in which step() was left out, and what it saw then
         self._follower: ConfigFollower | None = None
         if config_file is not None:
             self._follow(config_file, follow)
@@ -104,7 +104,7 @@ class ElasticOptimizer(Optimizer):
                 )
             result = None if closure is None else _evaluated(closure)
             if state.num_optimizers > 1:
-                self._gathered = self._witness()
+                self._gathered = state.number, self._witness()
             return result
         for scheduler in self._schedulers:
             scheduler.make_sure_of_order()
@@ -131,11 +131,17 @@ class ElasticOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step that ended; within a step, where they are gathered, do nothing."""
         state = self._state
-        if state is None or state.num_micro_steps == 1 or self._may_zero:
+        if (
+            state is None
+            or state.num_micro_steps == 1
+            or (self._may_zero and self._stepped_in >= state.number - 1)  # else they were dropped with a step since
+        ):
             self.inner.zero_grad(set_to_none)
             self._may_zero = False
-        elif state.num_optimizers > 1 and self._gathered is not None and self._gathered != self._witness():
-            raise StepError(_GATHERED)
+        elif state.num_optimizers > 1 and self._gathered is not None:
+            number, witness = self._gathered
+            if number == state.number and witness is not None and witness != self._witness():
+                raise StepError(_GATHERED)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, which it loads as well without this library: rates as the schedule has them."""
@@ -180,12 +186,10 @@ class ElasticOptimizer(Optimizer):
 
     # ---- for the trainer and the appliers ----
 
-    def end_step(self) -> None:
-        """A step ended or was rolled back. Where the optimizer did not step, its gradients are gone already."""
-        if not self.has_stepped:
-            self._may_zero = False
-        self._gathered = None
-        self.has_begun = self.has_stepped = False
+    @property
+    def has_stepped(self) -> bool:
+        """In the step under way."""
+        return self._state is not None and self._stepped_in == self._state.number
 
     def forget_zeroing(self) -> None:
         """The gradients of the step that ended are gone: ``zero_grad()`` is not waited for."""
@@ -238,13 +242,13 @@ class ElasticOptimizer(Optimizer):
             )
 
     def _begin(self, state: StepState) -> None:
-        if not self.has_begun:
-            self.has_begun = True
+        if self._begun_in != state.number:
+            self._begun_in = state.number
             state.num_begun += 1
 
     def _end(self, state: StepState) -> None:
-        if not self.has_stepped:
-            self.has_stepped = self._may_zero = True
+        if self._stepped_in != state.number:
+            self._stepped_in, self._may_zero = state.number, True
             state.num_stepped += 1
 
     def _step_scaled(self, closure: Closure | None) -> Any:
@@ -297,23 +301,24 @@ class ElasticLRScheduler:
         self._optimizer = found[0]
         self._optimizer.follows_schedule(self)
         self._state = state
-        self._was_early = False
-        self.has_stepped = False
+        self._stepped_in = self._early_in = _NEVER  # numbers of steps
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
-        if not self._state.is_inside:
-            if self._state.index > 0:
+        state = self._state
+        if not state.is_inside:
+            if state.index > 0:
                 raise StepError(
                     "scheduler.step() was called between two micro-steps of a step; call it within "
                     "`with trainer.step():`, or after a boundary"
                 )
             self.inner.step(*arguments, **options)
-        elif self._optimizer.has_stepped and not self.has_stepped:
-            self.has_stepped = True
-            self.inner.step(*arguments, **options)
-        elif self._state.is_last and not self.has_stepped:
-            self._was_early = True
+        elif self._stepped_in != state.number:
+            if self._optimizer.has_stepped:
+                self._stepped_in = state.number
+                self.inner.step(*arguments, **options)
+            elif state.is_last:
+                self._early_in = state.number
 
     def get_last_lr(self) -> list[float]:
         """The effective rates, group by group."""
@@ -339,12 +344,8 @@ class ElasticLRScheduler:
 
     def make_sure_of_order(self) -> None:
         """Raise where the schedule was asked to step before the optimizer, in this step."""
-        if self._was_early:
+        if self._early_in == self._state.number:
             raise StepError("scheduler.step() was called before optimizer.step(); call it after, in the same step")
-
-    def end_step(self) -> None:
-        """A step ended or was rolled back."""
-        self.has_stepped = self._was_early = False
 
 
 class OptimizerSettings:

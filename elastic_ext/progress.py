@@ -11,11 +11,11 @@ class Progress:
     """A bar that is there from ``begin`` to ``end``; where it is not shown, nothing happens."""
 
     def __init__(self, *, is_shown: bool) -> None:
-        self._is_shown = is_shown
+        self.is_shown = is_shown
         self._bar: Any = None
 
     def begin(self, description: str, num_steps: int | None) -> None:
-        if self._is_shown:
+        if self.is_shown:
             from tqdm.auto import tqdm  # for those who look: it costs every start some milliseconds
 
             self._bar = tqdm(desc=description, total=num_steps, unit="step", leave=False)

@@ -29,17 +29,13 @@ class Reports:
         self._settings = settings
         self._ranks = ranks
         self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
-        self._due = 0.0
+        self.due_at = 0.0
+        """When it is time for metrics, on the clock of ``time.perf_counter``."""
 
     def begin(self) -> None:
         """Make the run directory."""
         if self._directory is not None:
             self._directory.prepare()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time for metrics."""
-        return time.monotonic() > self._due
 
     def tell_of(self, applied: Applied) -> None:
         """An event: what came into force."""
@@ -59,7 +55,7 @@ class Reports:
 
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
         """The metrics, as of now."""
-        self._due = time.monotonic() + _METRICS_SECONDS
+        self.due_at = time.perf_counter() + _METRICS_SECONDS
         if self._directory is None:
             return
         ranks = self._ranks

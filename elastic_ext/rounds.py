@@ -81,9 +81,9 @@ class Rounds:
             self.config = self._base
 
     @property
-    def base_digest(self) -> str:
-        """A hash of the start-up values, which must be the same on all ranks."""
-        return self._base.digest
+    def startup_values(self) -> dict[str, object]:
+        """What must be the same on all ranks, by dotted keys."""
+        return self._base.values() | {"version": self._base.version, "revision": self._base.revision}
 
     def start(self, place: Place) -> Applied | None:
         """Take the file found now, whatever its version, if every rank finds it."""

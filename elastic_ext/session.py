@@ -10,7 +10,6 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -18,6 +17,7 @@ import torch
 
 from .batches import Batches
 from .config import ElasticConfig
+from .counts import Counts
 from .errors import RanksDisagreeError, RanksError, StepError
 from .follow import ConfigFollower
 from .gradients import Gradients
@@ -28,34 +28,9 @@ from .progress import Progress
 from .scaling import BatchRule, rate_factor
 from .steps import Steps
 
-__all__ = ["Counts", "Session", "raise_on_all"]
+__all__ = ["Session", "raise_on_all"]
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Counts:
-    """How far training has come; the same on every rank."""
-
-    global_step: int = 0
-    num_steps: int = 0
-    epoch: int = 0
-    start_epoch: int = 0
-    reference_batch: int | None = None
-    """The global batch of the first start: what rates were chosen for."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "global_step": self.global_step,
-            "num_steps": self.num_steps,
-            "epoch": self.epoch,
-            "reference_batch": self.reference_batch,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.global_step, self.num_steps = state["global_step"], state["num_steps"]
-        self.epoch = self.start_epoch = state["epoch"]
-        self.reference_batch = state["reference_batch"]
 
 
 class Session:
@@ -85,7 +60,7 @@ class Session:
         self._rule: BatchRule = rule
         shows = sys.stderr.isatty() if shows_progress is None else shows_progress
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
-        self._speed = _Speed()
+        self._speed = _Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
@@ -117,21 +92,13 @@ class Session:
         self._batches.is_resuming = False
         self._take_up(self.follower.config)
 
-    def count(self, has_committed: bool, num_samples: int | None) -> None:
-        """A step has ended on this rank."""
-        counts = self._counts
-        if has_committed:
-            counts.global_step += 1
-            counts.num_steps += 1
-        self._speed.note(num_samples)
-
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
-        counts = self._counts
-        step, backwards = counts.global_step, self.steps.num_backwards
-        if not self.follower.pass_quietly(step=step, backwards=backwards):
+        step, backwards = self._counts.global_step, self.steps.num_backwards
+        if not self.follower.pass_quietly(step, backwards):
             self.should_stop = self.follower.boundary(step=step, backwards=backwards).stop
-        self._progress.advance()
+        if self._progress.is_shown:
+            self._progress.advance()
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
@@ -241,28 +208,21 @@ class Session:
 class _Speed:
     """How fast training goes, from one look to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
         self._since = time.perf_counter()
-        self._num_steps = 0
-        self._num_samples: int | None = 0
-
-    def note(self, num_samples: int | None) -> None:
-        """A step passed; its samples, where they are known."""
-        self._num_steps += 1
-        if num_samples is None or self._num_samples is None:
-            self._num_samples = None
-        else:
-            self._num_samples += num_samples
+        self._num_boundaries = self._num_samples = 0  # so many there were then
 
     def measure(self) -> Measures:
-        """What was noted since the last call, per second, and the memory held now."""
-        now = time.perf_counter()
-        seconds, num_steps, num_samples = now - self._since, self._num_steps, self._num_samples
-        self._since, self._num_steps, self._num_samples = now, 0, 0
+        """What was counted since the last call, per second, and the memory held now."""
+        now, counts = time.perf_counter(), self._counts
+        seconds = now - self._since
+        num_steps, num_samples = counts.num_boundaries - self._num_boundaries, counts.num_samples - self._num_samples
+        self._since, self._num_boundaries, self._num_samples = now, counts.num_boundaries, counts.num_samples
         has_accelerator = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return Measures(
             steps_per_second=num_steps / seconds if num_steps else None,
-            samples_per_second=num_samples / seconds if num_steps and num_samples is not None else None,
+            samples_per_second=num_samples / seconds if num_samples else None,
             memory_bytes=psutil.Process().memory_info().rss,
             accelerator_bytes=torch.cuda.memory_allocated() if has_accelerator else None,
             accelerator_peak_bytes=torch.cuda.max_memory_allocated() if has_accelerator else None,

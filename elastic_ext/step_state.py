@@ -15,6 +15,8 @@ __all__ = ["StepState"]
 class StepState:
     """One rank's step, from one boundary to the next."""
 
+    number: int = 0
+    """Another one for every step, and for one that is taken again."""
     num_micro_steps: int = 1
     index: int = 0
     """Of the micro-step under way, or of the next one."""
@@ -49,8 +51,8 @@ class StepState:
     def has_committed(self) -> bool:
         return self.num_stepped == self.num_optimizers
 
-    def begin_step(self, num_micro_steps: int) -> None:
-        """Nothing of a step has happened."""
-        self.num_micro_steps = num_micro_steps
+    def begin_anew(self) -> None:
+        """A step ended or was rolled back: nothing of the next one has happened."""
+        self.number += 1
         self.index = self.num_begun = self.num_stepped = 0
         self.is_last = False

@@ -17,8 +17,9 @@ from .errors import StepError, TornStepError
 from .step_state import StepState
 
 if TYPE_CHECKING:
+    from .counts import Counts
     from .gradients import Gradients
-    from .optimizer import ElasticLRScheduler, ElasticOptimizer
+    from .optimizer import ElasticOptimizer
     from .snapshot import Snapshot
 
 __all__ = ["Steps"]
@@ -38,11 +39,10 @@ class Steps:
         gradients: Gradients,
         batches: Batches,
         optimizers: Sequence[ElasticOptimizer],
-        schedulers: Sequence[ElasticLRScheduler],
         *,
         snapshot: Snapshot | None,
         shares_always: bool,
-        count: Callable[[bool, int | None], None],
+        counts: Counts,
         pass_boundary: Callable[[], None],
         meet: Callable[[Purpose], None],
     ) -> None:
@@ -60,10 +60,9 @@ class Steps:
         self._gradients = gradients
         self._batches = batches
         self._optimizers = optimizers
-        self._schedulers = schedulers
         self._snapshot = snapshot
         self._shares_always = shares_always
-        self._count = count
+        self._counts = counts
         self._pass_boundary = pass_boundary
         self._meet = meet
         self._step = RankStep(weights=(1.0,), num_samples=None)
@@ -76,6 +75,7 @@ class Steps:
         self._retry = Purpose.RETRY  # how far the step had come that was rolled back last
         self._owes_boundary = False  # an exception kept this rank from passing it
         self._has_begun = False
+        self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         gradients.share(now=True)  # whatever an earlier trainer left there
         state.num_optimizers = len(optimizers)
         if snapshot is not None:
@@ -96,14 +96,16 @@ class Steps:
         state = self._state
         if state.is_inside:
             raise StepError(_INSIDE)
+        state.has_forward = state.has_backward = state.is_exact = False
+        if self._is_like_before and self.keep_batch and self._batches.next_step() is self._step:
+            state.is_last = state.is_inside = True
+            return
         if state.index == 0:
             self._begin(self.keep_batch)
         elif self.keep_batch is not self._keeps_batch:
             raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
-        index, step = state.index, self._step
-        state.weight = self._weights[index]
-        state.has_forward = state.has_backward = state.is_exact = False
-        is_last = index + 1 == len(step.weights)
+        state.weight = self._weights[state.index]
+        is_last = state.index + 1 == state.num_micro_steps
         state.is_last = self.is_committing = is_last
         state.is_inside = True
         is_shared = is_last or self._shares_always or self._gradients.shares_first
@@ -125,16 +127,16 @@ class Steps:
         if self._was_rolled_back:
             self._was_rolled_back = False
             return
-        if state.num_begun:
+        if state.num_begun > state.num_stepped:
             self._raise_if_torn(None)
-        if not state.is_last and state.num_micro_steps > 1:
+        if not state.is_last:
             self._check()
         self._num_own_backwards += state.has_backward
-        if self._gradients.is_awaited:
+        if self._gradients.awaited:
             self._gradients.answer()
             self.is_doubtful = True
         elif state.is_last:
-            self.is_doubtful = not state.has_committed
+            self.is_doubtful = state.num_stepped < state.num_optimizers
         if state.is_last:
             self._end()
             self._pass_boundary()
@@ -155,7 +157,7 @@ class Steps:
             self._gradients.drop()
             for optimizer in self._optimizers:
                 optimizer.forget_zeroing()
-            self._owes_boundary = True
+            self._owes_boundary, self._is_like_before = True, False
         elif self.torn is None:
             self.rollback()
             state.is_inside = self._was_rolled_back = False
@@ -176,13 +178,14 @@ class Steps:
         self._was_rolled_back = state.is_inside
         is_called = state.index > 0 or state.has_forward
         self._retry = Purpose.RETRY_CALLED if is_called else Purpose.RETRY
-        if gradients.is_awaited:
+        if gradients.awaited:
             self._retry = Purpose.RETRY_AWAITED
         if is_called:
             gradients.have_shared_buffers()
         gradients.drop()
         self._batches.rollback(num_taken)
-        self._reset()
+        state.begin_anew()
+        self._is_like_before = False
         if self._snapshot is not None:
             self._snapshot.restore()
         if not self._batches.can_replay and not self._has_warned:
@@ -218,7 +221,7 @@ class Steps:
         if self._must_meet:
             self._meet(self._retry)
             self._must_meet = False
-        if self._gradients.is_awaited:
+        if self._gradients.awaited:
             self._gradients.answer()
             self._gradients.drop()
         step = self._batches.next_step(keep_batch=keep_batch)
@@ -241,6 +244,7 @@ class Steps:
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
         self._num_own_backwards = 0
+        self._is_like_before = keep_batch and not is_watched and self._snapshot is None
         if self._snapshot is not None:
             self._snapshot.take()
             self._snapshot.put_shared()
@@ -259,26 +263,22 @@ class Steps:
 
     def _end(self) -> None:
         """The step is over on this rank."""
-        state = self._state
-        has_committed = state.has_committed
-        self._batches.commit(len(self._step.weights))
-        if not has_committed and state.keeps_batch:
+        state, counts = self._state, self._counts
+        self._batches.commit(state.num_micro_steps)
+        if state.num_stepped == state.num_optimizers:
+            counts.global_step += 1
+            counts.num_steps += 1
+        elif state.keeps_batch:
             self._gradients.drop()
-        self._gradients.end_step()
-        if self._snapshot is not None:
-            self._snapshot.end_step()
+        if state.is_exact or not self._is_like_before:
+            self._gradients.end_step()
+            if self._snapshot is not None:
+                self._snapshot.end_step()
         self.num_backwards += self._num_own_backwards
-        self._reset()
-        self._count(has_committed, self._step.num_samples)
-
-    def _reset(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.end_step()
-        for scheduler in self._schedulers:
-            scheduler.end_step()
-        state = self._state
-        state.index = state.num_begun = state.num_stepped = 0
-        state.is_last = False
+        self._num_own_backwards = 0
+        counts.num_boundaries += 1
+        counts.num_samples += self._step.num_samples or 0
+        state.begin_anew()
 
     def _check(self) -> None:
         try:
@@ -293,7 +293,7 @@ class Steps:
         state = self._state
         if not state.is_torn and (error is None or state.num_begun == 0 or state.has_committed):
             return
-        state.is_inside = state.is_last = False
+        state.is_inside = state.is_last = self._is_like_before = False
         self.torn = TornStepError(
             f"an optimizer failed in the middle of its step ({state.num_stepped} of {state.num_optimizers} had ended): "
             f"parameters may be half updated; resume from a checkpoint"

@@ -35,6 +35,7 @@ from .agree import Every
 from .arguments import check_checkpoints, check_choice, check_model, check_ranks_are_joined
 from .batches import Batches
 from .config import ElasticConfig
+from .counts import Counts
 from .errors import ElasticError, StepError
 from .follow import follow_config
 from .gradients import Gradients
@@ -42,7 +43,7 @@ from .interval import CheckpointInterval
 from .optimizer import ElasticLRScheduler, ElasticOptimizer, OptimizerSettings
 from .rounds import Proposal
 from .scaling import BatchRule
-from .session import Counts, Session, raise_on_all
+from .session import Session, raise_on_all
 from .snapshot import Snapshot
 from .step_state import StepState
 from .steps import Steps
@@ -163,10 +164,9 @@ class ElasticTrainer:
             self._gradients,
             self._batches,
             optimizers,
-            schedulers,
             snapshot=Snapshot(self._model, self._registered) if self._rolls_back_fully else None,
             shares_always=self._shares_always,
-            count=session.count,
+            counts=self._counts,
             pass_boundary=session.pass_boundary,
             meet=follower.retry,
         )

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -44,6 +45,8 @@ class ConfigWatcher:
         warns: bool = True,
     ) -> None:
         self.path = Path(path).absolute()
+        self.on_news: Callable[[], None] = _nobody
+        """Called on the watching thread when another config is held, or none will be any more."""
         self._poll_seconds = poll_seconds
         self._settle_seconds = settle_seconds
         self._changed = threading.Condition()  # guards everything below
@@ -153,6 +156,7 @@ class ConfigWatcher:
     def _die(self, error: Exception) -> None:
         _logger.error("the watcher of %s died; changes of the file are not seen any more", self.path, exc_info=error)
         self._error = error
+        self.on_news()
 
     def _seconds_to_wait(self) -> float:
         if self._warn_at is None:
@@ -191,6 +195,7 @@ class ConfigWatcher:
         self._refusal = self._warn_at = None
         if self._held is None or config.version != self._held.version or config.digest != self._held.digest:
             self._held, self._held_at = config, time.monotonic()
+            self.on_news()
 
     def _refuse(self, fingerprint: bytes, reason: str) -> None:
         if fingerprint == self._seen:
@@ -208,6 +213,9 @@ class ConfigWatcher:
             self._warned.pop(next(iter(self._warned)))
         kept = "no config" if self._held is None else self._held.label
         _logger.log(self._warning_level, "%s was refused, %s stays: %s", self.path, kept, self._refusal)
+
+
+def _nobody() -> None: ...
 
 
 def _hash(data: bytes) -> bytes:

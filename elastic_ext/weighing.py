@@ -55,7 +55,7 @@ class Weighing:
         self._has_outside = False  # parameters that are trained and not the model's
         self._depth = 0  # calls of entries within one another that are under way
         self._num_calls = 0  # in this micro-step, those within one another counted as one
-        self._is_called_once = False  # in the micro-step before
+        self._is_called_once = False  # in the micro-step before in which anything was weighed or counted
         self._given: list[tuple[torch.Tensor, int]] = []  # to the call under way: inputs and their versions
         self._needs_exact = ""  # why the loss of this micro-step must be weighed itself
 
@@ -91,7 +91,7 @@ class Weighing:
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         state = self._state
-        if not (self._state.is_inside and torch.is_grad_enabled()):
+        if (state.weight == 1.0 and not self.counts) or not (state.is_inside and torch.is_grad_enabled()):
             return None
         if not state.has_forward:
             state.has_forward = True
@@ -113,14 +113,14 @@ class Weighing:
         return replaced(arguments, self._unweighed), replaced(options, self._unweighed)
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        if not (self._state.is_inside and torch.is_grad_enabled()):
+        state = self._state
+        if (state.weight == 1.0 and not self.counts) or not (state.is_inside and torch.is_grad_enabled()):
             return None
         self._depth = max(self._depth - 1, 0)
         if self._depth > 0:
             return None
-        if self._state.weight == 1.0:
-            if self.counts:
-                replaced(output, self._counted)
+        if state.weight == 1.0:
+            replaced(output, self._counted)
             return None
         if self._given:
             if any(tensor._version != version for tensor, version in self._given):

@@ -55,6 +55,7 @@ LAYERS: Mapping[str, int] = {
     "weighing": 1,
     "accumulate": 1,
     "batches": 1,
+    "counts": 1,
     "interval": 1,
     "progress": 1,
     "scaling": 1,

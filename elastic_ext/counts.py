@@ -1,0 +1,38 @@
+"""Counts: how far training has come; the words are explained in trainer.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Counts"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """The same on every rank."""
+
+    global_step: int = 0
+    num_steps: int = 0
+    epoch: int = 0
+    start_epoch: int = 0
+    reference_batch: int | None = None
+    """The global batch of the first start: what rates were chosen for."""
+    num_boundaries: int = 0
+    """Steps that ended since this run began, whether they committed or not."""
+    num_samples: int = 0
+    """Of those steps, over all ranks, as far as they are known."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "global_step": self.global_step,
+            "num_steps": self.num_steps,
+            "epoch": self.epoch,
+            "reference_batch": self.reference_batch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.global_step, self.num_steps = state["global_step"], state["num_steps"]
+        self.epoch = self.start_epoch = state["epoch"]
+        self.reference_batch = state["reference_batch"]
