@@ -39,16 +39,21 @@ def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
     is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
     if use_fsdp and not is_sharded:
         raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
-    if is_sharded:
-        raise NotImplementedError("this version trains plain and DDP models; leave this one unsharded")
     if accelerator is not None:
         raise NotImplementedError("this version takes no accelerator; pass the model in DDP, and the bare optimizer")
 
 
-def check_ranks_are_joined(*, are_gradients_shared: bool) -> None:
+def check_ranks_are_joined(*, num_replicas: int, num_parts: int) -> None:
+    """``num_parts`` ranks make one replica of the model."""
     num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if num_ranks > 1 and not are_gradients_shared:
+    if num_ranks == num_replicas * num_parts:
+        return
+    if num_replicas == num_parts == 1:
         raise ValueError(
             f"the model is not wrapped, and there are {num_ranks} ranks: each would train a model of its own; wrap it "
-            "with torch.nn.parallel.DistributedDataParallel before it is given to ElasticTrainer"
+            "with torch.nn.parallel.DistributedDataParallel or fully_shard before it is given to ElasticTrainer"
         )
+    raise ValueError(
+        f"the model has {num_replicas} replicas that share gradients, of {num_parts} ranks each, and there are "
+        f"{num_ranks} ranks: the others would train a model of their own; wrap it over all ranks"
+    )

@@ -140,9 +140,10 @@ class ElasticTrainer:
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")
             schedulers = [ElasticLRScheduler(each, optimizers, state=self._state) for each in _as_list(lr_scheduler)]
-            check_ranks_are_joined(are_gradients_shared=self._gradients.are_shared)
+            sharing = self._gradients.sharing
+            check_ranks_are_joined(num_replicas=sharing.num_ranks, num_parts=sharing.num_parts)
             settings = OptimizerSettings(optimizers)
-            startup = self._batches.startup_values(self._gradients.num_ranks) | settings.startup_values()
+            startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()
         except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
             problem = error
         follower = follow_config(startup=startup, start_step=self._counts.global_step, **self._follow_arguments)
@@ -217,10 +218,13 @@ class ElasticTrainer:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor | None:
-        """``torch.nn.utils.clip_grad_norm_`` in the micro-step that ends a step; nothing, and None, in the others."""
+        """``torch.nn.utils.clip_grad_norm_`` in the micro-step that ends a step; nothing, and None, in the others.
+
+        The norm is that of the whole model, however it is spread over ranks.
+        """
         if not self._state.is_last:
             return None
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return self._gradients.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def rollback(self) -> None:
         """Undo the micro-steps since the last boundary, as an exception would; on every rank or on none."""

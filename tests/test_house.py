@@ -55,10 +55,14 @@ LAYERS: Mapping[str, int] = {
     "weighing": 1,
     "accumulate": 1,
     "batches": 1,
+    "clipping": 1,
     "counts": 1,
     "interval": 1,
     "progress": 1,
+    "fsdp": 1,
+    "fsdp.internals": 1,
     "scaling": 1,
+    "sharing": 1,
     "sources": 1,
     "step_state": 1,
     # 2: parts of training, which know nothing of one another
@@ -79,7 +83,9 @@ SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without
 USES_TORCH = frozenset(
     {
         "arguments",
+        "clipping",
         "engine",
+        "fsdp.internals",
         "follow",
         "gradients",
         "optimizer",
@@ -88,6 +94,7 @@ USES_TORCH = frozenset(
         "ranks",
         "rates",
         "session",
+        "sharing",
         "snapshot",
         "trainer",
         "weighing",
