@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .clipping import as_parameters, clip_norm
 from .errors import StepError
+from .guard import Guard
 from .sharing import sharing_of
 from .step_state import StepState
 from .weighing import Weighing
@@ -26,9 +27,18 @@ _LOST = (
     "zero_grad() has cleared or changed them, such as model.zero_grad(); call optimizer.zero_grad(), which waits for "
     "the step to end"
 )
+_CHANGED = (
+    "gradients were changed in a micro-step that does not end a step, after its backward pass, as clip_grad_norm_() "
+    "and a GradScaler's unscale_() do: what the step gathers would be scaled again and again; call "
+    "trainer.clip_grad_norm_(), give the scaler to prepare(), or do it `if trainer.sync_gradients:`"
+)
 _UNCOUNTED = (
     "backward passes with num_items and without were mixed in one step: {}; call trainer.backward(loss_sum, "
     "num_items=...) in every micro-step, with 0 where there is nothing to count, and once in the last"
+)
+_DIVIDED = (
+    "num_items needs gradients that are averaged over the ranks, and this model's are divided by a factor of its own "
+    "(set_gradient_divide_factor); leave that out, or divide the loss by hand and leave num_items out"
 )
 _UNWEIGHTED = (
     "gradients came from a loss that does not go through the model's outputs, or from a call of the model before the "
@@ -67,6 +77,7 @@ class Gradients:
         """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
         self._has_shared_buffers = False  # in the step under way
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._guard = Guard()
         self._num_items: torch.Tensor | None = None
         self._is_counted: bool | None = None  # whether this step's backward passes come with num_items
         self._has_counted = False  # in this training
@@ -108,8 +119,14 @@ class Gradients:
         for part in self.sharing.sharing_buffers if self.on_shared_buffers is not None else ():
             self._buffer_handles.append(part.register_forward_pre_hook(self._after_sharing_buffers))
 
+    def begin_gathering(self) -> None:
+        """A step begins whose micro-steps keep their gradients to this rank, but for the last."""
+        if self.sharing.shows_gathered:
+            self._guard.begin_step(self._trained())
+
     def release(self) -> None:
         """Leave the model as it was found."""
+        self._guard.rest()
         self.watch(needed=False)
         self.sharing.share(now=True)
 
@@ -170,6 +187,8 @@ class Gradients:
         is_lost = self._witness is None or self._witness[0].grad is None
         if state.has_backward and not state.is_last and is_shown and is_lost:
             raise StepError(_LOST)
+        if not state.is_last and self._guard.has_seen_change():
+            raise StepError(_CHANGED)
         if self._is_counted is None and self._witness != before and not state.is_exact:
             self._is_counted = False
         if state.is_exact or not self._is_needed or (state.weight == 1.0 and self._is_alone):
@@ -228,6 +247,8 @@ class Gradients:
 
     def _count(self, loss: torch.Tensor, num_items: float | torch.Tensor) -> None:
         state = self._state
+        if not self.sharing.is_average:
+            raise StepError(_DIVIDED)
         if state.is_last and state.has_backward:
             raise StepError(_UNCOUNTED.format("it was called twice in the last micro-step"))
         count = torch.as_tensor(num_items, dtype=torch.float64, device=loss.device).detach()

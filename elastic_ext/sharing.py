@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .fsdp import internals
+from . import internals
 
 __all__ = ["Sharing", "sharing_of"]
 
@@ -82,7 +82,7 @@ class Sharing:
 
     @property
     def num_exchanges(self) -> int:
-        """How many collectives this rank has begun; the same on all ranks that have come equally far."""
+        """Grows with every collective that this rank begins; the same on all ranks that have come equally far."""
         return internals.num_exchanges(self.groups + self._spread_groups)
 
     def share(self, *, now: bool) -> None:
@@ -93,6 +93,11 @@ class Sharing:
         """Turn the ranks' numbers into their sum."""
         for group in self.groups:
             dist.all_reduce(number, group=group)
+
+    def wait(self) -> None:
+        """Return once no collective of this rank is under way; all ranks call this."""
+        for group in self.groups + self._spread_groups:
+            dist.barrier(group)
 
     def why_not_forget(self) -> str | None:
         """Why a pass that failed cannot be taken back, None where it can, or where none is under way."""
@@ -124,6 +129,10 @@ class _Replicated(Sharing):
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self._replicas[0].process_group,)
 
+    @property
+    def num_exchanges(self) -> int:
+        return 2 * super().num_exchanges + any(map(internals.is_unfinished, self._replicas))
+
     def share(self, *, now: bool) -> None:
         self.is_sharing = now
         for replica in self._replicas:
@@ -132,6 +141,16 @@ class _Replicated(Sharing):
     def have_shared_buffers(self) -> None:
         for replica in self._replicas:  # DDP does so in a step's first pass alone, and forgets it where that failed
             replica.require_forward_param_sync = False
+
+    def why_not_forget(self) -> str | None:
+        if any(replica.static_graph and internals.is_unfinished(replica) for replica in self._replicas):
+            return "DDP with a static graph cannot take back a backward pass that failed"
+        return None
+
+    def forget(self) -> None:
+        for replica in self._replicas:
+            if internals.is_unfinished(replica):
+                internals.forget_pass(replica)
 
 
 class _Sharded(Sharing):

@@ -226,6 +226,7 @@ class Steps:
         if self._must_meet:
             self._meet(self._retry, self._num_exchanges)
             self._must_meet = False
+            self._gradients.sharing.wait()
         if self._gradients.awaited:
             self._gradients.answer()
             self._gradients.drop()
@@ -248,6 +249,8 @@ class Steps:
         is_watched = gradients.are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
+        if step.num_micro_steps > 1 and not self._shares_always:
+            gradients.begin_gathering()
         self._num_own_backwards = 0
         self._is_like_before = keep_batch and not is_watched and self._snapshot is None
         if gradients.are_exchanged:

@@ -41,6 +41,10 @@ class Faults:
         for fault in faults:
             self._waiting.setdefault((fault.rank, fault.step), []).append(fault)
 
+    def is_empty_for(self, rank: int) -> bool:
+        """Whether nothing is to happen, or has happened, on that rank."""
+        return all(of_rank != rank for of_rank, _ in self._waiting)
+
     def at(self, *, rank: int, step: int, phase: str | None = None) -> Literal["skip"] | None:
         """None where nothing is to happen, "skip" where the caller is to leave something out; the rest strike here."""
         for index, fault in enumerate(self._waiting.get((rank, step), ())):

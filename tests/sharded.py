@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.training import make_model
 
-__all__ = ["WAYS", "Way", "values_of"]
+__all__ = ["WAYS", "Way", "fresh", "values_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,28 +46,28 @@ def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _fully(model: nn.Module) -> nn.Module:
+def _fully(model: Any) -> Any:
     mesh = _mesh(dist.get_world_size())
-    for part in (model[0], model[2]):  # type: ignore[index]
+    for part in (model[0], model[2]):
         fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def _kept_after_forward(model: nn.Module) -> nn.Module:
+def _kept_after_forward(model: Any) -> Any:
     mesh = _mesh(dist.get_world_size())
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
-def _blocks_alone(model: nn.Module) -> nn.Module:
+def _blocks_alone(model: Any) -> Any:
     mesh = _mesh(dist.get_world_size())
-    for part in (model[0], model[2]):  # type: ignore[index]
+    for part in (model[0], model[2]):
         fully_shard(part, mesh=mesh)
     return model
 
 
-def _hybrid(model: nn.Module) -> nn.Module:
+def _hybrid(model: Any) -> Any:
     mesh = _mesh(2, 2, names=("replicate", "shard"))
-    fully_shard(model[0], mesh=mesh)  # type: ignore[index]
+    fully_shard(model[0], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -78,10 +78,10 @@ def _tensor(model: nn.Module) -> nn.Module:
     return parallelize_module(model, _mesh(dist.get_world_size()), PLAN)
 
 
-def _tensor_and_fully(model: nn.Module) -> nn.Module:
+def _tensor_and_fully(model: Any) -> Any:
     mesh = _mesh(2, 2, names=("data", "tensor"))
-    parallelize_module(model, mesh["tensor"], PLAN)
-    for part in (model[0], model[2]):  # type: ignore[index]
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(output_layouts=Replicate())})  # so not all of it
+    for part in (model[0], model[2]):
         fully_shard(part, mesh=mesh["data"])
     return fully_shard(model, mesh=mesh["data"])
 
@@ -114,6 +114,6 @@ def values_of(model: nn.Module) -> list[torch.Tensor]:
     return [(part.full_tensor() if isinstance(part, DTensor) else part).detach().clone() for part in model.parameters()]
 
 
-def fresh(way: Way) -> nn.Module:
+def fresh(way: Way, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The same small model every time, spread."""
-    return way.wrap(make_model(torch.float32))
+    return way.wrap(make_model(dtype))

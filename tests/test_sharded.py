@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from elastic_ext import RanksDisagreeError, StepError, TornStepError
+from elastic_ext.clipping import clip_norm
+from tests.faults import Fault, Faults, PlantedFault
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, fresh, values_of
-from tests.training import bits_of, make_data, trainer_of
+from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 
 NUM_STEPS = 5
 MICRO_BATCH = 4
@@ -30,7 +40,7 @@ def micro_batches(
     """What this rank's replica takes, in order."""
     degree, rank = way.degree()
     inputs, targets = make_data(num_steps * num_micro_steps * degree * MICRO_BATCH, torch.float32)
-    cut = zip(inputs.split(MICRO_BATCH), targets.split(MICRO_BATCH), strict=True)
+    cut = zip(torch.split(inputs, MICRO_BATCH), torch.split(targets, MICRO_BATCH), strict=True)
     return [batch for index, batch in enumerate(cut) if index % degree == rank]
 
 
@@ -43,7 +53,7 @@ def by_hand(way: Way, name: str, num_micro_steps: int, most: float | None) -> li
         with way.share(model, now=is_last):
             loss = nn.functional.cross_entropy(model(inputs), targets)
             losses.append(loss.item())
-            (loss / num_micro_steps).backward()
+            (loss / num_micro_steps).backward()  # type: ignore[no-untyped-call]
         if is_last:
             if most is not None:
                 clip_by_hand(model, most)
@@ -56,6 +66,8 @@ def clip_by_hand(model: nn.Module, most: float) -> None:
     own = getattr(model, "clip_grad_norm_", None)  # FSDP1's
     if own is not None:
         own(most)
+    elif len({part.device_mesh for part in model.parameters() if isinstance(part, DTensor)}) > 1:
+        clip_norm(list(model.parameters()), most)  # which torch's does not do; it is held to the plain model's below
     else:
         torch.nn.utils.clip_grad_norm_(model.parameters(), most)
 
@@ -77,7 +89,7 @@ def by_trainer(
                 if exactly:
                     trainer.backward(loss)
                 else:
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                 if most is not None:
                     trainer.clip_grad_norm_(model.parameters(), most)
                 optimizer.step()
@@ -103,3 +115,400 @@ def test_a_step_is_that_of_a_loop_by_hand(
     ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int, most: float | None
 ) -> None:
     ranks.run(WAYS[way].num_ranks, equal_rank, tmp_path, way, num_micro_steps, most)
+
+
+# --- changes while it trains ----------------------------------------------------------------------------------------
+
+CHANGES = {
+    2: {"optimizer.learning_rate": 0.05},
+    4: {"global_batch_size": 24},
+    6: {"dataloader.batch_size": 3},
+}
+NUM_SAMPLES = 244  # the last step is smaller than the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed:
+    """What a rank has done."""
+
+    replica: int
+    sizes: list[tuple[int, ...]]  # of its micro-batches, step by step
+    rates: list[float]
+    values: list[torch.Tensor]
+
+
+def changing_rank(rank: int, folder: Path, way: str) -> Changed:
+    chosen = WAYS[way]
+    model = fresh(chosen, torch.float64)
+    source = Slices(make_data(NUM_SAMPLES), MICRO_BATCH)
+    trainer = trainer_of(folder, model, source, rank=rank, global_batch_size=16)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    due = dict(CHANGES)
+    rates: list[float] = []
+    with trainer:
+        for inputs, targets in source:
+            changes = due.pop(trainer.global_step, None)
+            if changes is not None:
+                trainer.propose(changes, "a test")
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                if trainer.sync_gradients:
+                    rates += optimizer.effective_rates
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not due
+        assert trainer.global_batch_size == 24
+    return Changed(replica=chosen.degree()[1], sizes=source.sizes, rates=rates, values=values_of(model))
+
+
+def plainly(samples: list[int], rates: list[float]) -> list[torch.Tensor]:
+    """What one plain process makes of the same steps, each taken whole."""
+    model = make_model(torch.float64)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = make_data(NUM_SAMPLES)
+    start = 0
+    for size, rate in zip(samples, rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        part = slice(start, start + size)
+        nn.functional.cross_entropy(model(inputs[part]), targets[part]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        start += size
+    assert start == NUM_SAMPLES
+    return values_of(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rate_global_batch_and_micro_batch_change_between_steps(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    found = ranks.run(WAYS[way].num_ranks, changing_rank, tmp_path, way)
+    first = found[0]
+    assert set(first.rates) == {0.1, 0.05}
+    replicas = {each.replica: each.sizes for each in found}
+    assert all(each.sizes == replicas[each.replica] for each in found)
+    assert {size for sizes in first.sizes for size in sizes} >= {3, 4}
+    samples = [sum(map(sum, sizes)) for sizes in zip(*replicas.values(), strict=True)]
+    assert {16, 24} <= set(samples)
+    expected = plainly(samples, first.rates)
+    for each in found:
+        torch.testing.assert_close(each.values, expected, rtol=1e-12, atol=1e-14)
+
+
+# --- steps that are taken back --------------------------------------------------------------------------------------
+
+PHASES = ("entered", "in forward", "forward done", "in backward", "backward done", "clipped")
+
+
+class Failing(nn.Module):
+    """A layer's output as it is; passes may fail here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: Callable[[str], object] = lambda phase: None
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.at("in forward")
+        output = value * 1.0
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.at("in backward"))  # type: ignore[no-untyped-call]
+        return output
+
+
+class Run:
+    """A training of some steps, whose every boundary leaves a record of what this rank holds."""
+
+    def __init__(self, rank: int, folder: Path, way: str, faults: Faults, num_micro_steps: int) -> None:
+        chosen = WAYS[way]
+        plain = make_model(torch.float32)
+        plain[1] = nn.Sequential(plain[1], Failing())
+        self.model = chosen.wrap(plain)
+        failing = next(part for part in self.model.modules() if isinstance(part, Failing))
+        failing.at = self.at
+        degree, _ = chosen.degree()
+        self.rank, self.faults, self.index = rank, faults, 0
+        self.source = Slices(make_data(64 * degree, torch.float32), MICRO_BATCH, is_endless=True)
+        batch = MICRO_BATCH * degree * num_micro_steps
+        self.trainer = trainer_of(folder, self.model, self.source, rank=rank, global_batch_size=batch)
+        self.optimizer = self.trainer.prepare(AdamW(self.model.parameters(), lr=1e-2))
+        self.records = [self.record()]
+        self.num_caught = 0
+
+    def record(self) -> list[Any]:
+        counts = {name: value for name, value in self.trainer.state_dict().items() if name != "config"}
+        return bits_of(list(self.model.parameters()), self.optimizer.state_dict(), counts, self.source.committed)
+
+    def at(self, phase: str) -> None:
+        if self.trainer._state.is_inside:
+            self.faults.at(rank=self.rank, step=self.trainer.global_step, phase=f"{phase} {self.index}")
+
+    def micro_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        with self.trainer.step():
+            self.at("entered")
+            output = self.model(inputs)
+            self.at("forward done")
+            nn.functional.cross_entropy(output, targets).backward()  # type: ignore[no-untyped-call]
+            self.at("backward done")
+            self.trainer.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.at("clipped")
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def train(self, num_steps: int = 4) -> list[Any]:
+        for inputs, targets in self.source:
+            before = self.trainer.global_step
+            try:
+                self.micro_step(inputs, targets)
+                self.index = 0 if self.trainer.sync_gradients else self.index + 1
+            except PlantedFault:
+                self.num_caught += 1
+                self.index = 0
+                assert self.record() == self.records[-1]
+                assert all(parameter.grad is None for parameter in self.model.parameters())
+            if self.trainer.global_step > before:
+                self.records.append(self.record())
+            if self.trainer.global_step == num_steps:
+                break
+        return self.records
+
+
+def failing_rank(rank: int, folder: Path, way: str, faults: Sequence[Faults], num_micro_steps: int) -> None:
+    """However steps failed, the others are as if none had."""
+    expected: list[Any] = []
+    for number, planted in enumerate([Faults(), *faults]):
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
+        run = Run(rank, place, way, planted, num_micro_steps)
+        with run.trainer:
+            records = run.train()
+        assert run.num_caught == (0 if number == 0 or planted.is_empty_for(rank) else 1), number
+        expected = expected or records
+        assert records == expected, number
+
+
+def everywhere(num_ranks: int, phase: str) -> Faults:
+    return Faults(*(Fault(rank=rank, step=2, action="raise", phase=phase) for rank in range(num_ranks)))
+
+
+RETAKEN = [way for way in WAYS if way != "FSDP1"]
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+@pytest.mark.parametrize("way", RETAKEN)
+def test_a_step_that_fails_on_all_ranks_is_taken_again(
+    ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int
+) -> None:
+    num_ranks = WAYS[way].num_ranks
+    indices = {0, num_micro_steps // 2, num_micro_steps - 1}
+    faults = [everywhere(num_ranks, f"{phase} {index}") for phase in PHASES for index in sorted(indices)]
+    ranks.run(num_ranks, failing_rank, tmp_path, way, faults, num_micro_steps)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_fails_before_it_calls_the_model_takes_the_step_again_alone(
+    ranks: RankPool, tmp_path: Path, way: str
+) -> None:
+    alone = [Faults(Fault(rank=1, step=2, action="raise", phase="entered 0"))]
+    ranks.run(WAYS[way].num_ranks, failing_rank, tmp_path, way, alone, 3)
+
+
+def torn_rank(rank: int, folder: Path, way: str, phase: str) -> str:
+    run = Run(rank, folder, way, everywhere(2, phase), 2)
+    with pytest.raises(TornStepError) as caught:
+        run.train()
+    assert run.trainer.global_step == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("phase", ["in forward 1", "in backward 0"])
+def test_fsdp1_cannot_take_back_a_pass_and_says_so(ranks: RankPool, tmp_path: Path, phase: str) -> None:
+    for text in ranks.run(2, torn_rank, tmp_path, "FSDP1", phase):
+        assert "FSDP1 cannot take back a pass that failed" in text
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 2])
+def test_fsdp1_takes_steps_back_between_passes(ranks: RankPool, tmp_path: Path, num_micro_steps: int) -> None:
+    phases = ("entered", "forward done", "backward done", "clipped")
+    faults = [everywhere(2, f"{phase} {index}") for phase in phases for index in range(num_micro_steps)]
+    ranks.run(2, failing_rank, tmp_path, "FSDP1", faults, num_micro_steps)
+
+
+def meeting_rank(rank: int, folder: Path, way: str) -> None:
+    """Ranks fail in the same step, one after a micro-step, one at the beginning of the next."""
+    faults = Faults(
+        Fault(rank=0, step=1, action="raise", phase="backward done 0"),
+        Fault(rank=1, step=1, action="raise", phase="entered 1"),
+    )
+    failing_rank(rank, folder, way, [faults], 2)
+
+
+@pytest.mark.parametrize("way", ["fully_shard", "FSDP1"])
+def test_ranks_that_fail_in_different_places_go_on_where_nothing_was_exchanged_between(
+    ranks: RankPool, tmp_path: Path, way: str
+) -> None:
+    ranks.run(2, meeting_rank, tmp_path, way)
+
+
+def skipping_rank(rank: int, folder: Path, way: str, skipped: int) -> str:
+    run = Run(rank, folder, way, Faults(), 2)
+
+    def train() -> None:
+        for index, (inputs, targets) in enumerate(run.source):
+            with run.trainer.step():
+                loss = nn.functional.cross_entropy(run.model(inputs), targets)
+                if rank == 0 or index != skipped:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+
+    with pytest.raises(RanksDisagreeError) as caught:
+        train()
+    assert run.trainer.global_step <= 4
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("skipped", [4, 5])
+@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way].num_ranks == 2])
+def test_a_rank_that_leaves_its_backward_out_is_named_and_nobody_hangs(
+    ranks: RankPool, tmp_path: Path, way: str, skipped: int
+) -> None:
+    for text in ranks.run(2, skipping_rank, tmp_path, way, skipped):
+        assert text.startswith("ranks differ in")
+        assert "backward passes" in text
+
+
+# --- other losses and other arguments -------------------------------------------------------------------------------
+
+
+def counting_rank(rank: int, folder: Path, way: str) -> None:
+    """Losses summed over different numbers of items on every rank and in every micro-step."""
+    chosen = WAYS[way]
+    degree, replica = chosen.degree()
+    model = fresh(chosen, torch.float64)
+    inputs, targets = make_data(8 * degree * 2)
+    sizes = [1 + (index * 3) % 7 for index in range(4 * degree)]
+    trainer = trainer_of(folder, model, rank=rank, global_batch_size=8 * degree, micro_batch_size=4)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    plain = make_model(torch.float64)
+    by_hand = SGD(plain.parameters(), lr=0.1)
+    parts = list(zip(torch.split(inputs, 4), torch.split(targets, 4), sizes, strict=True))
+    with trainer:
+        for step in range(2):
+            of_step = parts[step * 2 * degree : (step + 1) * 2 * degree]
+            for index in range(2):
+                given, wanted, size = of_step[index * degree + replica]
+                with trainer.step():
+                    loss = nn.functional.cross_entropy(model(given)[:size], wanted[:size], reduction="sum")
+                    trainer.backward(loss, num_items=min(size, 4))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses = [
+                nn.functional.cross_entropy(plain(given)[:size], wanted[:size], reduction="sum")
+                for given, wanted, size in of_step
+            ]
+            (torch.stack(losses).sum() / sum(min(size, 4) for _, _, size in of_step)).backward()  # type: ignore[no-untyped-call]
+            by_hand.step()
+            by_hand.zero_grad()
+    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_by_items_are_divided_by_those_of_all_ranks(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    ranks.run(WAYS[way].num_ranks, counting_rank, tmp_path, way)
+
+
+def dividing_rank(rank: int, folder: Path) -> str:
+    model = fresh(WAYS["fully_shard"])
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+    trainer = trainer_of(folder, model, rank=rank, global_batch_size=8, micro_batch_size=4)
+    trainer.prepare(SGD(model.parameters(), lr=0.1))
+    inputs, targets = make_data(4, torch.float32)
+    with trainer, trainer.step():
+        loss = nn.functional.cross_entropy(model(inputs), targets, reduction="sum")
+        with pytest.raises(StepError) as caught:
+            trainer.backward(loss, num_items=4)
+        trainer.rollback()
+    return str(caught.value)
+
+
+def test_items_and_a_divide_factor_of_ones_own_do_not_go_together(ranks: RankPool, tmp_path: Path) -> None:
+    for text in ranks.run(2, dividing_rank, tmp_path):
+        assert "set_gradient_divide_factor" in text
+
+
+def summing_rank(rank: int, folder: Path) -> None:
+    """A divide factor acts as it does by hand."""
+
+    def divide(model: nn.Module) -> nn.Module:
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        return model
+
+    way = replace(WAYS["fully_shard"], wrap=lambda model: divide(WAYS["fully_shard"].wrap(model)))
+    expected = by_hand(way, "sgd", 4, None)
+    assert by_trainer(way, folder, rank, "sgd", 4, None) == expected
+
+
+def test_a_divide_factor_acts_as_by_hand(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, summing_rank, tmp_path)
+
+
+def refused_rank(rank: int, folder: Path, case: str) -> str:
+    model: Any = make_model(torch.float32)
+    if case == "over a part of the ranks":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        model = fully_shard(model, mesh=mesh["b"])
+    elif case == "mixed":
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
+        model[2] = DistributedDataParallel(model[2])
+    with pytest.raises(ValueError, match="wrap") as caught:
+        trainer_of(folder, model, rank=rank, use_fsdp=case != "unwrapped").prepare(SGD(model.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("unwrapped", "the model is not wrapped, and there are 4 ranks"),
+        ("over a part of the ranks", "2 replicas that share gradients, of 1 ranks each, and there are 4"),
+        ("mixed", "mixes DDP, fully_shard and FSDP1"),
+    ],
+)
+def test_what_would_train_several_models_is_refused(ranks: RankPool, tmp_path: Path, case: str, said: str) -> None:
+    for text in ranks.run(4, refused_rank, tmp_path, case):
+        assert said in text
+
+
+def clipping_rank(rank: int, way: str) -> None:
+    """Norms of gradients on one mesh, on two, and on none, are those of the whole model."""
+    chosen = WAYS[way]
+    model = fresh(chosen, torch.float64)
+    if way == "tensor and fully_shard":
+        assert len({part.device_mesh for part in model.parameters() if isinstance(part, DTensor)}) > 1
+    plain = make_model(torch.float64)
+    inputs, targets = make_data(8)
+    for each in (model, plain):
+        nn.functional.cross_entropy(each(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    parts, plain_parts = list(model.parameters()), list(plain.parameters())
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
+        found = clip_norm(parts, 0.01, norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(plain_parts, 0.01, norm_type)
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, expected)
+        for part, plain_part in zip(parts, plain_parts, strict=True):
+            gradient = part.grad
+            assert gradient is not None
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(whole, plain_part.grad)
+    first = parts[0].grad
+    assert isinstance(first, DTensor)
+    first.to_local().fill_(math.nan)
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
+        clip_norm(parts, 0.01, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("way", ["fully_shard", "hybrid", "tensor", "tensor and fully_shard"])
+def test_norms_are_those_of_the_whole_model(ranks: RankPool, way: str) -> None:
+    ranks.run(WAYS[way].num_ranks, clipping_rank, way)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -121,7 +122,9 @@ def bits_of(*things: Any) -> list[Any]:
     """Every tensor's bytes and every other value, in order, of nested containers: equal lists are equal bit for bit."""
     found: list[Any] = []
     for thing in things:
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, DTensor):
+            found += bits_of(thing.to_local())
+        elif isinstance(thing, torch.Tensor):
             found.append((tuple(thing.shape), str(thing.dtype), thing.detach().cpu().contiguous().numpy().tobytes()))
         elif isinstance(thing, dict):
             for name, value in thing.items():

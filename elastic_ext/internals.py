@@ -1,4 +1,4 @@
-"""What torch does not tell in public of modules that fully_shard has sharded; the one place that reaches for it.
+"""What torch does not tell in public of models in DDP, fully_shard and FSDP1; the one place that reaches for it.
 
 Each function looks for what it needs first, and raises where this torch keeps it elsewhere: nothing is guessed.
 """
@@ -11,18 +11,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from elastic_ext.errors import ElasticError
+from .errors import ElasticError
 
 __all__ = [
     "can_take_back_passes",
     "data_parallel_groups",
     "divides_by",
     "flat_groups",
+    "forget_pass",
     "forget_step",
     "is_idle",
+    "is_unfinished",
     "num_exchanges",
 ]
+
+
+def is_unfinished(replica: DistributedDataParallel) -> bool:
+    """Whether a backward pass through DDP was begun that has not shared everything."""
+    check = _found(_found(replica, "reducer"), "_check_reducer_finalized")
+    try:
+        check()
+    except RuntimeError:  # so it says that it has not
+        return True
+    return False
+
+
+def forget_pass(replica: DistributedDataParallel) -> None:
+    """Have DDP give that pass up."""
+    _found(_found(replica, "reducer"), "_reset_state")()
 
 
 def data_parallel_groups(module: FSDPModule) -> tuple[dist.ProcessGroup, ...]:

@@ -1,1 +1,0 @@
-"""Models whose parameters are spread over ranks."""
