@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -46,6 +48,8 @@ class Task:
     micro_batch: int
     num_micro_steps: int
     """Of a step."""
+    is_sharded: bool = False
+    """On several ranks by fully_shard, every layer and the whole, instead of DDP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +86,7 @@ class Loop:
     """One way to train: ``take`` goes over batches, which make whole steps."""
 
     def __init__(self, model: nn.Module, take: Callable[[Sequence[Batch]], None], batches: Sequence[Batch]) -> None:
-        self._parameters = list(model.parameters())
+        self._parameters = [_local(parameter) for parameter in model.parameters()]
         self._take = take
         self._batches = batches
         self._start = [parameter.detach().clone() for parameter in self._parameters]
@@ -120,12 +124,17 @@ def make_loop(name: LoopName, task: Task, folder: Path, stack: ExitStack, *, ran
     torch.manual_seed(0)
     layers = [nn.Linear(*pair) for pair in zip(task.widths, task.widths[1:], strict=False)]
     plain: nn.Module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+    model: nn.Module = plain
+    if num_ranks > 1 and task.is_sharded:
+        for layer in (*layers, plain):
+            fully_shard(layer)
+    elif num_ranks > 1 and name != "accelerate":  # which wraps it itself
+        model = DistributedDataParallel(plain)
     optimizer = SGD(plain.parameters(), lr=0.01)
     if name == "accelerate":
         return Loop(plain, _with_accelerate(plain, optimizer, task), batches)
     if name == "fabric":
         return Loop(plain, _with_fabric(plain, optimizer, task), batches)
-    model = plain if num_ranks == 1 else DistributedDataParallel(plain)
     if name == "hand":
         return Loop(plain, _by_hand(model, optimizer, task), batches)
     is_default = name == "default"
@@ -164,6 +173,17 @@ def _by_hand(model: nn.Module, optimizer: Optimizer, task: Task) -> Callable[[Se
                 optimizer.step()
                 optimizer.zero_grad()
 
+    def accumulate_sharded(batches: Sequence[Batch]) -> None:
+        assert isinstance(model, FSDPModule)
+        for index, (inputs, targets) in enumerate(batches, start=1):
+            is_last = index % num_micro_steps == 0
+            model.set_requires_gradient_sync(is_last)
+            loss = mse_loss(model(inputs), targets) / num_micro_steps
+            loss.backward()  # type: ignore[no-untyped-call]
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
     def accumulate_on_ranks(batches: Sequence[Batch]) -> None:
         assert isinstance(model, DistributedDataParallel)
         for index, (inputs, targets) in enumerate(batches, start=1):
@@ -177,6 +197,8 @@ def _by_hand(model: nn.Module, optimizer: Optimizer, task: Task) -> Callable[[Se
 
     if num_micro_steps == 1:
         return take
+    if isinstance(model, FSDPModule):
+        return accumulate_sharded
     return accumulate_on_ranks if isinstance(model, DistributedDataParallel) else accumulate
 
 
@@ -245,6 +267,11 @@ def _with_fabric(plain: nn.Module, plain_optimizer: Optimizer, task: Task) -> Ca
                 optimizer.zero_grad()
 
     return take if num_micro_steps == 1 else accumulate
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """What of it lies on this rank."""
+    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from benchmarks.gang import Gang
 from benchmarks.harness import Claim, Comparison, Reading, Readings, Result, Side, compare_measures
 from benchmarks.trainer_ranks import Block, Done, LoopName, Rank, Task, make_loop, training_rank
 
-__all__ = ["main", "sides_of_one_rank", "sides_of_ranks"]
+__all__ = ["MODERATE", "ON_RANKS", "Plan", "main", "on_ranks", "sides_of_one_rank", "sides_of_ranks"]
 
 SMALL = Task(widths=(8, 8), micro_batch=8, num_micro_steps=1)
 MODERATE = Task(widths=(256, 512, 512, 256), micro_batch=64, num_micro_steps=1)
@@ -136,11 +136,11 @@ def sides_of_one_rank(
 # --- two ranks ------------------------------------------------------------------------------------------------------
 
 
-def on_ranks(plan: Plan, *, num_ranks: int) -> list[Comparison]:
+def on_ranks(plan: Plan, *, num_ranks: int, task: Task = MODERATE) -> list[Comparison]:
     """The plan's loops on ranks that train together: wall time, CPU time."""
-    what = f"DDP on {num_ranks} ranks, {_steps(plan)}"
+    what = f"{'fully_shard' if task.is_sharded else 'DDP'} on {num_ranks} ranks, {_steps(plan)}"
     wall, cpu = f"A micro-step, wall time: {what}", f"A micro-step, CPU time: {what}"
-    task = dataclasses.replace(MODERATE, num_micro_steps=plan.num_micro_steps)
+    task = dataclasses.replace(task, num_micro_steps=plan.num_micro_steps)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
