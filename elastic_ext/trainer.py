@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from .agree import Every
+from .amp import ElasticScaler
 from .arguments import check_checkpoints, check_choice, check_model, check_ranks_are_joined
 from .batches import Batches
 from .config import ElasticConfig
@@ -123,16 +124,18 @@ class ElasticTrainer:
 
     # ---- setting up ----
 
-    def prepare(self, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Join the other ranks, and return what takes part in the steps: the optimizer, and with a scheduler both.
+    def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
+        """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
 
-        Several optimizers, or schedulers, come and go as a list. All ranks call this, once.
+        Several optimizers, or schedulers, come and go as a list; one ``torch.amp.GradScaler`` is for all of them. All
+        ranks call this, once.
         """
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
         problem: Exception | None = None
         optimizers: list[ElasticOptimizer] = []
         schedulers: list[ElasticLRScheduler] = []
+        elastic_scaler: ElasticScaler | None = None
         startup: dict[str, object] = {}
         settings: OptimizerSettings | None = None
         try:
@@ -140,6 +143,8 @@ class ElasticTrainer:
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")
             schedulers = [ElasticLRScheduler(each, optimizers, state=self._state) for each in _as_list(lr_scheduler)]
+            if scaler is not None:
+                elastic_scaler = ElasticScaler(scaler, optimizers, state=self._state)
             sharing = self._gradients.sharing
             check_ranks_are_joined(num_replicas=sharing.num_ranks, num_parts=sharing.num_parts)
             settings = OptimizerSettings(optimizers)
@@ -166,6 +171,7 @@ class ElasticTrainer:
             self._batches,
             optimizers,
             snapshot=Snapshot(self._model, self._registered) if self._rolls_back_fully else None,
+            scaler=elastic_scaler,
             shares_always=self._shares_always,
             counts=self._counts,
             pass_boundary=session.pass_boundary,
@@ -176,10 +182,12 @@ class ElasticTrainer:
         session.start(steps, self._loaded_config)
         self._session = session
         self._micro_step = steps  # one object for all micro-steps: making one costs more than entering it
-        prepared: Any = optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]
-        if lr_scheduler is None:
-            return prepared
-        return prepared, schedulers if isinstance(lr_scheduler, (list, tuple)) else schedulers[0]
+        prepared: list[Any] = [optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]]
+        if lr_scheduler is not None:
+            prepared.append(schedulers if isinstance(lr_scheduler, (list, tuple)) else schedulers[0])
+        if elastic_scaler is not None:
+            prepared.append(elastic_scaler)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place."""
