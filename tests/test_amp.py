@@ -224,10 +224,11 @@ def test_bf16_autocast_is_the_training_by_hand(tmp_path: Path, way: str, made: s
 
 
 @each_fused
-def test_fp16_autocast_with_a_scaler_is_the_training_by_hand(tmp_path: Path, made: str) -> None:
-    infinite = places(1)
-    records, steps = by_trainer(tmp_path, made, 1, infinite, autocast=torch.float16)
-    assert records == by_hand(made, 1, infinite, autocast=torch.float16)
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_fp16_autocast_with_a_scaler_is_the_training_by_hand(tmp_path: Path, made: str, micro_steps: int) -> None:
+    infinite = places(micro_steps)
+    records, steps = by_trainer(tmp_path, made, micro_steps, infinite, autocast=torch.float16)
+    assert records == by_hand(made, micro_steps, infinite, autocast=torch.float16)
     assert steps == [1, 1, 2, 3, 3, 4]
 
 
