@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from .accelerator import Accelerated, is_prepared
 from .interval import CheckpointInterval
 
-__all__ = ["check_checkpoints", "check_choice", "check_model", "check_ranks_are_joined"]
+__all__ = ["check_checkpoints", "check_choice", "check_model", "check_not_prepared", "check_ranks_are_joined"]
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -41,14 +42,35 @@ def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
         raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
     if is_sharded:
         raise NotImplementedError("this version trains plain and DDP models; leave this one unsharded")
-    if accelerator is not None:
-        raise NotImplementedError("this version takes no accelerator; pass the model in DDP, and the bare optimizer")
+    if accelerator is None:
+        check_not_prepared(model)
 
 
-def check_ranks_are_joined(*, are_gradients_shared: bool) -> None:
-    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if num_ranks > 1 and not are_gradients_shared:
+def check_not_prepared(*things: object) -> None:
+    """Raise where accelerate has prepared one of them, and the trainer was not told by which accelerator."""
+    for thing in things:
+        if is_prepared(thing):
+            raise ValueError(
+                f"accelerate has prepared the {type(thing).__name__}, and would divide losses and count steps beside "
+                "the trainer; give ElasticTrainer(..., accelerator=accelerator)"
+            )
+
+
+def check_ranks_are_joined(num_ranks: int, are_gradients_shared: bool, accelerated: Accelerated | None) -> None:
+    """Raise where ranks would train models of their own, or share gradients otherwise than the accelerator has it."""
+    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_processes > 1 and not are_gradients_shared:
+        advice = (
+            "wrap it with torch.nn.parallel.DistributedDataParallel before it is given to ElasticTrainer"
+            if accelerated is None
+            else "give ElasticTrainer what accelerator.prepare(model) returns"
+        )
         raise ValueError(
-            f"the model is not wrapped, and there are {num_ranks} ranks: each would train a model of its own; wrap it "
-            "with torch.nn.parallel.DistributedDataParallel before it is given to ElasticTrainer"
+            f"the model is not wrapped, and there are {num_processes} ranks: each would train a model of its own; "
+            f"{advice}"
+        )
+    if accelerated is not None and accelerated.num_ranks != num_ranks:
+        raise ValueError(
+            f"the accelerator cuts its loaders for {accelerated.num_ranks} ranks, and the model averages its gradients "
+            f"over {num_ranks}; make the accelerator before anything else joins the ranks, and have it prepare the model"
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .accelerator import bare_optimizer
 from .config import ElasticConfig
 from .errors import StepError
 from .follow import ConfigFollower, follow_config
@@ -292,7 +293,7 @@ class ElasticLRScheduler:
     def __init__(self, scheduler: Any, optimizers: Sequence[ElasticOptimizer], *, state: StepState) -> None:
         self.inner = scheduler
         """The scheduler that does the work."""
-        target = getattr(scheduler, "optimizer", None)
+        target = bare_optimizer(getattr(scheduler, "optimizer", None))
         found = [optimizer for optimizer in optimizers if target in (optimizer, optimizer.inner)]
         if not found:
             raise ValueError(

@@ -31,8 +31,9 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
+from .accelerator import Accelerated, bare_optimizer, bare_scheduler
 from .agree import Every
-from .arguments import check_checkpoints, check_choice, check_model, check_ranks_are_joined
+from .arguments import check_checkpoints, check_choice, check_model, check_not_prepared, check_ranks_are_joined
 from .batches import Batches
 from .config import ElasticConfig
 from .counts import Counts
@@ -93,6 +94,7 @@ class ElasticTrainer:
         check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
         check_checkpoints(checkpoint_interval, shared_storage_path)
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
+        self._accelerated = None if accelerator is None else Accelerated(accelerator)
         self._rule: BatchRule = learning_rate_rule
         self._rolls_back_fully = rollback == "full"
         self._shares_always = sync_every_micro_step
@@ -136,11 +138,16 @@ class ElasticTrainer:
         startup: dict[str, object] = {}
         settings: OptimizerSettings | None = None
         try:
-            optimizers = [ElasticOptimizer(each, state=self._state) for each in _as_list(optimizer)]
+            given, schedules = _as_list(optimizer), _as_list(lr_scheduler)
+            if self._accelerated is None:
+                check_not_prepared(*given, *schedules)
+            optimizers = [ElasticOptimizer(bare_optimizer(each), state=self._state) for each in given]
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")
-            schedulers = [ElasticLRScheduler(each, optimizers, state=self._state) for each in _as_list(lr_scheduler)]
-            check_ranks_are_joined(are_gradients_shared=self._gradients.are_shared)
+            schedulers = [
+                ElasticLRScheduler(bare_scheduler(each), optimizers, state=self._state) for each in schedules
+            ]
+            check_ranks_are_joined(self._gradients.num_ranks, self._gradients.are_shared, self._accelerated)
             settings = OptimizerSettings(optimizers)
             startup = self._batches.startup_values(self._gradients.num_ranks) | settings.startup_values()
         except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
@@ -155,6 +162,7 @@ class ElasticTrainer:
             self._batches,
             self._gradients,
             settings,
+            accelerated=self._accelerated,
             startup=startup,
             rule=self._rule,
             shows_progress=self._shows_progress,
