@@ -111,7 +111,7 @@ def bare_scheduler(scheduler: Any) -> Any:
     """The scheduler that an ``AcceleratedScheduler`` steps once per process; any other as it is."""
     while _is_wrapped(scheduler, "scheduler"):
         scheduler = scheduler.scheduler
-    target = getattr(scheduler, "optimizer", None)
+    target: Any = getattr(scheduler, "optimizer", None)
     if _is_wrapped(target, "optimizer"):
         # torch looks there whether step() was called before the schedule's; the bare one's is called instead of it.
         target._opt_called = True

@@ -72,5 +72,5 @@ def check_ranks_are_joined(num_ranks: int, are_gradients_shared: bool, accelerat
     if accelerated is not None and accelerated.num_ranks != num_ranks:
         raise ValueError(
             f"the accelerator cuts its loaders for {accelerated.num_ranks} ranks, and the model averages its gradients "
-            f"over {num_ranks}; make the accelerator before anything else joins the ranks, and have it prepare the model"
+            f"over {num_ranks}; make the accelerator where ranks are joined, and have it prepare the model"
         )

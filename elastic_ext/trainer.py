@@ -144,9 +144,7 @@ class ElasticTrainer:
             optimizers = [ElasticOptimizer(bare_optimizer(each), state=self._state) for each in given]
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")
-            schedulers = [
-                ElasticLRScheduler(bare_scheduler(each), optimizers, state=self._state) for each in schedules
-            ]
+            schedulers = [ElasticLRScheduler(bare_scheduler(each), optimizers, state=self._state) for each in schedules]
             check_ranks_are_joined(self._gradients.num_ranks, self._gradients.are_shared, self._accelerated)
             settings = OptimizerSettings(optimizers)
             startup = self._batches.startup_values(self._gradients.num_ranks) | settings.startup_values()
