@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import importlib
 import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +32,7 @@ import elastic_ext
 from elastic_ext import ElasticTrainer, StepError
 from elastic_ext.optimizer import ElasticLRScheduler, ElasticOptimizer
 from elastic_ext.sources import FixedBatches
+from examples import accelerate_glue, accelerate_glue_plain
 from tests.ranks import RankPool, RanksFailed
 from tests.training import Slices, bits_of, make_data, make_model, shared, trainer_of
 
@@ -526,3 +532,83 @@ def uneven_on_rank(rank: int, folder: Path) -> None:
 def test_ranks_with_unequal_numbers_of_batches_are_refused_at_the_start(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="rank 0: 3 of 4 samples; rank 1: 2 of 4 samples"):
         ranks.run(2, uneven_on_rank, tmp_path)
+
+
+# --- the example -----------------------------------------------------------------------------------------------------
+
+
+def code_of(example: ModuleType) -> list[str]:
+    """An example's lines that are neither blank nor its docstring."""
+    assert example.__doc__ is not None
+    text = Path(str(example.__file__)).read_text(encoding="utf-8")
+    return [line for line in text.partition(f'{example.__doc__}"""')[2].splitlines() if line.strip()]
+
+
+def test_the_example_differs_from_accelerate_alone_in_ten_lines_at_most() -> None:
+    plain, ours = code_of(accelerate_glue_plain), code_of(accelerate_glue)
+    changes = difflib.SequenceMatcher(None, plain, ours, autojunk=False).get_opcodes()
+    num_changed = sum(max(b - a, d - c) for kind, a, b, c, d in changes if kind != "equal")
+    assert 5 < num_changed <= 10
+
+
+def example_losses(rank: int, world_size: int, example: ModuleType | str, folder: Path, *words: str) -> list[float]:
+    module = importlib.import_module(example) if isinstance(example, str) else example
+    with accelerate_forgotten(rank, world_size):
+        os.environ.update(ELASTIC_EXT_RUN_DIR=str(folder), ELASTIC_EXT_JOB="test")
+        losses: list[float] = module.train(module.parse(["--cpu", "--num-pairs", "512", "--num-epochs", "2", *words]))
+        return losses
+
+
+def test_the_example_loses_what_accelerate_alone_does_where_nothing_is_gathered(tmp_path: Path) -> None:
+    ours = example_losses(0, 1, accelerate_glue, tmp_path, "--global-batch-size=16")
+    assert bits_of(ours) == bits_of(example_losses(0, 1, accelerate_glue_plain, tmp_path))
+
+
+def test_the_example_loses_what_accelerate_alone_does_on_two_ranks_too(ranks: RankPool, tmp_path: Path) -> None:
+    ours = ranks.run(2, example_losses, 2, accelerate_glue.__name__, tmp_path, "--global-batch-size=32")
+    assert ours == ranks.run(2, example_losses, 2, accelerate_glue_plain.__name__, tmp_path)
+
+
+def test_the_example_loses_much_the_same_however_its_global_batch_is_cut(ranks: RankPool, tmp_path: Path) -> None:
+    plain = example_losses(0, 1, accelerate_glue_plain, tmp_path, "--gradient-accumulation-steps=4")
+    alone = example_losses(0, 1, accelerate_glue, tmp_path, "--global-batch-size=64")
+    cut = example_losses(0, 1, accelerate_glue, tmp_path, "--global-batch-size=64", "--batch-size=8")
+    together = ranks.run(2, example_losses, 2, accelerate_glue.__name__, tmp_path, "--global-batch-size=64")
+    for losses in (alone, cut, *together):
+        assert losses == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+        ],
+        ["torch.distributed.run", "--nproc-per-node", "2"],
+    ],
+)
+def test_the_example_learns_under_the_launcher(tmp_path: Path, launcher: list[str]) -> None:
+    module, *options = launcher
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = {"accelerate.commands.launch": ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]}
+    address = where.get(module, ["--master-addr", "127.0.0.1", "--master-port", str(port)])
+    finished = subprocess.run(
+        [sys.executable, "-m", module, *options, *address, str(accelerate_glue.__file__), "--cpu", "--num-epochs=4"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ELASTIC_EXT_RUN_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stdout
+    accuracies = re.findall(r"^epoch \d: loss [\d.]+, accuracy ([\d.]+)$", finished.stdout, re.MULTILINE)
+    assert len(accuracies) == 4 and float(accuracies[-1]) > 0.9, finished.stdout
