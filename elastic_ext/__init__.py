@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .accumulate import BatchPlan, StepPlan
     from .agree import Boundary
+    from .amp import ElasticScaler
     from .appliers import Applied, Applier
     from .config import ElasticConfig
     from .errors import (
@@ -46,6 +47,7 @@ __all__ = [
     "ElasticError",
     "ElasticLRScheduler",
     "ElasticOptimizer",
+    "ElasticScaler",
     "ElasticTrainer",
     "MicroBatchSource",
     "PeerLostError",
@@ -73,6 +75,7 @@ _HOMES = {
     "ElasticError": "errors",
     "ElasticLRScheduler": "optimizer",
     "ElasticOptimizer": "optimizer",
+    "ElasticScaler": "amp",
     "ElasticTrainer": "trainer",
     "MicroBatchSource": "sources",
     "PeerLostError": "errors",

@@ -68,7 +68,7 @@ class ElasticOptimizer(Optimizer):
         self.inner = optimizer
         """The optimizer that does the work."""
         self._state = state
-        self._begun_in = self._stepped_in = _NEVER  # numbers of steps
+        self._begun_in = self._stepped_in = self._mixed_in = _NEVER  # numbers of steps
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
         self.rates = Rates(optimizer)
         self._is_called = False  # the step under way came through this object
@@ -94,7 +94,7 @@ class ElasticOptimizer(Optimizer):
             return self._step_alone(closure)
         if not state.is_last:
             if not state.is_inside:
-                if state.index == 0 and self._is_idle():
+                if state.index == 0 and _is_idle(self.param_groups):
                     return self.inner.step()  # torch.distributed.checkpoint has it make its state so
                 raise StepError("optimizer.step() was called outside of `with trainer.step():`")
             given = vars(self.inner)  # by a GradScaler; asked for so, since most optimizers have none
@@ -109,10 +109,14 @@ class ElasticOptimizer(Optimizer):
             return result
         for scheduler in self._schedulers:
             scheduler.make_sure_of_order()
+        if self._mixed_in == state.number:
+            raise StepError(_GATHERED)
         if closure is not None:
             return self._step_with(closure, state)
         if state.before_optimizer is not None:
             state.before_optimizer()
+        if _is_left_out(self.inner):
+            return None
         self._begin(state)
         self._is_called = True
         try:
@@ -142,7 +146,9 @@ class ElasticOptimizer(Optimizer):
         elif state.num_optimizers > 1 and self._gathered is not None:
             number, witness = self._gathered
             if number == state.number and witness is not None and witness != self._witness():
-                raise StepError(_GATHERED)
+                if not (state.is_last and state.has_backward):
+                    raise StepError(_GATHERED)
+                self._mixed_in = state.number  # unless it was to be left out in this step, and they are dropped
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, which it loads as well without this library: rates as the schedule has them."""
@@ -222,13 +228,6 @@ class ElasticOptimizer(Optimizer):
         return result
 
     # ---- a step ----
-
-    def _is_idle(self) -> bool:
-        """Whether a step now would change no parameter: its rates and its gradients are zero."""
-        groups = self.param_groups
-        if any(float(group.get("lr", 1.0)) for group in groups):
-            return False
-        return not any(part.grad is not None and part.grad.any() for group in groups for part in group["params"])
 
     def _witness(self) -> tuple[int, int] | None:
         gradients = (part.grad for group in self.param_groups for part in group["params"])
@@ -397,6 +396,19 @@ def _in_ratio(value: float, base: float | None, first_base: float | None) -> flo
     if base is None or not first_base or base == first_base:
         return value
     return value * (base / first_base)
+
+
+def _is_idle(groups: list[dict[str, Any]]) -> bool:
+    """Whether a step now would change no parameter: its rates and its gradients are zero."""
+    if any(float(group.get("lr", 1.0)) for group in groups):
+        return False
+    return not any(part.grad is not None and part.grad.any() for group in groups for part in group["params"])
+
+
+def _is_left_out(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler found infinities and lets the optimizer, a fused one, leave the step out by itself."""
+    found = vars(optimizer).get("found_inf")
+    return found is not None and bool(found)  # on a GPU this waits for it
 
 
 def _evaluated(closure: Closure) -> Any:

@@ -17,6 +17,7 @@ from .errors import StepError, TornStepError
 from .step_state import StepState
 
 if TYPE_CHECKING:
+    from .amp import ElasticScaler
     from .counts import Counts
     from .gradients import Gradients
     from .optimizer import ElasticOptimizer
@@ -41,6 +42,7 @@ class Steps:
         optimizers: Sequence[ElasticOptimizer],
         *,
         snapshot: Snapshot | None,
+        scaler: ElasticScaler | None,
         shares_always: bool,
         counts: Counts,
         pass_boundary: Callable[[], None],
@@ -61,6 +63,7 @@ class Steps:
         self._batches = batches
         self._optimizers = optimizers
         self._snapshot = snapshot
+        self._scaler = scaler
         self._shares_always = shares_always
         self._counts = counts
         self._pass_boundary = pass_boundary
@@ -157,6 +160,8 @@ class Steps:
             self._gradients.drop()
             for optimizer in self._optimizers:
                 optimizer.forget_zeroing()
+            if self._scaler is not None:
+                self._scaler.forget()
             self._owes_boundary, self._is_like_before = True, False
         elif self.torn is None:
             self.rollback()
@@ -184,6 +189,8 @@ class Steps:
             gradients.have_shared_buffers()
         gradients.drop()
         self._batches.rollback(num_taken)
+        if self._scaler is not None:
+            self._scaler.rollback()
         state.begin_anew()
         self._is_like_before = False
         if self._snapshot is not None:

@@ -33,6 +33,7 @@ from torch import nn
 
 from .accelerator import Accelerated, bare_optimizer, bare_scheduler
 from .agree import Every
+from .amp import ElasticScaler
 from .arguments import check_checkpoints, check_choice, check_model, check_not_prepared, check_ranks_are_joined
 from .batches import Batches
 from .config import ElasticConfig
@@ -125,16 +126,18 @@ class ElasticTrainer:
 
     # ---- setting up ----
 
-    def prepare(self, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Join the other ranks, and return what takes part in the steps: the optimizer, and with a scheduler both.
+    def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
+        """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
 
-        Several optimizers, or schedulers, come and go as a list. All ranks call this, once.
+        Several optimizers, or schedulers, come and go as a list; one ``torch.amp.GradScaler`` is for all of them. All
+        ranks call this, once.
         """
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
         problem: Exception | None = None
         optimizers: list[ElasticOptimizer] = []
         schedulers: list[ElasticLRScheduler] = []
+        elastic_scaler: ElasticScaler | None = None
         startup: dict[str, object] = {}
         settings: OptimizerSettings | None = None
         try:
@@ -145,6 +148,8 @@ class ElasticTrainer:
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")
             schedulers = [ElasticLRScheduler(bare_scheduler(each), optimizers, state=self._state) for each in schedules]
+            if scaler is not None:
+                elastic_scaler = ElasticScaler(scaler, optimizers, state=self._state)
             check_ranks_are_joined(self._gradients.num_ranks, self._gradients.are_shared, self._accelerated)
             settings = OptimizerSettings(optimizers)
             startup = self._batches.startup_values(self._gradients.num_ranks) | settings.startup_values()
@@ -171,6 +176,7 @@ class ElasticTrainer:
             self._batches,
             optimizers,
             snapshot=Snapshot(self._model, self._registered) if self._rolls_back_fully else None,
+            scaler=elastic_scaler,
             shares_always=self._shares_always,
             counts=self._counts,
             pass_boundary=session.pass_boundary,
@@ -181,10 +187,12 @@ class ElasticTrainer:
         session.start(steps, self._loaded_config)
         self._session = session
         self._micro_step = steps  # one object for all micro-steps: making one costs more than entering it
-        prepared: Any = optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]
-        if lr_scheduler is None:
-            return prepared
-        return prepared, schedulers if isinstance(lr_scheduler, (list, tuple)) else schedulers[0]
+        prepared: list[Any] = [optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]]
+        if lr_scheduler is not None:
+            prepared.append(schedulers if isinstance(lr_scheduler, (list, tuple)) else schedulers[0])
+        if elastic_scaler is not None:
+            prepared.append(elastic_scaler)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place."""

@@ -63,6 +63,7 @@ LAYERS: Mapping[str, int] = {
     "sources": 1,
     "step_state": 1,
     # 2: parts of training, which know nothing of one another
+    "amp": 2,
     "arguments": 2,
     "gradients": 2,
     "optimizer": 2,
@@ -79,6 +80,7 @@ SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without
 
 USES_TORCH = frozenset(
     {
+        "amp",
         "arguments",
         "engine",
         "follow",
@@ -110,6 +112,7 @@ PUBLIC_NAMES = [
     "ElasticError",
     "ElasticLRScheduler",
     "ElasticOptimizer",
+    "ElasticScaler",
     "ElasticTrainer",
     "MicroBatchSource",
     "PeerLostError",

@@ -1,0 +1,149 @@
+"""ElasticScaler: torch's GradScaler, taking part in steps; and all that is used of a GradScaler's private parts."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import StepError
+from .step_state import StepState
+
+if TYPE_CHECKING:
+    from .optimizer import ElasticOptimizer
+
+__all__ = ["ElasticScaler"]
+
+_OWN = ("inner", "_optimizers", "_state", "_is_enabled", "_kept_in", "_stages", "_sizes")
+_USED = ("scale", "unscale_", "step", "update", "is_enabled")
+_HANDED = ("grad_scale", "found_inf")  # to an optimizer that unscales in its own step, for as long as that takes
+_SIZES = ("_scale", "_growth_tracker")  # None until something is scaled
+_NEVER = -1
+
+
+class ElasticScaler:
+    """``scaler``, which unscales, steps and updates where the trainer's step ends; all else is the scaler's own.
+
+    It takes the optimizers that ``trainer.prepare()`` returned, and those that were given to it for the same.
+    """
+
+    def __init__(self, scaler: Any, optimizers: Sequence[ElasticOptimizer], *, state: StepState) -> None:
+        _check(scaler)
+        self.inner = scaler
+        """The scaler that does the work."""
+        self._optimizers = {id(name): each for each in optimizers for name in (each, each.inner)}
+        self._state = state
+        self._is_enabled: bool = scaler.is_enabled()
+        self._kept_in = _NEVER  # the number of the step before which there were these stages, and these sizes
+        self._stages: dict[Any, dict[str, Any]] = {}
+        self._sizes: list[torch.Tensor] = []
+
+    @property  # type: ignore[misc]  # object has it writable
+    def __class__(self) -> Any:
+        """The scaler's: what asks for a ``GradScaler`` takes this for one."""
+        return type(self.inner)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the optimizer's gradients by the scale where the step ends, else do nothing."""
+        if self._is_acting("unscale_"):
+            self._keep()
+            self.inner.unscale_(self._optimizers.get(id(optimizer), optimizer))
+
+    def step(self, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        """Step the optimizer where the trainer's step ends and no gradient is infinite, else do nothing."""
+        prepared = self._optimizers.get(id(optimizer))
+        if not self._is_acting("step"):
+            return None if prepared is None else prepared.step(*arguments, **options)  # which gathers, too
+        self._keep()
+        try:
+            return self.inner.step(optimizer if prepared is None else prepared, *arguments, **options)
+        finally:
+            if prepared is not None:  # after an exception torch leaves them, and would divide by their product next
+                for name in _HANDED:
+                    vars(prepared.inner).pop(name, None)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale where the step ends, else do nothing."""
+        if self._is_acting("update"):
+            self._keep()
+            if self._state.is_inside and self._state.num_begun == 0 and not self._sizes:  # else it is not rolled back
+                held = [getattr(self.inner, name, None) for name in _SIZES]
+                self._sizes = [size.clone() for size in held if size is not None]
+            self.inner.update(new_scale)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet: while it is made, copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not this class's own is the scaler's."""
+        object.__setattr__(self if name in _OWN else self.inner, name, value)
+
+    def __repr__(self) -> str:
+        return f"ElasticScaler({self.inner!r})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an ElasticScaler cannot be copied or pickled; use its state_dict()")
+
+    # ---- for the trainer ----
+
+    def rollback(self) -> None:
+        """Be as before the step under way; called before that is given up."""
+        if self._kept_in != self._state.number or not self._is_enabled:
+            return
+        self._put_stages(self._stages)
+        for name, size in zip(_SIZES, self._sizes, strict=False):
+            getattr(self.inner, name).copy_(size)
+        self._kept_in = _NEVER
+
+    def forget(self) -> None:
+        """A step stands that an exception left before ``update()``: what was noted of its gradients is gone."""
+        if self._is_enabled:
+            self._put_stages({})
+
+    def _is_acting(self, name: str) -> bool:
+        """Whether a call means what it does in torch: where a step ends, and outside of steps."""
+        state = self._state
+        if state.is_inside:
+            return state.is_last
+        if state.index > 0:
+            raise StepError(
+                f"scaler.{name}() was called between two micro-steps of a step; call it within `with trainer.step():`, "
+                "or after a boundary"
+            )
+        return True
+
+    def _keep(self) -> None:
+        """Keep what a rollback puts back, at the first call in a step."""
+        state = self._state
+        if self._is_enabled and state.is_inside and self._kept_in != state.number:
+            self._kept_in = state.number
+            self._stages = {key: dict(stage) for key, stage in self.inner._per_optimizer_states.items()}
+            self._sizes = []
+
+    def _put_stages(self, stages: dict[Any, dict[str, Any]]) -> None:
+        held = self.inner._per_optimizer_states
+        held.clear()
+        held.update(stages)
+
+
+def _check(scaler: Any) -> None:
+    """Raise where this is not a scaler, or one that keeps its state otherwise than torch's did so far."""
+    if type(scaler) is ElasticScaler:
+        raise ValueError("this scaler is an ElasticScaler already; give the one that it was made from")
+    if not all(callable(getattr(scaler, name, None)) for name in _USED):
+        raise ValueError(f"scaler is a {type(scaler).__name__}; allowed: one torch.amp.GradScaler, for all optimizers")
+    if not scaler.is_enabled():
+        return
+    stages = getattr(scaler, "_per_optimizer_states", None)
+    new_stage = getattr(stages, "default_factory", None)
+    has_stages = isinstance(stages, MutableMapping) and callable(new_stage) and isinstance(new_stage(), dict)
+    sizes = [getattr(scaler, name, "missing") for name in _SIZES]
+    if not has_stages or not all(size is None or isinstance(size, torch.Tensor) for size in sizes):
+        raise ValueError(
+            f"{type(scaler).__name__} of torch {torch.__version__} keeps its state otherwise than this version of "
+            "elastic_ext can put back when a step is rolled back; do not give it to prepare(), and call its "
+            "unscale_(), step() and update() `if trainer.sync_gradients:`"
+        )
