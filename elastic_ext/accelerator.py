@@ -5,10 +5,15 @@ Nothing here imports accelerate: its objects are known by what they hold, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from .errors import StepError
+from .step_state import StepState
+
+if TYPE_CHECKING:
+    from .amp import ElasticScaler
+    from .optimizer import ElasticOptimizer
 
 __all__ = ["Accelerated", "bare_optimizer", "bare_scheduler", "is_prepared"]
 
@@ -38,8 +43,10 @@ class Accelerated:
                 f"the accelerator is one of {kind}, where {_OWN_WAYS[kind]}; allowed: one process, DDP and FSDP2"
             )
         self._accelerator = accelerator
-        self._theirs: Any = None  # its gradient state, while ours is in its place
-        self._ours: _TrainersSteps | None = None
+        self._scaler: Any = getattr(accelerator, "scaler", None)  # the one that it was found with
+        self._elastic_scaler: ElasticScaler | None = None
+        self._given: dict[ElasticOptimizer, Any] = {}  # what was given to prepare(), by what steps through the scaler
+        self._ours: _TrainersSteps | None = None  # while it is in the place of its gradient state
 
     @property
     def num_ranks(self) -> int:
@@ -48,6 +55,38 @@ class Accelerated:
         num_processes: int = self._accelerator.num_processes
         return num_processes if plan is None else num_processes // int(plan.non_data_parallel_size)
 
+    def scaler_beside(self, given: object) -> Any:
+        """The scaler that takes part in the steps: the accelerator's where it has one, else the one that was given."""
+        if self._scaler is None:
+            return given
+        if given is not None:
+            raise ValueError(
+                "a scaler was given to prepare(), and the accelerator has one of its own, which optimizer.step() goes "
+                "through; leave it out"
+            )
+        return self._scaler
+
+    def scale(
+        self, optimizers: Iterable[tuple[ElasticOptimizer, Any]], scaler: ElasticScaler | None, state: StepState
+    ) -> None:
+        """Have these, each with what was given for it, step through the accelerator's scaler, if it has one."""
+        if self._scaler is not None and scaler is not None:
+            self._elastic_scaler = scaler
+            self._given = dict(optimizers)
+            steps = _ScaledSteps(scaler, self._given, state)
+            for optimizer in self._given:
+                optimizer.scaled_by = steps.step
+
+    def scaled(self, loss: Any) -> Any:
+        """``loss`` as ``accelerator.backward`` would take it."""
+        return loss if self._elastic_scaler is None else self._elastic_scaler.scale(loss)
+
+    def unscale(self) -> None:
+        """Divide gradients by the scale, before they are clipped."""
+        if self._elastic_scaler is not None:
+            for optimizer in self._given:
+                self._elastic_scaler.unscale_(optimizer)
+
     def begin(self, is_committing: Callable[[], bool]) -> None:
         """Have it go by the trainer's steps."""
         theirs = self._accelerator.gradient_state
@@ -55,12 +94,45 @@ class Accelerated:
             theirs = theirs.theirs
         self._ours = _TrainersSteps(theirs, is_committing)
         self._accelerator.gradient_state = self._ours
+        if self._elastic_scaler is not None:
+            self._accelerator.scaler = self._elastic_scaler
 
     def end(self) -> None:
         """Leave it as it was found. Twice is allowed."""
         ours, self._ours = self._ours, None
         if ours is not None and self._accelerator.gradient_state is ours:
             self._accelerator.gradient_state = ours.theirs
+            self._accelerator.scaler = self._scaler
+
+
+class _ScaledSteps:
+    """Steps through a scaler, as an ``AcceleratedOptimizer`` takes them, which unscales, steps and updates at once."""
+
+    def __init__(self, scaler: ElasticScaler, optimizers: dict[ElasticOptimizer, Any], state: StepState) -> None:
+        self._scaler = scaler
+        self._optimizers = optimizers
+        self._state = state
+        self._called: tuple[int, set[int]] = (state.number, set())  # in the step of that number
+
+    def step(self, optimizer: ElasticOptimizer, *closure: Any) -> Any:
+        optimizer.scaled_by = None  # the scaler calls the optimizer's step() in its turn
+        try:
+            result = self._scaler.step(optimizer, *closure)
+        finally:
+            optimizer.scaled_by = self.step
+        state = self._state
+        if not state.is_last:
+            return result
+        number, called = self._called
+        if number != state.number:
+            self._called = (state.number, called := set())
+        called.add(id(optimizer))
+        given = self._optimizers[optimizer]
+        if _is_wrapped(given, "optimizer"):
+            given._is_overflow = not optimizer.has_stepped  # what accelerator.optimizer_step_was_skipped looks at
+        if len(called) == len(self._optimizers):
+            self._scaler.update()
+        return result
 
 
 class _TrainersSteps:

@@ -72,6 +72,8 @@ class ElasticOptimizer(Optimizer):
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
         self.rates = Rates(optimizer)
         self._is_called = False  # the step under way came through this object
+        self.scaled_by: Callable[..., Any] | None = None
+        """What ``step()`` goes through, where accelerate has optimizers step through a GradScaler."""
         if state is not None:
             optimizer.register_step_pre_hook(self._refuse_bare)
         self._schedulers: list[ElasticLRScheduler] = []
@@ -89,6 +91,8 @@ class ElasticOptimizer(Optimizer):
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step where the trainer's step ends, else do nothing but evaluate ``closure``."""
+        if self.scaled_by is not None:
+            return self.scaled_by(self, *([] if closure is None else [closure]))
         state = self._state
         if state is None:
             return self._step_alone(closure)

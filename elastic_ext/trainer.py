@@ -148,8 +148,11 @@ class ElasticTrainer:
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")
             schedulers = [ElasticLRScheduler(bare_scheduler(each), optimizers, state=self._state) for each in schedules]
-            if scaler is not None:
-                elastic_scaler = ElasticScaler(scaler, optimizers, state=self._state)
+            own_scaler = scaler if self._accelerated is None else self._accelerated.scaler_beside(scaler)
+            if own_scaler is not None:
+                elastic_scaler = ElasticScaler(own_scaler, optimizers, state=self._state)
+            if self._accelerated is not None:
+                self._accelerated.scale(zip(optimizers, given, strict=True), elastic_scaler, self._state)
             check_ranks_are_joined(self._gradients.num_ranks, self._gradients.are_shared, self._accelerated)
             settings = OptimizerSettings(optimizers)
             startup = self._batches.startup_values(self._gradients.num_ranks) | settings.startup_values()
@@ -190,7 +193,7 @@ class ElasticTrainer:
         prepared: list[Any] = [optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]]
         if lr_scheduler is not None:
             prepared.append(schedulers if isinstance(lr_scheduler, (list, tuple)) else schedulers[0])
-        if elastic_scaler is not None:
+        if scaler is not None:
             prepared.append(elastic_scaler)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -221,6 +224,8 @@ class ElasticTrainer:
         """
         if not self._state.is_inside:
             raise StepError("trainer.backward() was called outside of `with trainer.step():`")
+        if self._accelerated is not None:
+            loss = self._accelerated.scaled(loss)
         self._gradients.backward(loss, num_items, **options)
 
     def clip_grad_norm_(
@@ -234,6 +239,8 @@ class ElasticTrainer:
         """``torch.nn.utils.clip_grad_norm_`` in the micro-step that ends a step; nothing, and None, in the others."""
         if not self._state.is_last:
             return None
+        if self._accelerated is not None:
+            self._accelerated.unscale()
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def rollback(self) -> None:

@@ -48,8 +48,8 @@ def make_pairs(num_pairs: int, seed: int) -> list[Pair]:
 def collate(pairs: Sequence[Pair]) -> dict[str, torch.Tensor]:
     firsts, seconds, labels = zip(*pairs, strict=True)
     return {
-        "firsts": pad_sequence(firsts, batch_first=True),
-        "seconds": pad_sequence(seconds, batch_first=True),
+        "firsts": pad_sequence(list(firsts), batch_first=True),
+        "seconds": pad_sequence(list(seconds), batch_first=True),
         "labels": torch.tensor(labels),
     }
 
@@ -75,7 +75,8 @@ def train(args: argparse.Namespace) -> list[float]:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # one order, for any number of processes
     )
     set_seed(args.seed)
-    train_pairs, eval_pairs = make_pairs(args.num_pairs, seed=1), make_pairs(200, seed=2)
+    train_pairs: Any = make_pairs(args.num_pairs, seed=1)
+    eval_pairs: Any = make_pairs(200, seed=2)
     train_loader = DataLoader(train_pairs, batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     eval_loader = DataLoader(eval_pairs, batch_size=64, collate_fn=collate)
     model = PairClassifier()

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import elastic_ext
-from elastic_ext import ElasticTrainer, StepError
+from elastic_ext import ElasticScaler, ElasticTrainer, StepError
 from elastic_ext.optimizer import ElasticLRScheduler, ElasticOptimizer
 from elastic_ext.sources import FixedBatches
 from examples import accelerate_glue, accelerate_glue_plain
@@ -206,6 +206,140 @@ def test_bfloat16_under_accelerate_trains_as_autocast_does(tmp_path: Path) -> No
             optimizer.zero_grad()
     for ours, theirs in zip(bare.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# --- a scaler --------------------------------------------------------------------------------------------------------
+
+INFINITE = (6, 9, 17)  # micro-batches
+
+
+def scaled_accelerator() -> Any:
+    """As in fp16, which accelerate itself has on GPUs alone."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    return accelerator
+
+
+def scaled_by_hand(rank: int = 0, world_size: int = 1) -> list[Any]:
+    bare, optimizer, scheduler, loader = make_parts()
+    model = shared(bare, world_size)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for index, batch in enumerate(list(loader)[rank::world_size]):
+        is_last = index % NUM_MICRO_STEPS == NUM_MICRO_STEPS - 1
+        with contextlib.nullcontext() if is_last or world_size == 1 else model.no_sync():  # type: ignore[operator]
+            loss = loss_of(model, batch) * (torch.inf if index in INFINITE else 1.0)
+            scaler.scale(loss / NUM_MICRO_STEPS).backward()  # type: ignore[no-untyped-call]
+        if is_last:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() >= before:
+                scheduler.step()
+            optimizer.zero_grad()
+    return bits_of(bare, optimizer.state_dict(), scheduler.state_dict(), scaler.state_dict())
+
+
+def scaled_by_accelerate(
+    rank: int, world_size: int, folder: Path, by_trainer: bool, fails: bool
+) -> tuple[list[Any], int, list[bool]]:
+    with accelerate_forgotten(rank, world_size):
+        accelerator = scaled_accelerator()
+        found = accelerator.scaler
+        bare, *rest = make_parts()
+        model, optimizer, scheduler, loader = accelerator.prepare(bare, *rest)
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"  # for it to unscale before it clips
+        source: Any = Slices(make_data(NUM_SAMPLES), MICRO_BATCH) if fails else loader
+        trainer = trainer_of(
+            folder, model, source, rank=rank, global_batch_size=16 * world_size, accelerator=accelerator
+        )
+        optimizer, scheduler = trainer.prepare(optimizer, scheduler)
+        skipped = []
+        index = 0
+        with trainer:
+            for batch in source:
+                with contextlib.suppress(torch.OutOfMemoryError), trainer.step():
+                    loss = loss_of(model, batch) * (torch.inf if index in INFINITE else 1.0)
+                    if by_trainer:
+                        trainer.backward(loss)
+                        trainer.clip_grad_norm_(model.parameters(), 1.0)
+                    else:
+                        accelerator.backward(loss)
+                        if accelerator.sync_gradients:
+                            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    if fails and accelerator.sync_gradients:
+                        fails, index = False, index - 4
+                        raise torch.OutOfMemoryError("as if")
+                    optimizer.step()
+                    if trainer.sync_gradients:
+                        skipped.append(accelerator.optimizer_step_was_skipped)
+                    scheduler.step()
+                    optimizer.zero_grad()
+                index += 1
+        assert accelerator.scaler is found
+        bits = bits_of(bare, optimizer.state_dict(), scheduler.state_dict(), found.state_dict())
+        return bits, trainer.global_step, skipped
+
+
+@pytest.mark.parametrize("by_trainer", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_go_through_accelerates_scaler_as_by_hand_bit_for_bit(
+    tmp_path: Path, by_trainer: bool, fails: bool
+) -> None:
+    bits, global_step, skipped = scaled_by_accelerate(0, 1, tmp_path, by_trainer, fails)
+    assert bits == scaled_by_hand()
+    assert skipped == [False, True, True, False, True, False]
+    assert global_step == 3
+
+
+def test_infinities_on_one_rank_are_skipped_by_both(ranks: RankPool, tmp_path: Path) -> None:
+    ours = ranks.run(2, scaled_by_accelerate, 2, tmp_path, False, False)
+    by_hand = ranks.run(2, scaled_by_hand, 2)
+    assert [bits for bits, *_ in ours] == by_hand
+    assert [skipped for *_, skipped in ours] == [[False, True, True]] * 2
+
+
+def test_several_optimizers_are_scaled_down_once_and_the_scale_is_updated_after_all(tmp_path: Path) -> None:
+    accelerator = scaled_accelerator()
+    model = make_model()
+    first, second = SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1)
+    plain = make_model()
+    optimizers = [SGD(plain[0].parameters(), lr=0.1), SGD(plain[2].parameters(), lr=0.1)]
+    wrapped, *both, loader = accelerator.prepare(model, first, second, DataLoader(samples(), batch_size=MICRO_BATCH))
+    trainer = trainer_of(tmp_path, wrapped, loader, global_batch_size=16, accelerator=accelerator)
+    both = trainer.prepare(both)
+    with trainer:
+        for batch in loader:
+            with trainer.step():
+                accelerator.backward(loss_of(wrapped, batch))
+                trainer.clip_grad_norm_(wrapped.parameters(), 1.0)
+                for each in both:
+                    each.step()
+                    each.zero_grad()
+    assert trainer.global_step == 6 and accelerator.scaler.get_scale() == 256.0 * 2**3
+    for index, batch in enumerate(DataLoader(samples(), batch_size=MICRO_BATCH), start=1):
+        (loss_of(plain, batch) / 4).backward()  # type: ignore[no-untyped-call]
+        if index % 4 == 0:
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12)
+
+
+def test_a_scaler_beside_the_accelerators_own_is_refused(tmp_path: Path) -> None:
+    accelerator = scaled_accelerator()
+    trainer, _, parts, _ = prepared_of(accelerator, tmp_path)
+    with pytest.raises(ValueError, match="the accelerator has one of its own"):
+        trainer.prepare(*parts, torch.amp.GradScaler("cpu"))
+
+
+def test_a_scaler_that_the_accelerator_does_not_have_is_prepared_as_any(tmp_path: Path) -> None:
+    trainer, _, parts, _ = prepared_of(Accelerator(cpu=True), tmp_path)
+    with trainer:
+        assert type(trainer.prepare(*parts, torch.amp.GradScaler("cpu"))[2]) is ElasticScaler
 
 
 # --- changes and failures --------------------------------------------------------------------------------------------
