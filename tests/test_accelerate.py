@@ -19,11 +19,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader, skip_first_batches
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
@@ -206,6 +208,48 @@ def test_bfloat16_under_accelerate_trains_as_autocast_does(tmp_path: Path) -> No
             optimizer.zero_grad()
     for ours, theirs in zip(bare.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def sharded_of_rank(rank: int, folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """FSDP2 by accelerate's plugin, and its clipped norms. On CPUs accelerate leaves the plugin out and takes DDP;
+    told after it was made, it shards all the same.
+    """
+    with accelerate_forgotten(rank, 2):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=4)
+        for state in (PartialState(), accelerator.state):  # the second takes up what the first has, now and then
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        model, optimizer, scheduler, loader = accelerator.prepare(*make_parts())
+        assert accelerator.is_fsdp2 and isinstance(model, FSDPModule)
+        trainer = trainer_of(folder, model, loader, rank=rank, global_batch_size=32, accelerator=accelerator)
+        optimizer, scheduler = trainer.prepare(optimizer, scheduler)
+        seen = train(trainer, accelerator, model, optimizer, scheduler, loader, step_outside)
+        norms = [each.full_tensor() for each in seen if isinstance(each, DTensor)]
+        return norms, [part.full_tensor().detach() for part in model.parameters() if isinstance(part, DTensor)]
+
+
+def ddp_of_rank(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    bare, optimizer, scheduler, _ = make_parts()
+    model = shared(bare, 2)
+    norms = []
+    for index, batch in enumerate(2 * list(DataLoader(samples(), batch_size=MICRO_BATCH))[rank::2], start=1):
+        (loss_of(model, batch) / 4).backward()  # type: ignore[no-untyped-call]
+        if index % 4 == 0:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return norms, [part.detach() for part in bare.parameters()]
+
+
+@pytest.mark.xfail(strict=True, raises=RanksFailed, reason="sharded models")
+def test_accelerates_fsdp2_plugin_trains_as_ddp_by_hand(ranks: RankPool, tmp_path: Path) -> None:
+    ours, by_hand = ranks.run(2, sharded_of_rank, tmp_path), ranks.run(2, ddp_of_rank)
+    for (norms, parameters), (hand_norms, hand_parameters) in zip(ours, by_hand, strict=True):
+        assert len(norms) == len(hand_norms) == 6 and len(parameters) == len(hand_parameters) == 4
+        for mine, theirs in zip(norms + parameters, hand_norms + hand_parameters, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-10)
 
 
 # --- a scaler --------------------------------------------------------------------------------------------------------
