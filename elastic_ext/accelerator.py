@@ -6,14 +6,10 @@ Nothing here imports accelerate: its objects are known by what they hold, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .errors import StepError
 from .step_state import StepState
-
-if TYPE_CHECKING:
-    from .amp import ElasticScaler
-    from .optimizer import ElasticOptimizer
 
 __all__ = ["Accelerated", "bare_optimizer", "bare_scheduler", "is_prepared"]
 
@@ -22,6 +18,24 @@ _OWN_WAYS = {
     "MEGATRON_LM": "Megatron-LM runs whole steps by itself, backward passes and optimizers included",
     "XLA": "on XLA accelerate's own optimizer shares gradients, in its step()",
 }
+
+
+class Scaler(Protocol):
+    """What is asked of an ``ElasticScaler``."""
+
+    def scale(self, outputs: Any) -> Any: ...
+    def unscale_(self, optimizer: Any) -> None: ...
+    def step(self, optimizer: Any, *arguments: Any) -> Any: ...
+    def update(self) -> None: ...
+
+
+class ScaledOptimizer(Protocol):
+    """What is asked of an ``ElasticOptimizer``."""
+
+    scaled_by: Callable[..., Any] | None
+
+    @property
+    def has_stepped(self) -> bool: ...
 
 
 class Accelerated:
@@ -44,8 +58,8 @@ class Accelerated:
             )
         self._accelerator = accelerator
         self._scaler: Any = getattr(accelerator, "scaler", None)  # the one that it was found with
-        self._elastic_scaler: ElasticScaler | None = None
-        self._given: dict[ElasticOptimizer, Any] = {}  # what was given to prepare(), by what steps through the scaler
+        self._elastic_scaler: Scaler | None = None
+        self._given: dict[ScaledOptimizer, Any] = {}  # what was given to prepare(), by what steps through the scaler
         self._ours: _TrainersSteps | None = None  # while it is in the place of its gradient state
 
     @property
@@ -66,9 +80,7 @@ class Accelerated:
             )
         return self._scaler
 
-    def scale(
-        self, optimizers: Iterable[tuple[ElasticOptimizer, Any]], scaler: ElasticScaler | None, state: StepState
-    ) -> None:
+    def scale(self, optimizers: Iterable[tuple[ScaledOptimizer, Any]], scaler: Scaler | None, state: StepState) -> None:
         """Have these, each with what was given for it, step through the accelerator's scaler, if it has one."""
         if self._scaler is not None and scaler is not None:
             self._elastic_scaler = scaler
@@ -108,13 +120,13 @@ class Accelerated:
 class _ScaledSteps:
     """Steps through a scaler, as an ``AcceleratedOptimizer`` takes them, which unscales, steps and updates at once."""
 
-    def __init__(self, scaler: ElasticScaler, optimizers: dict[ElasticOptimizer, Any], state: StepState) -> None:
+    def __init__(self, scaler: Scaler, optimizers: dict[ScaledOptimizer, Any], state: StepState) -> None:
         self._scaler = scaler
         self._optimizers = optimizers
         self._state = state
         self._called: tuple[int, set[int]] = (state.number, set())  # in the step of that number
 
-    def step(self, optimizer: ElasticOptimizer, *closure: Any) -> Any:
+    def step(self, optimizer: ScaledOptimizer, *closure: Any) -> Any:
         optimizer.scaled_by = None  # the scaler calls the optimizer's step() in its turn
         try:
             result = self._scaler.step(optimizer, *closure)

@@ -40,8 +40,6 @@ def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
     is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
     if use_fsdp and not is_sharded:
         raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
-    if is_sharded:
-        raise NotImplementedError("this version trains plain and DDP models; leave this one unsharded")
     if accelerator is None:
         check_not_prepared(model)
 
@@ -56,21 +54,27 @@ def check_not_prepared(*things: object) -> None:
             )
 
 
-def check_ranks_are_joined(num_ranks: int, are_gradients_shared: bool, accelerated: Accelerated | None) -> None:
-    """Raise where ranks would train models of their own, or share gradients otherwise than the accelerator has it."""
-    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if num_processes > 1 and not are_gradients_shared:
-        advice = (
-            "wrap it with torch.nn.parallel.DistributedDataParallel before it is given to ElasticTrainer"
-            if accelerated is None
-            else "give ElasticTrainer what accelerator.prepare(model) returns"
-        )
+def check_ranks_are_joined(*, num_replicas: int, num_parts: int, accelerated: Accelerated | None = None) -> None:
+    """``num_parts`` ranks make one replica of the model."""
+    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_ranks != num_replicas * num_parts:
+        if num_replicas == num_parts == 1:
+            advice = (
+                "wrap it with torch.nn.parallel.DistributedDataParallel or fully_shard before it is given to "
+                "ElasticTrainer"
+                if accelerated is None
+                else "give ElasticTrainer what accelerator.prepare(model) returns"
+            )
+            raise ValueError(
+                f"the model is not wrapped, and there are {num_ranks} ranks: each would train a model of its own; "
+                f"{advice}"
+            )
         raise ValueError(
-            f"the model is not wrapped, and there are {num_processes} ranks: each would train a model of its own; "
-            f"{advice}"
+            f"the model has {num_replicas} replicas that share gradients, of {num_parts} ranks each, and there are "
+            f"{num_ranks} ranks: the others would train a model of their own; wrap it over all ranks"
         )
-    if accelerated is not None and accelerated.num_ranks != num_ranks:
+    if accelerated is not None and accelerated.num_ranks != num_replicas:
         raise ValueError(
             f"the accelerator cuts its loaders for {accelerated.num_ranks} ranks, and the model averages its gradients "
-            f"over {num_ranks}; make the accelerator where ranks are joined, and have it prepare the model"
+            f"over {num_replicas}; make the accelerator where ranks are joined, and have it prepare the model"
         )

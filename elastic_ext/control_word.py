@@ -56,6 +56,7 @@ _SAME = {
     "boundary": "boundaries",
     "step": "steps",
     "backwards": "backward passes",
+    "exchanges": "collectives of the model",
     "in_force": "the config in force",
 }
 
@@ -70,6 +71,8 @@ class ControlWord:
     step: int
     backwards: int
     """How many backward passes the caller has counted."""
+    exchanges: int = 0
+    """How many collectives the caller has begun, where that is compared."""
     in_force: str
     """The digest of the config in force."""
     held_version: int

@@ -64,7 +64,7 @@ class StepError(ElasticError):
 
 
 class TornStepError(StepError):
-    """An optimizer failed halfway. Parameters may be half updated: resume from a checkpoint."""
+    """A step failed where it can neither go on nor be taken back: resume from a checkpoint."""
 
 
 class RanksError(ElasticError):

@@ -1,4 +1,7 @@
-"""Gradients: what a step does to the gradients of a plain or DDP model: weigh, share, divide and drop them."""
+"""Gradients: what a step does to the gradients of a model: weigh, share, divide, clip and drop them.
+
+How ranks share them is in sharing.py, how passes are weighed in weighing.py.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from .clipping import as_parameters, clip_norm
 from .errors import StepError
+from .sharing import sharing_of
 from .step_state import StepState
 from .weighing import Weighing
 
@@ -43,9 +47,11 @@ class Gradients:
     def __init__(self, model: nn.Module, state: StepState) -> None:
         self._model = model
         self._state = state
-        self._replicas = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        self.sharing = sharing_of(model)
+        """How ranks average them."""
+        self._is_alone = self.sharing.num_ranks == 1 and not self.sharing.exchanges_always
         self._weighing = Weighing(
-            self._replicas or [model],
+            self.sharing.parts,
             state,
             on_output=self._note_output,
             on_backward=self._note_backward,
@@ -54,8 +60,7 @@ class Gradients:
         self._num_trained = 0  # parameters, by the optimizers
         self._others: list[torch.Tensor] = []  # parameters of the model, which no optimizer trains
         self._buffer_handles: list[RemovableHandle] = []
-        self.shares_first = any(replica.static_graph for replica in self._replicas)
-        """The first passes have to share: torch records a static graph in them."""
+        self.shares_first = self.sharing.shares_first
         self.awaited: list[torch.Tensor] = []
         """Outputs of a forward pass; its backward pass, which has not begun, shares gradients: other ranks wait."""
         self.on_shared_buffers: Callable[[], None] | None = None
@@ -70,19 +75,9 @@ class Gradients:
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     @property
-    def num_ranks(self) -> int:
-        """The data-parallel degree: how many ranks have this model and average its gradients."""
-        return dist.get_world_size(self._group) if self._replicas else 1
-
-    @property
-    def rank(self) -> int:
-        """This one's place among them."""
-        return dist.get_rank(self._group) if self._replicas else 0
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether anything averages gradients over ranks."""
-        return bool(self._replicas)
+    def are_exchanged(self) -> bool:
+        """Whether passes depend on other ranks."""
+        return not self._is_alone
 
     @property
     def num_items(self) -> torch.Tensor | None:
@@ -110,18 +105,13 @@ class Gradients:
         trained = set(self._trained())
         self._others = [part for part in self._model.parameters() if part not in trained]
         self._weighing.turn_on(self.parameters())
-        for replica in self._replicas if self.on_shared_buffers is not None else ():
-            self._buffer_handles.append(replica.module.register_forward_pre_hook(self._after_sharing_buffers))
+        for part in self.sharing.sharing_buffers if self.on_shared_buffers is not None else ():
+            self._buffer_handles.append(part.register_forward_pre_hook(self._after_sharing_buffers))
 
     def release(self) -> None:
         """Leave the model as it was found."""
         self.watch(needed=False)
-        self.share(now=True)
-
-    def share(self, *, now: bool) -> None:
-        """Have the next backward pass average gradients over the ranks, or keep them to this rank."""
-        for replica in self._replicas:
-            replica.require_backward_grad_sync = now
+        self.sharing.share(now=True)
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **options: Any) -> None:
         """``loss.backward()`` with this micro-batch's weight, however the loss came about."""
@@ -145,10 +135,18 @@ class Gradients:
         if state.is_last and num_items is not None:
             self._divide()
 
+    def clip(
+        self, parameters: Any, most: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        """Scale gradients down to a norm of at most ``most`` over all ranks; gives the norm that they had."""
+        parts = as_parameters(parameters)
+        norm = self.sharing.clip(parts, most, norm_type)
+        return clip_norm(parts, most, norm_type, error_if_nonfinite, foreach) if norm is None else norm
+
     @property
     def can_wait_for_weights(self) -> bool:
         """Whether sums of gradients stay on this rank, and in range, until they are weighed."""
-        is_kept = not any(replica.static_graph for replica in self._replicas)
+        is_kept = self.sharing.shows_gathered and not self.sharing.shares_first
         return is_kept and not any(parameter.dtype is torch.float16 for parameter in self.parameters())
 
     def weigh_gathered(self, weight: float) -> None:
@@ -162,29 +160,23 @@ class Gradients:
     def check(self) -> None:
         """Raise where this micro-step's gradients cannot be those of the step."""
         state = self._state
-        if state.is_last and not state.has_backward and self.num_ranks > 1 and state.num_begun == 0:
+        if state.is_last and not state.has_backward and not self._is_alone and state.num_begun == 0:
             raise StepError(_UNSHARED)
         if state.is_last and self._num_items is not None and not self._is_divided:
             raise StepError(_UNCOUNTED.format("the last micro-step has none"))
         before = self._witness
         self._note_witness()
-        if state.has_backward and not state.is_last and (self._witness is None or self._witness[0].grad is None):
+        is_shown = self.sharing.shows_gathered or self.sharing.is_sharing
+        is_lost = self._witness is None or self._witness[0].grad is None
+        if state.has_backward and not state.is_last and is_shown and is_lost:
             raise StepError(_LOST)
         if self._is_counted is None and self._witness != before and not state.is_exact:
             self._is_counted = False
-        if state.is_exact or not self._is_needed or (state.weight == 1.0 and not self._replicas):
+        if state.is_exact or not self._is_needed or (state.weight == 1.0 and self._is_alone):
             return
         self._weighing.check()
         if not state.has_backward and self._witness != before:
             raise StepError(_UNWEIGHTED)
-
-    def have_shared_buffers(self) -> None:
-        """A step that is taken again does not share buffers again: DDP does so in a step's first pass alone.
-
-        Where that pass failed, DDP has shared them and not noted it.
-        """
-        for replica in self._replicas:
-            replica.require_forward_param_sync = False
 
     def answer(self) -> None:
         """Make the backward pass that other ranks wait for, with zeros, where this rank has left it out.
@@ -199,11 +191,12 @@ class Gradients:
             finally:
                 self._weighing.is_exact = False
             if self._has_counted and self._state.is_last and not self._is_divided:  # they add their items up as well
-                dist.all_reduce(torch.zeros((), dtype=torch.float64, device=outputs[0].device), group=self._group)
+                self.sharing.add_up(torch.zeros((), dtype=torch.float64, device=outputs[0].device))
 
     def drop(self) -> None:
-        """Forget what this step has gathered."""
+        """Forget what this step has gathered, and a pass that failed."""
         self._forget_counts()
+        self.sharing.forget()
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -211,11 +204,7 @@ class Gradients:
         """The next step counts its items anew, and shares buffers."""
         self._forget_counts()
         self._has_shared_buffers = self.shares_first = False
-        self._weighing.counts = bool(self._replicas) or self._has_counted
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._replicas[0].process_group
+        self._weighing.counts = not self._is_alone or self._has_counted
 
     def _trained(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:
@@ -225,7 +214,7 @@ class Gradients:
     def _gathered(self) -> list[torch.Tensor]:
         parts = [*self._trained(), *self._others]
         found = [part.grad for part in (parts if len(self.optimizers) == 1 else dict.fromkeys(parts))]
-        return [gradient for gradient in found if gradient is not None]
+        return [_local(gradient) for gradient in found if gradient is not None]
 
     def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         """What a backward pass starts with; kept, since making it costs as much as the rest of the call."""
@@ -257,7 +246,7 @@ class Gradients:
         if self._witness is not None:
             parameter, version = self._witness
             if parameter.grad is None or (
-                is_first and not self._replicas and parameter.grad._version != version  # DDP writes to them itself
+                is_first and not self.sharing.writes_gradients and parameter.grad._version != version
             ):
                 raise StepError(_LOST)
 
@@ -274,19 +263,19 @@ class Gradients:
         total = self._num_items
         assert total is not None
         self._has_counted = True
-        if self._replicas:
-            dist.all_reduce(total, group=self._group)
+        self.sharing.add_up(total)
         if not total.item() > 0:
             raise StepError(
                 f"the num_items of the step add up to {total.item():g} over all ranks; allowed: more than 0"
             )
         gradients = self._gathered()
-        torch._foreach_div_(gradients, float(total.item() / self.num_ranks))
+        torch._foreach_div_(gradients, float(total.item() / self.sharing.num_ranks))
         self._is_divided = True
 
     def _note_output(self, output: torch.Tensor) -> None:
         """The model was called, and shares gradients when a backward pass comes to this."""
-        if self._replicas and self._replicas[0].require_backward_grad_sync:
+        sharing = self.sharing
+        if sharing.exchanges_always or (sharing.is_sharing and not self._is_alone):
             self.awaited.append(output)
 
     def _note_backward(self) -> None:
@@ -300,3 +289,8 @@ class Gradients:
         if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:
             self._has_shared_buffers = True
             self.on_shared_buffers()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, which scales like the whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

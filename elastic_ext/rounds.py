@@ -83,7 +83,7 @@ class Rounds:
     @property
     def startup_values(self) -> dict[str, object]:
         """What must be the same on all ranks, by dotted keys."""
-        return self._base.values() | {"version": self._base.version, "revision": self._base.revision}
+        return {**self._base.values(), "version": self._base.version, "revision": self._base.revision}
 
     def start(self, place: Place) -> Applied | None:
         """Take the file found now, whatever its version, if every rank finds it."""

@@ -169,7 +169,7 @@ class Session:
             )
 
     def _begin_batches(self, config: ElasticConfig) -> None:
-        self._batches.begin(config, num_ranks=self._gradients.num_ranks, rank=self._gradients.rank)
+        self._batches.begin(config, num_ranks=self._gradients.sharing.num_ranks, rank=self._gradients.sharing.rank)
 
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         self._begin_batches(new)

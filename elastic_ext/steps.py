@@ -46,7 +46,7 @@ class Steps:
         shares_always: bool,
         counts: Counts,
         pass_boundary: Callable[[], None],
-        meet: Callable[[Purpose], None],
+        meet: Callable[[Purpose, int], None],
     ) -> None:
         self.keep_batch = True
         """Whether the micro-step that is entered is a part of a step with a global batch."""
@@ -76,10 +76,11 @@ class Steps:
         self._is_shared = True  # what the gradients were last told
         self._was_rolled_back = self._must_meet = self._has_warned = False
         self._retry = Purpose.RETRY  # how far the step had come that was rolled back last
+        self._num_exchanges = 0  # when the step began; and how many it made, where it was rolled back
         self._owes_boundary = False  # an exception kept this rank from passing it
         self._has_begun = False
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
-        gradients.share(now=True)  # whatever an earlier trainer left there
+        gradients.sharing.share(now=True)  # whatever an earlier trainer left there
         state.num_optimizers = len(optimizers)
         if snapshot is not None:
             gradients.on_shared_buffers = snapshot.take_shared
@@ -114,7 +115,7 @@ class Steps:
         is_shared = is_last or self._shares_always or self._gradients.shares_first
         if is_shared is not self._is_shared:
             self._is_shared = is_shared
-            self._gradients.share(now=is_shared)
+            self._gradients.sharing.share(now=is_shared)
         if is_last and self._late_weight != 1.0:
             self._gradients.weigh_gathered(self._late_weight)
 
@@ -153,6 +154,7 @@ class Steps:
             state.is_inside = self._was_rolled_back = False
             return
         self._raise_if_torn(error)
+        self._raise_if_stuck(error)
         if state.num_begun and state.has_committed:
             state.is_inside = False
             self._num_own_backwards += state.has_backward
@@ -177,16 +179,19 @@ class Steps:
         num_taken = state.index + state.is_inside
         if num_taken == 0:
             return
+        self._raise_if_stuck(None)
         gradients = self._gradients
-        is_exchanging = state.is_inside and state.has_forward and self._is_shared
-        self._must_meet |= gradients.num_ranks > 1 and (is_exchanging or not self._batches.can_replay)
-        self._was_rolled_back = state.is_inside
         is_called = state.index > 0 or state.has_forward
+        is_exchanging = state.is_inside and state.has_forward and self._is_shared
+        is_exchanging |= is_called and gradients.sharing.exchanges_always
+        self._must_meet |= gradients.are_exchanged and (is_exchanging or not self._batches.can_replay)
+        self._was_rolled_back = state.is_inside
+        self._num_exchanges = gradients.sharing.num_exchanges - self._num_exchanges
         self._retry = Purpose.RETRY_CALLED if is_called else Purpose.RETRY
         if gradients.awaited:
             self._retry = Purpose.RETRY_AWAITED
         if is_called:
-            gradients.have_shared_buffers()
+            gradients.sharing.have_shared_buffers()
         gradients.drop()
         self._batches.rollback(num_taken)
         if self._scaler is not None:
@@ -226,7 +231,7 @@ class Steps:
         if self._owes_boundary:
             self.settle()
         if self._must_meet:
-            self._meet(self._retry)
+            self._meet(self._retry, self._num_exchanges)
             self._must_meet = False
         if self._gradients.awaited:
             self._gradients.answer()
@@ -247,11 +252,13 @@ class Steps:
                 for optimizer in self._optimizers:
                     optimizer.forget_zeroing()
         gradients = self._gradients
-        is_watched = gradients.num_ranks > 1 or step.weights != (1.0,)
+        is_watched = gradients.are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
         self._num_own_backwards = 0
         self._is_like_before = keep_batch and not is_watched and self._snapshot is None
+        if gradients.are_exchanged:
+            self._num_exchanges = gradients.sharing.num_exchanges
         if self._snapshot is not None:
             self._snapshot.take()
             self._snapshot.put_shared()
@@ -300,10 +307,23 @@ class Steps:
         state = self._state
         if not state.is_torn and (error is None or state.num_begun == 0 or state.has_committed):
             return
-        state.is_inside = state.is_last = self._is_like_before = False
-        self.torn = TornStepError(
+        self._tear(
             f"an optimizer failed in the middle of its step ({state.num_stepped} of {state.num_optimizers} had ended): "
-            f"parameters may be half updated; resume from a checkpoint"
+            f"parameters may be half updated; resume from a checkpoint",
+            error,
         )
+
+    def _raise_if_stuck(self, error: BaseException | None) -> None:
+        """TornStepError where a pass through the model was begun that cannot be taken back."""
+        state = self._state
+        if self.torn is None and state.is_inside and state.has_forward and state.num_begun == 0:
+            why = self._gradients.sharing.why_not_forget()
+            if why is not None:
+                self._tear(f"a step failed after the model was called, and {why}; resume from a checkpoint", error)
+
+    def _tear(self, why: str, error: BaseException | None) -> None:
+        """Nothing goes on from here."""
+        self._state.is_inside = self._state.is_last = self._is_like_before = False
+        self.torn = TornStepError(why)
         if error is None or isinstance(error, Exception):  # an interrupt goes on as what it is
             raise self.torn from error

@@ -153,9 +153,12 @@ class ElasticTrainer:
                 elastic_scaler = ElasticScaler(own_scaler, optimizers, state=self._state)
             if self._accelerated is not None:
                 self._accelerated.scale(zip(optimizers, given, strict=True), elastic_scaler, self._state)
-            check_ranks_are_joined(self._gradients.num_ranks, self._gradients.are_shared, self._accelerated)
+            sharing = self._gradients.sharing
+            check_ranks_are_joined(
+                num_replicas=sharing.num_ranks, num_parts=sharing.num_parts, accelerated=self._accelerated
+            )
             settings = OptimizerSettings(optimizers)
-            startup = self._batches.startup_values(self._gradients.num_ranks) | settings.startup_values()
+            startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()
         except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
             problem = error
         follower = follow_config(startup=startup, start_step=self._counts.global_step, **self._follow_arguments)
@@ -236,12 +239,15 @@ class ElasticTrainer:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor | None:
-        """``torch.nn.utils.clip_grad_norm_`` in the micro-step that ends a step; nothing, and None, in the others."""
+        """``torch.nn.utils.clip_grad_norm_`` in the micro-step that ends a step; nothing, and None, in the others.
+
+        The norm is that of the whole model, however it is spread over ranks.
+        """
         if not self._state.is_last:
             return None
         if self._accelerated is not None:
             self._accelerated.unscale()
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return self._gradients.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def rollback(self) -> None:
         """Undo the micro-steps since the last boundary, as an exception would; on every rank or on none."""

@@ -24,7 +24,6 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShar
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LinearLR
@@ -221,7 +220,7 @@ def sharded_of_rank(rank: int, folder: Path) -> tuple[list[torch.Tensor], list[t
             state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
         model, optimizer, scheduler, loader = accelerator.prepare(*make_parts())
-        assert accelerator.is_fsdp2 and isinstance(model, FSDPModule)
+        assert accelerator.is_fsdp2 and all(isinstance(part, DTensor) for part in model.parameters())
         trainer = trainer_of(folder, model, loader, rank=rank, global_batch_size=32, accelerator=accelerator)
         optimizer, scheduler = trainer.prepare(optimizer, scheduler)
         seen = train(trainer, accelerator, model, optimizer, scheduler, loader, step_outside)
@@ -243,7 +242,6 @@ def ddp_of_rank(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return norms, [part.detach() for part in bare.parameters()]
 
 
-@pytest.mark.xfail(strict=True, raises=RanksFailed, reason="sharded models")
 def test_accelerates_fsdp2_plugin_trains_as_ddp_by_hand(ranks: RankPool, tmp_path: Path) -> None:
     ours, by_hand = ranks.run(2, sharded_of_rank, tmp_path), ranks.run(2, ddp_of_rank)
     for (norms, parameters), (hand_norms, hand_parameters) in zip(ours, by_hand, strict=True):
@@ -446,6 +444,50 @@ def test_changes_and_rollbacks_are_those_of_a_trainer_without_accelerate(
     assert run("ours", loader(), True) == run("plain", loader(), False)
     told = [run(f"told{each}", Slices(make_data(NUM_SAMPLES), MICRO_BATCH), each) for each in (True, False)]
     assert told[0] == told[1]
+
+
+def resumed_rates(
+    tmp_path: Path, has_schedule: bool, saved: dict[str, Any] | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """The rates and parameters of six steps, of which the last three begin with what was saved, if it is given."""
+    with accelerate_forgotten():
+        accelerator = Accelerator(cpu=True)
+        folder = tmp_path / ("resumed" if saved else "first")
+        folder.mkdir()
+        trainer, model, (optimizer, scheduler), loader = prepared_of(accelerator, folder)
+        if has_schedule:
+            optimizer, scheduler = trainer.prepare(optimizer, scheduler)
+        else:
+            optimizer = trainer.prepare(optimizer)
+        seen: list[Any] = []
+        state: dict[str, Any] = {}
+        with trainer:
+            for index, batch in enumerate(loader):
+                if index == 12 and saved is not None:
+                    trainer.load_state_dict(saved)
+                    accelerator.load_state(str(tmp_path / "state"))
+                if index < 12 and saved is not None:
+                    continue
+                with trainer.step():
+                    accelerator.backward(loss_of(model, batch))
+                    if index == 3:
+                        trainer.propose({"optimizer.learning_rate": 0.002, "optimizer.weight_decay": 0.2}, "a test")
+                    optimizer.step()
+                    if has_schedule:
+                        scheduler.step()
+                    optimizer.zero_grad()
+                if trainer.sync_gradients and index >= 12:
+                    seen += [*optimizer.effective_rates, optimizer.param_groups[0]["weight_decay"]]
+                if index == 11:
+                    state = trainer.state_dict()
+                    accelerator.save_state(str(tmp_path / "state"))
+        return bits_of(seen, dict(model.state_dict())), state
+
+
+@pytest.mark.parametrize("has_schedule", [True, False])
+def test_a_run_resumes_from_the_accelerators_state_under_the_config_it_had(tmp_path: Path, has_schedule: bool) -> None:
+    first, state = resumed_rates(tmp_path, has_schedule)
+    assert resumed_rates(tmp_path, has_schedule, state)[0] == first
 
 
 # --- what the accelerator says ---------------------------------------------------------------------------------------

@@ -1,0 +1,129 @@
+"""What torch does not tell in public of modules that fully_shard has sharded; the one place that reaches for it.
+
+Each function looks for what it needs first, and raises where this torch keeps it elsewhere: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from elastic_ext.errors import ElasticError
+
+__all__ = [
+    "can_take_back_passes",
+    "data_parallel_groups",
+    "divides_by",
+    "flat_groups",
+    "forget_step",
+    "is_idle",
+    "num_exchanges",
+]
+
+
+def data_parallel_groups(module: FSDPModule) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which the module's gradients are averaged, one after the other; the inner one first."""
+    found: list[dist.ProcessGroup] = []
+    info = _mesh_info(module)
+    for name in ("shard_process_group", "replicate_process_group"):
+        group = getattr(info, name, None)
+        if group is not None:
+            found.append(group)
+    if not found:
+        raise _unknown("shard_process_group")
+    return tuple(found)
+
+
+def divides_by(module: FSDPModule) -> float | None:
+    """What summed gradients are divided by where that is not the number of ranks."""
+    for part in _parts(module):
+        for group in _parameter_groups(part):
+            factor: float | None = _found(group, "gradient_divide_factor")
+            if factor is not None:
+                return factor
+    return None
+
+
+def can_take_back_passes() -> bool:
+    """Whether a pass through sharded modules can be given up in its middle; older torches cannot."""
+    return hasattr(FSDPModule, "reset_iter_state")
+
+
+def forget_step(root: FSDPModule) -> None:
+    """Give up a pass that failed, and what was gathered without being shared, which outlives ``zero_grad()``."""
+    has_run = _found(_found(root, "_get_fsdp_state")(), "_is_root")  # None before the first pass
+    if has_run and can_take_back_passes():
+        root.reset_iter_state()
+    for part in _parts(root):
+        for group in _parameter_groups(part):
+            for parameter in _found(group, "fsdp_params"):
+                _found(parameter, "unsharded_accumulated_grad")
+                parameter.unsharded_accumulated_grad = None
+                unsharded = getattr(parameter, "_unsharded_param", None)  # from the first pass on
+                if unsharded is not None:
+                    unsharded.grad = None
+
+
+def flat_groups(module: FullyShardedDataParallel) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which FSDP1 averages the module's gradients."""
+    outer = getattr(module, "_inter_node_pg", None)  # of its hybrid strategies
+    inner = module.process_group
+    assert inner is not None
+    return (inner,) if outer is None else (inner, outer)
+
+
+def is_idle(module: FullyShardedDataParallel) -> bool:
+    """Whether no pass through FSDP1's modules is under way: they cannot give one up."""
+    return all(
+        str(_found(part, "training_state").name) == "IDLE"
+        for part in module.modules()
+        if isinstance(part, FullyShardedDataParallel)
+    )
+
+
+def num_exchanges(groups: tuple[dist.ProcessGroup, ...]) -> int:
+    """How many collectives were begun on the groups, where their backends count them."""
+    try:
+        counters: list[Any] = [group._get_sequence_number_for_group for group in groups]  # type: ignore[attr-defined]
+        return sum(int(counter()) for counter in counters)
+    except (AttributeError, RuntimeError):  # a backend that does not count
+        return 0
+
+
+def _parts(root: FSDPModule) -> list[FSDPModule]:
+    assert isinstance(root, nn.Module)
+    return [part for part in root.modules() if isinstance(part, FSDPModule)]
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    state = _found(module, "_get_fsdp_state")()
+    groups = getattr(state, "_fsdp_param_groups", None)  # older torches have at most one
+    if groups is not None:
+        return list(groups)
+    group = _found(state, "_fsdp_param_group")
+    return [] if group is None else [group]
+
+
+def _mesh_info(module: FSDPModule) -> Any:
+    for part in _parts(module):
+        for group in _parameter_groups(part):
+            return _found(group, "mesh_info")
+    raise ValueError("the model is wrapped with fully_shard and has no parameters; give a model that has some")
+
+
+def _found(holder: Any, name: str) -> Any:
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        raise _unknown(name) from None
+
+
+def _unknown(name: str) -> ElasticError:
+    return ElasticError(
+        f"torch {torch.__version__} keeps {name} of sharded modules in another place than the versions that this "
+        "library knows (2.11 to 2.13); train without the trainer, or with one of those"
+    )

@@ -1,0 +1,235 @@
+"""Sharing: how the ranks that train one model average its gradients: not at all, with DDP, fully_shard or FSDP1.
+
+A model may besides be *spread*: cut by tensor parallelism, so that some ranks together are one replica of it. They take
+the same samples, and count as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .fsdp import internals
+
+__all__ = ["Sharing", "sharing_of"]
+
+_Kind = TypeVar("_Kind")
+
+
+class Sharing:
+    """A model with one replica; and what the other ways have in common."""
+
+    is_sharing = True
+    """Whether the next backward pass averages gradients over the ranks."""
+    is_average = True
+    """Shared gradients are the average over the ranks, and not divided in a way of the user's own."""
+    shares_first = False
+    """The first passes have to share."""
+    writes_gradients = False
+    """Passes change ``grad`` other than by adding to it."""
+    shows_gathered = True
+    """What passes gather without sharing it lies in the parameters' ``grad``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts: Sequence[nn.Module] = [model]
+        """What the loop calls, or what holds that."""
+        self.sharing_buffers: Sequence[nn.Module] = ()
+        """Modules that have the first rank's buffers given to all right before they are called."""
+        self.exchanges_always = False
+        """Every pass exchanges something with other ranks, also one that does not share gradients."""
+        self._spread_groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def note_spread(self, model: nn.Module) -> None:
+        """See over which ranks one replica is spread."""
+        own = {_members(group) for group in self.groups}
+        meshes = {part.device_mesh for part in model.parameters() if isinstance(part, DTensor)}
+        groups = {_members(group): group for mesh in meshes for group in mesh.get_all_groups()}
+        self._spread_groups = tuple(group for members, group in groups.items() if members not in own)
+        self.exchanges_always |= bool(self._spread_groups)
+
+    @property
+    def num_parts(self) -> int:
+        """How many ranks make one replica."""
+        return math.prod(dist.get_world_size(group) for group in self._spread_groups)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Over which gradients are averaged, one after the other; the inner one first."""
+        return ()
+
+    @property
+    def num_ranks(self) -> int:
+        """W, the data-parallel degree."""
+        return math.prod(dist.get_world_size(group) for group in self.groups)
+
+    @property
+    def rank(self) -> int:
+        """This one's place among them."""
+        place, size = 0, 1
+        for group in self.groups:
+            place += dist.get_rank(group) * size
+            size *= dist.get_world_size(group)
+        return place
+
+    @property
+    def num_exchanges(self) -> int:
+        """How many collectives this rank has begun; the same on all ranks that have come equally far."""
+        return internals.num_exchanges(self.groups + self._spread_groups)
+
+    def share(self, *, now: bool) -> None:
+        """Have the next backward pass average gradients over the ranks, or keep them to this rank."""
+        self.is_sharing = now
+
+    def add_up(self, number: torch.Tensor) -> None:
+        """Turn the ranks' numbers into their sum."""
+        for group in self.groups:
+            dist.all_reduce(number, group=group)
+
+    def why_not_forget(self) -> str | None:
+        """Why a pass that failed cannot be taken back, None where it can, or where none is under way."""
+        return None
+
+    def forget(self) -> None:
+        """Drop what was gathered outside of the parameters' ``grad``, and give up a pass that failed."""
+
+    def have_shared_buffers(self) -> None:
+        """A step that is taken again does not share buffers again."""
+
+    def clip(self, parameters: Sequence[torch.Tensor], most: float, norm_type: float) -> torch.Tensor | None:
+        """Clip the parameters' gradients where that takes a way of its own; None where it does not."""
+        return None
+
+
+class _Replicated(Sharing):
+    """DDP, of the model or of parts of it."""
+
+    writes_gradients = True
+
+    def __init__(self, model: nn.Module, replicas: Sequence[DistributedDataParallel]) -> None:
+        super().__init__(model)
+        self.parts = self._replicas = replicas
+        self.sharing_buffers = [replica.module for replica in replicas]
+        self.shares_first = any(replica.static_graph for replica in replicas)  # torch records the graph in them
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return (self._replicas[0].process_group,)
+
+    def share(self, *, now: bool) -> None:
+        self.is_sharing = now
+        for replica in self._replicas:
+            replica.require_backward_grad_sync = now
+
+    def have_shared_buffers(self) -> None:
+        for replica in self._replicas:  # DDP does so in a step's first pass alone, and forgets it where that failed
+            replica.require_forward_param_sync = False
+
+
+class _Sharded(Sharing):
+    """fully_shard, of the model or of parts of it."""
+
+    writes_gradients = True
+    shows_gathered = False
+
+    def __init__(self, model: nn.Module, roots: Sequence[FSDPModule]) -> None:
+        super().__init__(model)
+        self.exchanges_always = True
+        self._roots = roots
+        sizes = {internals.data_parallel_groups(root) for root in roots}
+        if len({tuple(dist.get_world_size(group) for group in groups) for groups in sizes}) > 1:
+            raise ValueError(
+                "parts of the model are sharded over different numbers of ranks; shard all of it over one mesh"
+            )
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return internals.data_parallel_groups(self._roots[0])
+
+    @property
+    def is_average(self) -> bool:  # type: ignore[override]
+        return all(internals.divides_by(root) is None for root in self._roots)
+
+    def share(self, *, now: bool) -> None:
+        self.is_sharing = now
+        for root in self._roots:
+            root.set_requires_gradient_sync(now)
+
+    def why_not_forget(self) -> str | None:
+        if internals.can_take_back_passes():
+            return None
+        return f"torch {torch.__version__} cannot take back a pass through sharded modules, 2.13 can"
+
+    def forget(self) -> None:
+        for root in self._roots:
+            internals.forget_step(root)
+
+
+class _FlatSharded(Sharing):
+    """FSDP1, of the model or of parts of it."""
+
+    writes_gradients = True
+    shows_gathered = False
+
+    def __init__(self, model: nn.Module, roots: Sequence[FullyShardedDataParallel]) -> None:
+        super().__init__(model)
+        self.exchanges_always = True
+        self._roots = roots
+        self._unshared = ExitStack()
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return internals.flat_groups(self._roots[0])
+
+    def share(self, *, now: bool) -> None:
+        self.is_sharing = now
+        self._unshared.close()
+        if not now:
+            for root in self._roots:
+                self._unshared.enter_context(root.no_sync())
+
+    def why_not_forget(self) -> str | None:
+        is_idle = all(internals.is_idle(root) for root in self._roots)
+        return None if is_idle else "FSDP1 cannot take back a pass that failed; fully_shard can"
+
+    def clip(self, parameters: Sequence[torch.Tensor], most: float, norm_type: float) -> torch.Tensor | None:
+        own = {id(part) for root in self._roots for part in root.parameters()}
+        if len(self._roots) > 1 or own != {id(part) for part in parameters}:
+            raise ValueError("FSDP1 clips all parameters of a model together; give it model.parameters()")
+        return self._roots[0].clip_grad_norm_(most, norm_type)
+
+
+def sharing_of(model: nn.Module) -> Sharing:
+    """How the model, as it was wrapped, shares its gradients; ValueError where several ways are mixed."""
+    replicas = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    roots = _outermost(model, FSDPModule)
+    flat_roots = _outermost(model, FullyShardedDataParallel)
+    if sum(map(bool, (replicas, roots, flat_roots))) > 1:
+        raise ValueError("the model mixes DDP, fully_shard and FSDP1; wrap it in one of them")
+    sharing: Sharing
+    if replicas:
+        sharing = _Replicated(model, replicas)
+    elif roots:
+        sharing = _Sharded(model, roots)
+    else:
+        sharing = _FlatSharded(model, flat_roots) if flat_roots else Sharing(model)
+    sharing.note_spread(model)
+    return sharing
+
+
+def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _outermost(model: nn.Module, kind: type[_Kind]) -> list[_Kind]:
+    if isinstance(model, kind):
+        return [model]
+    return [found for child in model.children() for found in _outermost(child, kind)]
