@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticScaler"]
 
-_OWN = ("inner", "_optimizers", "_state", "_is_enabled", "_kept_in", "_stages", "_sizes")
+_OWN = ("inner", "_optimizers", "_state", "_is_enabled", "_kept_in", "_sizes")
 _USED = ("scale", "unscale_", "step", "update", "is_enabled")
 _HANDED = ("grad_scale", "found_inf")  # to an optimizer that unscales in its own step, for as long as that takes
 _SIZES = ("_scale", "_growth_tracker")  # None until something is scaled
@@ -35,8 +35,7 @@ class ElasticScaler:
         self._optimizers = {id(name): each for each in optimizers for name in (each, each.inner)}
         self._state = state
         self._is_enabled: bool = scaler.is_enabled()
-        self._kept_in = _NEVER  # the number of the step before which there were these stages, and these sizes
-        self._stages: dict[Any, dict[str, Any]] = {}
+        self._kept_in = _NEVER  # the number of the step before whose update there were these sizes
         self._sizes: list[torch.Tensor] = []
 
     @property  # type: ignore[misc]  # object has it writable
@@ -47,7 +46,6 @@ class ElasticScaler:
     def unscale_(self, optimizer: Any) -> None:
         """Divide the optimizer's gradients by the scale where the step ends, else do nothing."""
         if self._is_acting("unscale_"):
-            self._keep()
             self.inner.unscale_(self._optimizers.get(id(optimizer), optimizer))
 
     def step(self, optimizer: Any, *arguments: Any, **options: Any) -> Any:
@@ -55,7 +53,6 @@ class ElasticScaler:
         prepared = self._optimizers.get(id(optimizer))
         if not self._is_acting("step"):
             return None if prepared is None else prepared.step(*arguments, **options)  # which gathers, too
-        self._keep()
         try:
             return self.inner.step(optimizer if prepared is None else prepared, *arguments, **options)
         finally:
@@ -66,8 +63,9 @@ class ElasticScaler:
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale where the step ends, else do nothing."""
         if self._is_acting("update"):
-            self._keep()
-            if self._state.is_inside and self._state.num_begun == 0 and not self._sizes:  # else it is not rolled back
+            state = self._state
+            if state.is_inside and state.num_begun == 0 and self._kept_in != state.number:  # it may be rolled back
+                self._kept_in = state.number
                 held = [getattr(self.inner, name, None) for name in _SIZES]
                 self._sizes = [size.clone() for size in held if size is not None]
             self.inner.update(new_scale)
@@ -90,18 +88,16 @@ class ElasticScaler:
     # ---- for the trainer ----
 
     def rollback(self) -> None:
-        """Be as before the step under way; called before that is given up."""
-        if self._kept_in != self._state.number or not self._is_enabled:
-            return
-        self._put_stages(self._stages)
-        for name, size in zip(_SIZES, self._sizes, strict=False):
-            getattr(self.inner, name).copy_(size)
-        self._kept_in = _NEVER
+        """Be as before the step under way; called while that has its number."""
+        self.forget()
+        if self._kept_in == self._state.number:
+            for name, size in zip(_SIZES, self._sizes, strict=False):  # none of a scaler that has not scaled
+                getattr(self.inner, name).copy_(size)
 
     def forget(self) -> None:
-        """A step stands that an exception left before ``update()``: what was noted of its gradients is gone."""
+        """An exception left a step, maybe before ``update()``: its gradients are gone, and what was found in them."""
         if self._is_enabled:
-            self._put_stages({})
+            self.inner._per_optimizer_states.clear()
 
     def _is_acting(self, name: str) -> bool:
         """Whether a call means what it does in torch: where a step ends, and outside of steps."""
@@ -115,19 +111,6 @@ class ElasticScaler:
             )
         return True
 
-    def _keep(self) -> None:
-        """Keep what a rollback puts back, at the first call in a step."""
-        state = self._state
-        if self._is_enabled and state.is_inside and self._kept_in != state.number:
-            self._kept_in = state.number
-            self._stages = {key: dict(stage) for key, stage in self.inner._per_optimizer_states.items()}
-            self._sizes = []
-
-    def _put_stages(self, stages: dict[Any, dict[str, Any]]) -> None:
-        held = self.inner._per_optimizer_states
-        held.clear()
-        held.update(stages)
-
 
 def _check(scaler: Any) -> None:
     """Raise where this is not a scaler, or one that keeps its state otherwise than torch's did so far."""
@@ -137,9 +120,7 @@ def _check(scaler: Any) -> None:
         raise ValueError(f"scaler is a {type(scaler).__name__}; allowed: one torch.amp.GradScaler, for all optimizers")
     if not scaler.is_enabled():
         return
-    stages = getattr(scaler, "_per_optimizer_states", None)
-    new_stage = getattr(stages, "default_factory", None)
-    has_stages = isinstance(stages, MutableMapping) and callable(new_stage) and isinstance(new_stage(), dict)
+    has_stages = isinstance(getattr(scaler, "_per_optimizer_states", None), MutableMapping)
     sizes = [getattr(scaler, name, "missing") for name in _SIZES]
     if not has_stages or not all(size is None or isinstance(size, torch.Tensor) for size in sizes):
         raise ValueError(

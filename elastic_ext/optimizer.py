@@ -150,9 +150,9 @@ class ElasticOptimizer(Optimizer):
         elif state.num_optimizers > 1 and self._gathered is not None:
             number, witness = self._gathered
             if number == state.number and witness is not None and witness != self._witness():
-                if not (state.is_last and state.has_backward):
+                if not state.is_last:
                     raise StepError(_GATHERED)
-                self._mixed_in = state.number  # unless it was to be left out in this step, and they are dropped
+                self._mixed_in = state.number  # its step() raises; where that is left out, they are dropped
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, which it loads as well without this library: rates as the schedule has them."""

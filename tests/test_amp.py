@@ -87,7 +87,7 @@ def by_hand(
     kind: type[torch.amp.GradScaler] = torch.amp.GradScaler,
     max_norm: float | None = 0.5,
     autocast: torch.dtype | None = None,
-    num_skipped_at: Sequence[int] | None = None,
+    skipped_at: Sequence[int] | None = None,
     **options: Any,
 ) -> list[Any]:
     """The bits of model, optimizer, schedule and scaler after every step."""
@@ -95,7 +95,7 @@ def by_hand(
     model = shared(own, num_ranks())
     optimizer = MADE[made](list(own.parameters()))
     scheduler, scaler = make_scheduler(optimizer), make_scaler(kind, **options)
-    skipped = {step for step, _ in infinite} if num_skipped_at is None else set(num_skipped_at)
+    skipped = {step for step, _ in infinite} if skipped_at is None else set(skipped_at)
     records = []
     for step in range(NUM_STEPS):
         for index, (inputs, targets) in enumerate(batch_of(step, micro_steps, rank)):
@@ -200,7 +200,8 @@ def test_a_scale_that_is_too_large_is_halved_until_steps_commit(tmp_path: Path, 
     skipped = [step for step, (now, before) in enumerate(zip(steps, [0, *steps], strict=False)) if now == before]
     assert skipped[:2] == [0, 1] and len(skipped) < NUM_STEPS
     if micro_steps == 1:  # by hand, a loss is divided before it is scaled: it overflows later
-        assert records == by_hand(made, 1, num_skipped_at=skipped, **arguments)
+        first = steps.index(1)  # before, the trainer has made what AdamW makes as it steps
+        assert records[first:] == by_hand(made, 1, skipped_at=skipped, **arguments)[first:]
 
 
 @each_cut
@@ -241,7 +242,7 @@ def both_ways_rank(
     infinite = everywhere if rank == 1 else []
     records, steps = by_trainer(folder, made, micro_steps, infinite, way=way, rank=rank, kind=kind)
     skipped = [step for step, _ in everywhere]
-    expected = by_hand(made, micro_steps, infinite, rank=rank, kind=kind, num_skipped_at=skipped)
+    expected = by_hand(made, micro_steps, infinite, rank=rank, kind=kind, skipped_at=skipped)
     assert len(records) == len(expected)
     return steps, sum(one != other for one, other in zip(records, expected, strict=True))
 
@@ -516,7 +517,7 @@ def test_an_optimizer_that_refuses_to_begin_leaves_nothing_of_the_scaler_behind(
         step(is_in_order=True)
     plain_model = make_model(torch.float32)
     plain, plain_scaler = MADE[made](list(plain_model.parameters())), make_scaler()
-    plain_scaler.scale(plain_model(make_data(8, torch.float32)[0]).sum()).backward()  # type: ignore[no-untyped-call]
+    plain_scaler.scale(plain_model(make_data(8, torch.float32)[0]).sum()).backward()
     plain_scaler.step(plain)
     assert bits_of(model) == bits_of(plain_model)
 
@@ -584,7 +585,7 @@ def test_rates_and_the_global_batch_change_under_a_scaler_as_by_hand(tmp_path: P
             inputs, targets = (part[start : start + 4] for part in data)
             start += 4
             loss = loss_of(model, inputs, targets, is_infinite=step in infinite)
-            scaler.scale(loss / micro_steps).backward()
+            scaler.scale(loss / micro_steps).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(plain)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(plain)
@@ -745,8 +746,28 @@ def test_update_after_the_with_of_a_step_is_as_good_as_in_it(tmp_path: Path) -> 
                 scaler.scale(loss_of(model, inputs, targets, is_infinite=is_infinite)).backward()
                 scaler.step(optimizer)
             scaler.update()
+            with pytest.raises(PlantedFault), trainer.step():
+                raise PlantedFault
         assert trainer.global_step == 2
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (128.0, 1)
+
+
+def test_updating_twice_gives_torchs_own_error_and_the_scale_is_as_before_the_step(tmp_path: Path) -> None:
+    model = make_model(torch.float32)
+    (inputs, targets), *_ = batch_of(0, 1)
+    with trainer_of(tmp_path, model) as trainer:
+        optimizer, scaler = trainer.prepare(SGD(model.parameters(), lr=0.1), scaler=make_scaler())
+
+        def step() -> None:
+            with trainer.step():
+                scaler.scale(loss_of(model, inputs, targets, is_infinite=True)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scaler.update()
+
+        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+            step()
+        assert scaler.get_scale() == 256.0
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
@@ -784,8 +805,6 @@ class _KeptElsewhere(torch.amp.GradScaler):
     def __init__(self, without: str) -> None:
         super().__init__("cpu")
         delattr(self, without)
-        if without == "entries":
-            self._per_optimizer_states = {}
 
 
 @pytest.mark.parametrize(

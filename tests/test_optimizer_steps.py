@@ -381,6 +381,31 @@ def test_several_optimizers_commit_when_all_have_stepped(tmp_path: Path) -> None
         assert counts == [0, 1, 1, 2]
 
 
+@pytest.mark.parametrize("micro_steps", [2, 4])
+def test_a_loss_that_reaches_the_parameters_of_an_optimizer_that_has_gathered_is_refused(
+    tmp_path: Path, micro_steps: int
+) -> None:
+    models = nn.ModuleDict({"maker": nn.Linear(6, 6).double(), "judge": nn.Linear(6, 1).double()})
+    with in_micro_steps(tmp_path, models, micro_steps) as trainer:
+        judge, maker = trainer.prepare([SGD(models[name].parameters(), lr=0.1) for name in ("judge", "maker")])
+        before = bits_of(models)
+
+        def train() -> None:
+            for inputs in make_data(8)[0].chunk(micro_steps):
+                with trainer.step():
+                    judge.zero_grad()
+                    models["judge"](inputs).mean().backward()
+                    judge.step()
+                    maker.zero_grad()
+                    models["judge"](models["maker"](inputs)).mean().backward()
+                    maker.step()
+
+        with pytest.raises(StepError, match="gradients came to these parameters after their optimizer's") as caught:
+            train()
+        assert not isinstance(caught.value, TornStepError)
+        assert bits_of(models) == before
+
+
 def test_one_optimizer_in_a_list_comes_back_in_a_list(tmp_path: Path) -> None:
     model = make_model()
     raw = SGD(model.parameters(), lr=0.1)

@@ -1,0 +1,167 @@
+"""The trainer on a GPU: capturable optimizers whose rate changes, and mixed precision, beside loops written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from tests.training import bits_of, make_data, make_model, trainer_of
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+NUM_STEPS = 8
+BATCH = 16
+INFINITE_STEP = 2
+Parameters = list[nn.Parameter]
+Trained = tuple[nn.Module, Optimizer, torch.amp.GradScaler]
+
+
+def batch_of(step: int, micro_steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    inputs, targets = make_data(BATCH, torch.float32, seed=step)
+    return zip(inputs.to(DEVICE).chunk(micro_steps), targets.to(DEVICE).chunk(micro_steps), strict=True)
+
+
+def model_on_gpu() -> nn.Module:
+    return make_model(torch.float32).to(DEVICE)
+
+
+def autocast_to(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(DEVICE, dtype=dtype)
+
+
+def make_scaler(dtype: torch.dtype | None) -> torch.amp.GradScaler:
+    """In use for float16 alone; its scale is small enough for no other infinities than those that a test makes."""
+    return torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=3, enabled=dtype is torch.float16)
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, is_infinite: bool) -> torch.Tensor:
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    return loss * float("inf") if is_infinite else loss
+
+
+def by_hand(make: Callable[[Parameters], Optimizer], micro_steps: int, dtype: torch.dtype | None) -> Trained:
+    model, scaler = model_on_gpu(), make_scaler(dtype)
+    optimizer = make(list(model.parameters()))
+    for step in range(NUM_STEPS):
+        for inputs, targets in batch_of(step, micro_steps):
+            with autocast_to(dtype):
+                is_infinite = scaler.is_enabled() and step == INFINITE_STEP
+                loss = loss_of(model, inputs, targets, is_infinite=is_infinite)
+            scaler.scale(loss / micro_steps).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model, optimizer, scaler
+
+
+def by_trainer(
+    folder: Path, make: Callable[[Parameters], Optimizer], micro_steps: int, dtype: torch.dtype | None
+) -> Trained:
+    model, raw_scaler = model_on_gpu(), make_scaler(dtype)
+    arguments = {"micro_batch_size": BATCH // micro_steps, "global_batch_size": BATCH}
+    with trainer_of(folder, model, **arguments) as trainer:
+        optimizer, scaler = trainer.prepare(make(list(model.parameters())), scaler=raw_scaler)
+        for step in range(NUM_STEPS):
+            for inputs, targets in batch_of(step, micro_steps):
+                with trainer.step():
+                    with autocast_to(dtype):
+                        is_infinite = scaler.is_enabled() and step == INFINITE_STEP
+                        loss = loss_of(model, inputs, targets, is_infinite=is_infinite)
+                    scaler.scale(loss).backward()
+                    scaler.unscale_(optimizer)
+                    trainer.clip_grad_norm_(model.parameters(), 0.5)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        assert trainer.global_step == NUM_STEPS - scaler.is_enabled()
+    return model, optimizer.inner, raw_scaler
+
+
+def states_of(trained: Trained) -> list[Any]:
+    model, optimizer, scaler = trained
+    return bits_of(model, optimizer.state_dict()["state"], scaler.state_dict())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_bf16_autocast_is_the_training_by_hand(tmp_path: Path, micro_steps: int, fused: bool) -> None:
+    def make(parts: Parameters) -> Optimizer:
+        return AdamW(parts, lr=0.02, fused=fused)
+
+    ours = by_trainer(tmp_path, make, micro_steps, torch.bfloat16)
+    assert states_of(ours) == states_of(by_hand(make, micro_steps, torch.bfloat16))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp16_autocast_with_a_scaler_is_the_training_by_hand(tmp_path: Path, fused: bool) -> None:
+    def make(parts: Parameters) -> Optimizer:
+        return AdamW(parts, lr=0.02, fused=fused)
+
+    ours = by_trainer(tmp_path, make, 1, torch.float16)
+    assert states_of(ours) == states_of(by_hand(make, 1, torch.float16))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp16_autocast_in_micro_steps_trains_as_by_hand_but_for_rounding(tmp_path: Path, fused: bool) -> None:
+    def make(parts: Parameters) -> Optimizer:
+        return AdamW(parts, lr=0.02, eps=1e-3, fused=fused)
+
+    # By hand each loss is divided first: gradients too small for float16's full precision are rounded otherwise.
+    model, _, scaler = by_trainer(tmp_path, make, 4, torch.float16)
+    plain_model, _, plain_scaler = by_hand(make, 4, torch.float16)
+    assert scaler.state_dict() == plain_scaler.state_dict()
+    for part, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(part, other, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_tensor_rate", [False, True])
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_a_capturable_optimizer_takes_up_a_rate_while_it_trains(
+    tmp_path: Path, micro_steps: int, has_tensor_rate: bool
+) -> None:
+    def make(model: nn.Module) -> Optimizer:
+        rate = torch.tensor(0.015625, device=DEVICE) if has_tensor_rate else 0.015625
+        return AdamW(model.parameters(), lr=rate, capturable=True)
+
+    model = model_on_gpu()
+    rates: list[float] = []  # that each step used
+    arguments = {"micro_batch_size": BATCH // micro_steps, "global_batch_size": BATCH}
+    with trainer_of(tmp_path, model, **arguments) as trainer:
+        optimizer = trainer.prepare(make(model))
+        for step in range(NUM_STEPS):
+            rates.append(optimizer.effective_rates[0])
+            for inputs, targets in batch_of(step, micro_steps):
+                with trainer.step():
+                    loss_of(model, inputs, targets, is_infinite=False).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if step == 2:
+                trainer.propose({"optimizer.learning_rate": 0.03125}, "another rate")
+        states = [optimizer.inner.state[part] for part in model.parameters()]
+    assert sorted(set(rates)) == [0.015625, 0.03125]
+    assert all(state["step"].is_cuda for state in states)
+
+    plain_model = model_on_gpu()
+    plain = make(plain_model)
+    for step, rate in enumerate(rates):
+        group = plain.param_groups[0]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+        for inputs, targets in batch_of(step, micro_steps):
+            (loss_of(plain_model, inputs, targets, is_infinite=False) / micro_steps).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+        plain.zero_grad()
+    expected = [plain.state[part] for part in plain_model.parameters()]
+    assert bits_of(model, states) == bits_of(plain_model, expected)
