@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from .accelerator import Accelerated, is_prepared
 from .interval import CheckpointInterval
 
-__all__ = ["check_checkpoints", "check_choice", "check_model", "check_ranks_are_joined"]
+__all__ = ["check_checkpoints", "check_choice", "check_model", "check_not_prepared", "check_ranks_are_joined"]
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -39,21 +40,41 @@ def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
     is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
     if use_fsdp and not is_sharded:
         raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
-    if accelerator is not None:
-        raise NotImplementedError("this version takes no accelerator; pass the model in DDP, and the bare optimizer")
+    if accelerator is None:
+        check_not_prepared(model)
 
 
-def check_ranks_are_joined(*, num_replicas: int, num_parts: int) -> None:
+def check_not_prepared(*things: object) -> None:
+    """Raise where accelerate has prepared one of them, and the trainer was not told by which accelerator."""
+    for thing in things:
+        if is_prepared(thing):
+            raise ValueError(
+                f"accelerate has prepared the {type(thing).__name__}, and would divide losses and count steps beside "
+                "the trainer; give ElasticTrainer(..., accelerator=accelerator)"
+            )
+
+
+def check_ranks_are_joined(*, num_replicas: int, num_parts: int, accelerated: Accelerated | None = None) -> None:
     """``num_parts`` ranks make one replica of the model."""
     num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if num_ranks == num_replicas * num_parts:
-        return
-    if num_replicas == num_parts == 1:
+    if num_ranks != num_replicas * num_parts:
+        if num_replicas == num_parts == 1:
+            advice = (
+                "wrap it with torch.nn.parallel.DistributedDataParallel or fully_shard before it is given to "
+                "ElasticTrainer"
+                if accelerated is None
+                else "give ElasticTrainer what accelerator.prepare(model) returns"
+            )
+            raise ValueError(
+                f"the model is not wrapped, and there are {num_ranks} ranks: each would train a model of its own; "
+                f"{advice}"
+            )
         raise ValueError(
-            f"the model is not wrapped, and there are {num_ranks} ranks: each would train a model of its own; wrap it "
-            "with torch.nn.parallel.DistributedDataParallel or fully_shard before it is given to ElasticTrainer"
+            f"the model has {num_replicas} replicas that share gradients, of {num_parts} ranks each, and there are "
+            f"{num_ranks} ranks: the others would train a model of their own; wrap it over all ranks"
         )
-    raise ValueError(
-        f"the model has {num_replicas} replicas that share gradients, of {num_parts} ranks each, and there are "
-        f"{num_ranks} ranks: the others would train a model of their own; wrap it over all ranks"
-    )
+    if accelerated is not None and accelerated.num_ranks != num_replicas:
+        raise ValueError(
+            f"the accelerator cuts its loaders for {accelerated.num_ranks} ranks, and the model averages its gradients "
+            f"over {num_replicas}; make the accelerator where ranks are joined, and have it prepare the model"
+        )

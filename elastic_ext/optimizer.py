@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .accelerator import bare_optimizer
 from .config import ElasticConfig
 from .errors import StepError
 from .follow import ConfigFollower, follow_config
@@ -71,6 +72,8 @@ class ElasticOptimizer(Optimizer):
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
         self.rates = Rates(optimizer)
         self._is_called = False  # the step under way came through this object
+        self.scaled_by: Callable[..., Any] | None = None
+        """What ``step()`` goes through, where accelerate has optimizers step through a GradScaler."""
         if state is not None:
             optimizer.register_step_pre_hook(self._refuse_bare)
         self._schedulers: list[ElasticLRScheduler] = []
@@ -88,6 +91,8 @@ class ElasticOptimizer(Optimizer):
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step where the trainer's step ends, else do nothing but evaluate ``closure``."""
+        if self.scaled_by is not None:
+            return self.scaled_by(self, *([] if closure is None else [closure]))
         state = self._state
         if state is None:
             return self._step_alone(closure)
@@ -291,7 +296,7 @@ class ElasticLRScheduler:
     def __init__(self, scheduler: Any, optimizers: Sequence[ElasticOptimizer], *, state: StepState) -> None:
         self.inner = scheduler
         """The scheduler that does the work."""
-        target = getattr(scheduler, "optimizer", None)
+        target = bare_optimizer(getattr(scheduler, "optimizer", None))
         found = [optimizer for optimizer in optimizers if target in (optimizer, optimizer.inner)]
         if not found:
             raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from .accelerator import Accelerated
 from .batches import Batches
 from .config import ElasticConfig
 from .counts import Counts
@@ -44,6 +45,7 @@ class Session:
         gradients: Gradients,
         settings: OptimizerSettings,
         *,
+        accelerated: Accelerated | None,
         startup: Mapping[str, object],
         rule: BatchRule,
         shows_progress: bool | None,
@@ -56,6 +58,7 @@ class Session:
         self._batches = batches
         self._gradients = gradients
         self._settings = settings
+        self._accelerated = accelerated
         self._startup = ElasticConfig.from_values(startup)
         self._rule: BatchRule = rule
         shows = sys.stderr.isatty() if shows_progress is None else shows_progress
@@ -81,6 +84,8 @@ class Session:
             follower.start()
             self._take_up(follower.config)
             self._materialise()
+            if self._accelerated is not None:
+                self._accelerated.begin(lambda: steps.is_committing)
         except BaseException as error:
             self.end(error)
             raise
@@ -143,6 +148,8 @@ class Session:
         finally:
             self._progress.end()
             self._gradients.release()
+            if self._accelerated is not None:
+                self._accelerated.end()
             self.follower.close()
 
     def _tell(self, error: BaseException) -> None:

@@ -1,13 +1,13 @@
 """Where micro-batches come from: what a loader must offer to be told their sizes, and what is known of one that is not.
 
-A loader with sizes of its own, such as torch's DataLoader, is looked at from outside: how many samples each of its
-batches holds is worked out from its settings.
+A loader with sizes of its own, such as torch's DataLoader or one that accelerate has prepared, is looked at from
+outside: how many samples each of its batches holds is worked out from its settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from .accumulate import BatchPlan, StepPlan, nearest_batches
@@ -61,11 +61,19 @@ class FixedBatches:
     def of(cls, loader: Any) -> FixedBatches | None:
         """What a DataLoader's settings say of its batches; None if they do not give a batch size."""
         sampler = getattr(loader, "batch_sampler", None)
+        if hasattr(loader, "slice_fn") and hasattr(loader, "split_batches"):
+            return cls._dispatched(loader, cls._of_sampler(sampler))
+        if hasattr(sampler, "batch_sampler"):
+            return cls._of_sampler(sampler)
         size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        return cls._known(size, loader if sampler is None else sampler, sampler)
+
+    @classmethod
+    def _known(cls, size: object, sized: object, sampler: object) -> FixedBatches | None:
         if type(size) is not int or size < 1:
             return None
         # Over an iterable dataset a DataLoader's own length is only a guess; its batch sampler has none then.
-        num_batches = _length(loader if sampler is None else sampler)
+        num_batches = _length(sized)
         if not num_batches:
             return cls(micro_batch=size)
         num_samples = _length(getattr(sampler, "sampler", None))
@@ -73,6 +81,64 @@ class FixedBatches:
         if num_samples is not None and not getattr(sampler, "drop_last", False):
             last = num_samples - (num_batches - 1) * size
         return cls(micro_batch=size, num_batches=num_batches, last_batch=last if last and 0 < last < size else None)
+
+    @classmethod
+    def _of_sampler(cls, sampler: Any) -> FixedBatches | None:
+        """What a batch sampler gives, through those that accelerate puts around it."""
+        inner = getattr(sampler, "batch_sampler", None)
+        if inner is None:
+            return cls._known(getattr(sampler, "batch_size", None), sampler, sampler)
+        whole = cls._of_sampler(inner)
+        if whole is None:
+            return None
+        if hasattr(sampler, "skip_batches"):
+            return whole._without(sampler.skip_batches)
+        return cls._sharded(sampler, whole) if hasattr(sampler, "even_batches") else None
+
+    def _without(self, num_skipped: int) -> FixedBatches:
+        left = 0 if self.num_batches is None else self.num_batches - num_skipped
+        return replace(self, num_batches=left) if left > 0 else FixedBatches(micro_batch=self.micro_batch)
+
+    @classmethod
+    def _sharded(cls, shard: Any, whole: FixedBatches) -> FixedBatches | None:
+        """A rank's part of batches that each go to one rank, or of each of which every rank has a slice.
+
+        Where ``even_batches`` makes up for what is missing with samples from the beginning, all of them are whole.
+        """
+        num_ranks, rank, is_split = shard.num_processes, shard.process_index, shard.split_batches
+        size = whole.micro_batch // num_ranks if is_split else whole.micro_batch
+        if size < 1:
+            return None
+        num_batches = None if whole.num_batches is None else _length(shard)
+        if whole.num_batches is None or not num_batches:
+            return cls(micro_batch=size)
+        last = None
+        if whole.last_batch is not None and not shard.even_batches:
+            if is_split:
+                last = min(max(whole.last_batch - rank * size, 0), size)
+                num_batches -= last == 0
+            elif (whole.num_batches - 1) % num_ranks == rank:
+                last = whole.last_batch
+        return cls(micro_batch=size, num_batches=num_batches or None, last_batch=last if last and last < size else None)
+
+    @classmethod
+    def _dispatched(cls, loader: Any, whole: FixedBatches | None) -> FixedBatches | None:
+        """A rank's slice of what the first rank reads: one batch of it, or as many as there are ranks."""
+        if whole is None:
+            return None
+        num_ranks = loader.state.num_processes
+        num_together = 1 if loader.split_batches else num_ranks
+        size = whole.micro_batch * num_together // num_ranks
+        if size < 1:
+            return None
+        if whole.num_batches is None:
+            return cls(micro_batch=size)
+        if loader._drop_last:
+            return cls(micro_batch=size, num_batches=whole.num_batches // num_together or None)
+        num_batches = -(-whole.num_batches // num_together)
+        num_samples = (whole.num_batches - 1) * whole.micro_batch + (whole.last_batch or whole.micro_batch)
+        last = -(-(num_samples - (num_batches - 1) * num_together * whole.micro_batch) // num_ranks)
+        return cls(micro_batch=size, num_batches=num_batches, last_batch=last if last < size else None)
 
     def next_step(self, num_taken: int, num_micro_steps: int, num_ranks: int) -> StepPlan:
         """The step after ``num_taken`` batches of an epoch: the last one holds what is left."""

@@ -31,9 +31,10 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
+from .accelerator import Accelerated, bare_optimizer, bare_scheduler
 from .agree import Every
 from .amp import ElasticScaler
-from .arguments import check_checkpoints, check_choice, check_model, check_ranks_are_joined
+from .arguments import check_checkpoints, check_choice, check_model, check_not_prepared, check_ranks_are_joined
 from .batches import Batches
 from .config import ElasticConfig
 from .counts import Counts
@@ -94,6 +95,7 @@ class ElasticTrainer:
         check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
         check_checkpoints(checkpoint_interval, shared_storage_path)
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
+        self._accelerated = None if accelerator is None else Accelerated(accelerator)
         self._rule: BatchRule = learning_rate_rule
         self._rolls_back_fully = rollback == "full"
         self._shares_always = sync_every_micro_step
@@ -139,14 +141,22 @@ class ElasticTrainer:
         startup: dict[str, object] = {}
         settings: OptimizerSettings | None = None
         try:
-            optimizers = [ElasticOptimizer(each, state=self._state) for each in _as_list(optimizer)]
+            given, schedules = _as_list(optimizer), _as_list(lr_scheduler)
+            if self._accelerated is None:
+                check_not_prepared(*given, *schedules)
+            optimizers = [ElasticOptimizer(bare_optimizer(each), state=self._state) for each in given]
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")
-            schedulers = [ElasticLRScheduler(each, optimizers, state=self._state) for each in _as_list(lr_scheduler)]
-            if scaler is not None:
-                elastic_scaler = ElasticScaler(scaler, optimizers, state=self._state)
+            schedulers = [ElasticLRScheduler(bare_scheduler(each), optimizers, state=self._state) for each in schedules]
+            own_scaler = scaler if self._accelerated is None else self._accelerated.scaler_beside(scaler)
+            if own_scaler is not None:
+                elastic_scaler = ElasticScaler(own_scaler, optimizers, state=self._state)
+            if self._accelerated is not None:
+                self._accelerated.scale(zip(optimizers, given, strict=True), elastic_scaler, self._state)
             sharing = self._gradients.sharing
-            check_ranks_are_joined(num_replicas=sharing.num_ranks, num_parts=sharing.num_parts)
+            check_ranks_are_joined(
+                num_replicas=sharing.num_ranks, num_parts=sharing.num_parts, accelerated=self._accelerated
+            )
             settings = OptimizerSettings(optimizers)
             startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()
         except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
@@ -161,6 +171,7 @@ class ElasticTrainer:
             self._batches,
             self._gradients,
             settings,
+            accelerated=self._accelerated,
             startup=startup,
             rule=self._rule,
             shows_progress=self._shows_progress,
@@ -185,7 +196,7 @@ class ElasticTrainer:
         prepared: list[Any] = [optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]]
         if lr_scheduler is not None:
             prepared.append(schedulers if isinstance(lr_scheduler, (list, tuple)) else schedulers[0])
-        if elastic_scaler is not None:
+        if scaler is not None:
             prepared.append(elastic_scaler)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -216,6 +227,8 @@ class ElasticTrainer:
         """
         if not self._state.is_inside:
             raise StepError("trainer.backward() was called outside of `with trainer.step():`")
+        if self._accelerated is not None:
+            loss = self._accelerated.scaled(loss)
         self._gradients.backward(loss, num_items, **options)
 
     def clip_grad_norm_(
@@ -232,6 +245,8 @@ class ElasticTrainer:
         """
         if not self._state.is_last:
             return None
+        if self._accelerated is not None:
+            self._accelerated.unscale()
         return self._gradients.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def rollback(self) -> None:

@@ -34,6 +34,7 @@ LAYERS: Mapping[str, int] = {
     "settings": 0,
     "strict_json": 0,
     # 1: one job each
+    "accelerator": 1,
     "agree": 1,
     "appliers": 1,
     "control_word": 1,

@@ -483,7 +483,7 @@ def test_without_the_library_switched_on_training_is_the_same(tmp_path: Path, mo
         ({"checkpoint_interval": CheckpointInterval(steps=5)}, ValueError, "say where checkpoints go"),
         ({"shared_storage_path": 5}, ValueError, "allowed: a path"),
         ({"shared_storage_path": "x"}, NotImplementedError, "keep trainer.state_dict()"),
-        ({"accelerator": object()}, NotImplementedError, "takes no accelerator"),
+        ({"accelerator": object()}, ValueError, "accelerator is a object; allowed: an accelerate.Accelerator"),
         ({"model": "resnet50"}, ValueError, "model is a str; allowed: a torch.nn.Module"),
     ],
 )
