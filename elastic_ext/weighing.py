@@ -11,6 +11,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ __all__ = ["Weighing"]
 _NEEDS_EXACT = (
     "the model cannot weigh its own gradients here: {}; call trainer.backward(loss) instead of loss.backward()"
 )
+_NOT_COMPILED = "it weighs gradients, outside of the graph; compile the model before ElasticTrainer is given it"
 
 
 class Weighing:
@@ -66,11 +69,11 @@ class Weighing:
         before, after = self._before_forward, self._after_forward
         dynamo: Any = sys.modules.get("torch._dynamo")
         if dynamo is not None:  # a compiled model: what is done here is not for its graph
-            before, after = dynamo.disable(before), dynamo.disable(after)
+            before, after = (dynamo.disable(each, reason=_NOT_COMPILED) for each in (before, after))
         for entry in self._entries:
             if not isinstance(entry, torch.jit.ScriptModule):  # which takes no hooks: its gradients are found unweighed
-                self._handles.append(entry.register_forward_pre_hook(before, with_kwargs=True))
-                self._handles.append(entry.register_forward_hook(after, always_call=True))
+                self._handles.append(entry.register_forward_pre_hook(_Hook(before), with_kwargs=True))
+                self._handles.append(entry.register_forward_hook(_Hook(after), always_call=True))
         outside = [part for part in trained if id(part) not in self._own and part.requires_grad]
         self._has_outside = bool(outside)
         for part in outside:
@@ -204,6 +207,19 @@ class Weighing:
 
     def _cannot_look_into(self, value: object) -> None:
         self._needs_exact = f"its output holds a {type(value).__name__}, whose tensors it cannot find"
+
+
+class _Hook(partial[Any]):
+    """A hook of this model, which copies of it do not take along: those made by copy, and those that are saved.
+
+    A partial, since calling one runs no code that a compiler would want to see.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nullcontext().__exit__  # takes anything and does nothing
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # it loads without this library
 
 
 def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
