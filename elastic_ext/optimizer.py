@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .config import ElasticConfig
+from .engine import is_running
 from .errors import StepError
 from .follow import ConfigFollower, follow_config
 from .rates import Rates
@@ -21,6 +23,10 @@ _GATHERED = (
     "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "
     "earlier micro-steps along; keep them away with requires_grad_(False) or backward(inputs=...), or make the "
     "micro-batch as large as the step"
+)
+_UNSHARED = (
+    "optimizer.step() was called within a backward pass, where the ranks have not shared their gradients; on several "
+    "ranks call it after backward"
 )
 
 Closure = Callable[[], Any]
@@ -111,6 +117,8 @@ class ElasticOptimizer(Optimizer):
         if closure is not None:
             return self._step_with(closure, state)
         if state.before_optimizer is not None:
+            if is_running() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise StepError(_UNSHARED)
             state.before_optimizer()
         self._begin(state)
         self._is_called = True

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from .agree import Every
-from .arguments import check_checkpoints, check_choice, check_model, check_ranks_are_joined
+from .arguments import check_checkpoints, check_choice, check_model, check_ranks_are_joined, check_updates
 from .batches import Batches
 from .config import ElasticConfig
 from .counts import Counts
@@ -136,6 +136,7 @@ class ElasticTrainer:
         startup: dict[str, object] = {}
         settings: OptimizerSettings | None = None
         try:
+            check_updates(self._model)
             optimizers = [ElasticOptimizer(each, state=self._state) for each in _as_list(optimizer)]
             if not optimizers:
                 raise ValueError("no optimizer was given; give at least one")

@@ -68,7 +68,6 @@ def test_gradients_that_one_model_leaves_in_the_other_are_cleared_or_the_loop_is
 
 def changes(trainer: Any, loop: Loop) -> Iterator[None]:
     """Another rate, another global batch and another micro-batch, one after the other."""
-    proposed: set[str] = set()
     for step, changed in (
         (1, {"optimizer.learning_rate": 0.25}),
         (3, {"global_batch_size": 16}),
@@ -101,7 +100,7 @@ class Faults:
     def __init__(self, called: nn.Module) -> None:
         self.due = ""
         self.planted: list[tuple[str, int]] = []
-        strike = torch.compiler.disable(self.strike)
+        strike = torch.compiler.disable(self.strike)  # type: ignore[no-untyped-call]
         called.register_forward_hook(partial(strike, "in forward"))
 
     def around(self, trainer: Any, loop: Loop) -> Iterator[None]:

@@ -21,7 +21,28 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.training import Slices, bits_of, make_data, trainer_of
 
-__all__ = ["WAYS", "Gan", "GanInTurns", "GanOfTutorials", "Net", "OwnLoss", "Plain", "Setting", "Tied", "Way", "by_hand", "name_of", "result_of", "train"]
+__all__ = [
+    "WAYS",
+    "Block",
+    "Frozen",
+    "Gan",
+    "GanInTurns",
+    "GanOfTutorials",
+    "InsAndOuts",
+    "Loop",
+    "Moody",
+    "Net",
+    "OwnLoss",
+    "Plain",
+    "Setting",
+    "Tied",
+    "TrainersLoop",
+    "Way",
+    "by_hand",
+    "name_of",
+    "result_of",
+    "train",
+]
 
 NUM_SAMPLES = 48  # then they come again
 Make = Callable[[nn.Module], nn.Module]
@@ -166,7 +187,8 @@ class Plain(Way):
     def make_optimizers(self) -> list[Optimizer]:
         decayed = [part for part in self.trained if part.ndim > 1]
         others = [part for part in self.trained if part.ndim < 2]
-        return [AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.0625)]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        return [AdamW(groups, lr=0.0625)]
 
     def make_scheduler(self) -> Any:
         return CosineAnnealingLR(self.optimizers[0], 20)
@@ -243,13 +265,14 @@ class Hooked(Way):
     """Hooks on parameters, on modules and on their outputs, which change gradients or only look."""
 
     def make_model(self) -> nn.Module:
-        model = Net()
-        model.out.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[no-untyped-call]
+        net = Net()
+        model: Any = net
+        model.out.weight.register_hook(lambda gradient: gradient * 2)
         model.register_full_backward_hook(lambda module, gave, got: None)
         model.hidden.register_full_backward_hook(lambda module, gave, got: None)
         model.out.register_full_backward_pre_hook(lambda module, got: (got[0] * 0.5,))
         model.hidden.bias.register_post_accumulate_grad_hook(lambda part: None)
-        return model
+        return net
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(inputs.clone().requires_grad_())
@@ -290,7 +313,9 @@ class InsAndOuts(Way):
 
     def make_model(self) -> nn.Module:
         class Model(Net):
-            def forward(self, pair: tuple[Tensor, Tensor], *, options: dict[str, Tensor], scale: float = 1.0) -> Any:
+            def forward(  # type: ignore[override]
+                self, pair: tuple[Tensor, Tensor], *, options: dict[str, Tensor], scale: float = 1.0
+            ) -> Any:
                 hidden = torch.tanh(self.hidden(torch.cat(pair, 1)) * scale)
                 logits = self.out(hidden)
                 shift = options["shift"]
@@ -302,7 +327,8 @@ class InsAndOuts(Way):
         shift = targets.double()
         out = self.model((inputs[:, :2], inputs[:, 2:]), options={"shift": shift}, scale=0.5)
         first, (hidden,) = out["more"]
-        return cross_entropy(out["logits"], targets) + 0.25 * first.square().mean() + 0.125 * hidden.square().mean()
+        more: Tensor = 0.25 * first.square().mean() + 0.125 * hidden.square().mean()
+        return cross_entropy(out["logits"], targets) + more
 
 
 @dataclass
@@ -340,7 +366,7 @@ class Recurrent(Way):
                 self.over, self.out = nn.LSTM(2, 8, batch_first=True), nn.Linear(8, 5)
 
             def forward(self, inputs: Tensor, state: tuple[Tensor, Tensor]) -> Any:
-                steps, state = self.over(inputs.unflatten(1, (3, 2)), state)
+                steps, state = self.over(inputs.view(-1, 3, 2), state)
                 return self.out(steps[:, -1]), state
 
         return Model()
@@ -365,7 +391,8 @@ class Siamese(Way):
     """Called twice for one loss."""
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        one, other = self.model(inputs), self.model(-inputs)
+        one: Tensor = self.model(inputs)
+        other: Tensor = self.model(-inputs)
         return cross_entropy(one, targets) + 0.25 * (one * other).mean()
 
 
