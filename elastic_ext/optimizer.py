@@ -67,7 +67,7 @@ class ElasticOptimizer(Optimizer):
         **follow: Any,
     ) -> None:
         if isinstance(optimizer, ElasticOptimizer):
-            raise ValueError("this optimizer is an ElasticOptimizer already; give the one that it was made from")
+            raise ValueError("an ElasticOptimizer already; give the one that it was made from, which is its `inner`")
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; allowed: a torch.optim.Optimizer")
         self.inner = optimizer

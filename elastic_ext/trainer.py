@@ -22,6 +22,7 @@ over all ranks; **b** the *micro-batch*; **W** the data-parallel degree, which i
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -175,6 +176,7 @@ class ElasticTrainer:
             follower.on_change(*applier)
         session.start(steps, self._loaded_config)
         self._session = session
+        weakref.finalize(self, session.abandon).atexit = False  # a notebook's cell, run again
         self._micro_step = steps  # one object for all micro-steps: making one costs more than entering it
         prepared: Any = optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]
         if lr_scheduler is None:

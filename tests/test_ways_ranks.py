@@ -1,9 +1,9 @@
-"""Ways to train on two ranks in DDP: the bits of the same training by hand, which shares gradients where a step ends."""
+"""Ways to train on two ranks in DDP: the bits of training by hand, where gradients are shared as a step ends."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ DATA = 5 * GLOBAL_BATCH
 class InDdp(Way):
     """A model in DDP."""
 
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def compiled(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, **self.options)
@@ -60,13 +60,13 @@ class OwnLossInDdp(InDdp, OwnLoss): ...
 class StaticInDdp(InDdp):
     """DDP told that its graph stays: it shares in its first passes, whatever the loop wants."""
 
-    options = {"static_graph": True}
+    options: ClassVar[dict[str, Any]] = {"static_graph": True}
 
 
 class UnusedInDdp(InDdp):
     """Parameters that no loss depends on."""
 
-    options = {"find_unused_parameters": True}
+    options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
 
     def make_model(self) -> nn.Module:
         model = Net()
