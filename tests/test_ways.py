@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic_ext import StepError, TornStepError
 from tests.faults import PlantedFault
-from tests.ways import WAYS, GanInTurns, GanOfTutorials, Loop, Setting, Way, by_hand, name_of, result_of, train
+from tests.ways import WAYS, GanInTurns, GanOfTutorials, Loop, Net, Setting, Way, by_hand, name_of, result_of, train
 
 # Of torch's own, where compiled blocks follow one another.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -41,6 +41,35 @@ def test_a_way_to_train_gives_the_bits_of_the_same_training_by_hand(
     plain, ours = kind(), kind()
     by_hand(plain, [setting] * num_steps)
     train(ours, tmp_path, setting, num_steps)
+    assert result_of(ours) == result_of(plain)
+
+
+class Limited(Way):
+    """A hook that acts on a parameter's gradients, and not in proportion to them."""
+
+    def make_model(self) -> nn.Module:
+        model = Net()
+        model.out.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
+        return model
+
+
+@pytest.mark.parametrize(
+    "shares_always",
+    [
+        True,
+        pytest.param(
+            False,
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="Gradients.can_wait_for_weights does not look for hooks: they see weighed gradients only at last",
+            ),
+        ),
+    ],
+)
+def test_hooks_on_parameters_see_gradients_as_by_hand(tmp_path: Path, shares_always: bool) -> None:
+    plain, ours = Limited(), Limited()
+    by_hand(plain, [IN_PARTS] * 3)
+    train(ours, tmp_path, IN_PARTS, 3, sync_every_micro_step=shares_always)
     assert result_of(ours) == result_of(plain)
 
 
