@@ -61,7 +61,7 @@ class Limited(Way):
             False,
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="Gradients.can_wait_for_weights does not look for hooks: they see weighed gradients only at last",
+                reason="Gradients.can_wait_for_weights looks for no hooks, which then see weights in a last part alone",
             ),
         ),
     ],
