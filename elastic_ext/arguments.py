@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,27 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from .accelerator import Accelerated, is_prepared
 from .interval import CheckpointInterval
 
-__all__ = ["check_checkpoints", "check_choice", "check_model", "check_not_prepared", "check_ranks_are_joined"]
+__all__ = [
+    "check_checkpoints",
+    "check_choice",
+    "check_model",
+    "check_not_prepared",
+    "check_ranks_are_joined",
+    "check_updates",
+]
+
+_PIPELINES = "torch.distributed.pipelining"
+_PIPELINED = (
+    f"{{}} ({_PIPELINES}): its schedule cuts batches and passes gradients from stage to stage by itself, where they "
+    "would be weighed at every stage again; leave the loop to the schedule, "
+    "and have ElasticOptimizer(optimizer, config_file=...) or follow_config() follow the config"
+)
+_UPDATED_IN_BACKWARD = (
+    "parameters of the model are updated within backward (_apply_optimizer_in_backward), in every micro-step, before "
+    "the step has all its gradients; make an optimizer of its own for each parameter instead, give all of them to "
+    "prepare(), and call those that it returns from register_post_accumulate_grad_hook; or step one optimizer after "
+    "backward"
+)
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -35,6 +57,9 @@ def check_checkpoints(interval: CheckpointInterval | None, path: str | Path | No
 
 
 def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
+    parts = list(model.modules()) if isinstance(model, nn.Module) else [model]
+    if any(kind.__module__.startswith(_PIPELINES) for part in parts for kind in type(part).__mro__):
+        raise NotImplementedError(_PIPELINED.format(f"model is a {type(model).__name__}"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
     is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
@@ -78,3 +103,17 @@ def check_ranks_are_joined(*, num_replicas: int, num_parts: int, accelerated: Ac
             f"the accelerator cuts its loaders for {accelerated.num_ranks} ranks, and the model averages its gradients "
             f"over {num_replicas}; make the accelerator where ranks are joined, and have it prepare the model"
         )
+
+
+def check_updates(model: nn.Module) -> None:
+    """Raise where something else than a loop's optimizers computes the model's gradients, or uses them."""
+    if any(getattr(part, "_in_backward_optimizers", None) for part in model.parameters()):
+        raise ValueError(_UPDATED_IN_BACKWARD)
+    pipelines = sys.modules.get(_PIPELINES)
+    if pipelines is None:
+        return
+    parts = {id(part) for part in model.modules()}
+    kind = pipelines.PipelineStage.__base__
+    # A stage holds its module, which knows nothing of it.
+    if any(kind in type(each).__mro__ and id(each.submod) in parts for each in gc.get_objects()):
+        raise ValueError(_PIPELINED.format("the model is a stage of a pipeline"))

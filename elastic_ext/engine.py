@@ -12,9 +12,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "is_running"]
 
 _logger = logging.getLogger(__name__)
+
+
+def is_running() -> bool:
+    """Whether this is called from within a backward pass; False where torch does not tell."""
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return number is not None and number() != -1
 
 
 class Engine:

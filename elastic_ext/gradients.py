@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from .clipping import as_parameters, clip_norm
 from .errors import StepError
 from .guard import Guard
+from .hooks import Hook
 from .sharing import sharing_of
 from .step_state import StepState
 from .weighing import Weighing
@@ -117,7 +118,7 @@ class Gradients:
         self._others = [part for part in self._model.parameters() if part not in trained]
         self._weighing.turn_on(self.parameters())
         for part in self.sharing.sharing_buffers if self.on_shared_buffers is not None else ():
-            self._buffer_handles.append(part.register_forward_pre_hook(self._after_sharing_buffers))
+            self._buffer_handles.append(part.register_forward_pre_hook(Hook(self._after_sharing_buffers)))
 
     def begin_gathering(self) -> None:
         """A step begins whose micro-steps keep their gradients to this rank, but for the last."""
@@ -162,7 +163,10 @@ class Gradients:
 
     @property
     def can_wait_for_weights(self) -> bool:
-        """Whether sums of gradients stay on this rank, and in range, until they are weighed."""
+        """Whether sums of gradients stay on this rank, in range and unseen until they are weighed."""
+        self._guard.rest()
+        if any(map(_has_hooks, self._model.modules())) or any(map(_has_hooks, self._model.parameters())):
+            return False
         is_kept = self.sharing.shows_gathered and not self.sharing.shares_first
         return is_kept and not any(parameter.dtype is torch.float16 for parameter in self.parameters())
 
@@ -264,7 +268,7 @@ class Gradients:
             self._is_counted = is_counted
         elif self._is_counted is not is_counted:
             raise StepError(_UNCOUNTED.format(f"{'with' if is_counted else 'without'} here, and otherwise before"))
-        if self._witness is not None:
+        if self._witness is not None and self._state.num_begun == 0:  # else it may be cleared already
             parameter, version = self._witness
             if parameter.grad is None or (
                 is_first and not self.sharing.writes_gradients and parameter.grad._version != version
@@ -310,6 +314,12 @@ class Gradients:
         if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:
             self._has_shared_buffers = True
             self.on_shared_buffers()
+
+
+def _has_hooks(part: Any) -> bool:
+    """Whether somebody sees, and may change, gradients on their way."""
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(part, name, None) for name in names)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

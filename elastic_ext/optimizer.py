@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .accelerator import bare_optimizer
 from .config import ElasticConfig
+from .engine import is_running
 from .errors import StepError
 from .follow import ConfigFollower, follow_config
 from .rates import Rates
@@ -22,6 +24,10 @@ _GATHERED = (
     "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "
     "earlier micro-steps along; keep them away with requires_grad_(False) or backward(inputs=...), or make the "
     "micro-batch as large as the step"
+)
+_UNSHARED = (
+    "optimizer.step() was called within a backward pass, where the ranks have not shared their gradients; on several "
+    "ranks call it after backward"
 )
 
 Closure = Callable[[], Any]
@@ -62,7 +68,7 @@ class ElasticOptimizer(Optimizer):
         **follow: Any,
     ) -> None:
         if isinstance(optimizer, ElasticOptimizer):
-            raise ValueError("this optimizer is an ElasticOptimizer already; give the one that it was made from")
+            raise ValueError("an ElasticOptimizer already; give the one that it was made from, which is its `inner`")
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; allowed: a torch.optim.Optimizer")
         self.inner = optimizer
@@ -118,6 +124,8 @@ class ElasticOptimizer(Optimizer):
         if closure is not None:
             return self._step_with(closure, state)
         if state.before_optimizer is not None:
+            if is_running() and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise StepError(_UNSHARED)
             state.before_optimizer()
         if _is_left_out(self.inner):
             return None

@@ -152,6 +152,16 @@ class Session:
                 self._accelerated.end()
             self.follower.close()
 
+    def abandon(self) -> None:
+        """End without its trainer, which was dropped and not closed; several ranks end only together."""
+        if self._has_ended or self.follower.ranks.world_size > 1:
+            return
+        self._has_ended = True
+        _logger.info("a trainer was dropped and not closed; it follows nothing any more")
+        self._progress.end()
+        self._gradients.release()
+        self.follower.close()
+
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""
         if not self._is_exception_told:

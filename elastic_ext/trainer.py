@@ -22,6 +22,7 @@ over all ranks; **b** the *micro-batch*; **W** the data-parallel degree, which i
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,7 +35,14 @@ from torch import nn
 from .accelerator import Accelerated, bare_optimizer, bare_scheduler
 from .agree import Every
 from .amp import ElasticScaler
-from .arguments import check_checkpoints, check_choice, check_model, check_not_prepared, check_ranks_are_joined
+from .arguments import (
+    check_checkpoints,
+    check_choice,
+    check_model,
+    check_not_prepared,
+    check_ranks_are_joined,
+    check_updates,
+)
 from .batches import Batches
 from .config import ElasticConfig
 from .counts import Counts
@@ -141,6 +149,7 @@ class ElasticTrainer:
         startup: dict[str, object] = {}
         settings: OptimizerSettings | None = None
         try:
+            check_updates(self._model)
             given, schedules = _as_list(optimizer), _as_list(lr_scheduler)
             if self._accelerated is None:
                 check_not_prepared(*given, *schedules)
@@ -192,6 +201,7 @@ class ElasticTrainer:
             follower.on_change(*applier)
         session.start(steps, self._loaded_config)
         self._session = session
+        weakref.finalize(self, session.abandon).atexit = False  # a notebook's cell, run again
         self._micro_step = steps  # one object for all micro-steps: making one costs more than entering it
         prepared: list[Any] = [optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]]
         if lr_scheduler is not None:

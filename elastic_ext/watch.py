@@ -77,7 +77,7 @@ class ConfigWatcher:
         """Stop following; what is held stays readable. Closing twice is allowed."""
         self._stop.set()
         self._wake.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():  # which may collect garbage
             self._thread.join(timeout=10.0)
         if self._events is not None:
             self._events.close()

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .engine import Engine
 from .errors import StepError
+from .hooks import Hook
 from .outputs import Same, is_made_of_marked, mark, mark_end, needs_look, origins, replaced
 from .step_state import StepState
 
@@ -28,6 +29,7 @@ __all__ = ["Weighing"]
 _NEEDS_EXACT = (
     "the model cannot weigh its own gradients here: {}; call trainer.backward(loss) instead of loss.backward()"
 )
+_NOT_COMPILED = "it weighs gradients, outside of the graph; compile the model before ElasticTrainer is given it"
 
 
 class Weighing:
@@ -66,11 +68,11 @@ class Weighing:
         before, after = self._before_forward, self._after_forward
         dynamo: Any = sys.modules.get("torch._dynamo")
         if dynamo is not None:  # a compiled model: what is done here is not for its graph
-            before, after = dynamo.disable(before), dynamo.disable(after)
+            before, after = (dynamo.disable(each, reason=_NOT_COMPILED) for each in (before, after))
         for entry in self._entries:
             if not isinstance(entry, torch.jit.ScriptModule):  # which takes no hooks: its gradients are found unweighed
-                self._handles.append(entry.register_forward_pre_hook(before, with_kwargs=True))
-                self._handles.append(entry.register_forward_hook(after, always_call=True))
+                self._handles.append(entry.register_forward_pre_hook(Hook(before), with_kwargs=True))
+                self._handles.append(entry.register_forward_hook(Hook(after), always_call=True))
         outside = [part for part in trained if id(part) not in self._own and part.requires_grad]
         self._has_outside = bool(outside)
         for part in outside:

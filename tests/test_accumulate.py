@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elastic_ext.accumulate import nearest_batches, next_batch, plan_step, shares
+from elastic_ext.accumulate import BatchPlan, nearest_batches, next_batch, plan_step, shares
 
 sizes = st.integers(1, 5000)
 ranks = st.integers(1, 64)
@@ -62,6 +62,47 @@ def test_the_weights_of_a_plan_average_to_one_over_the_ranks(
         plan.weight(rank, micro_step) for rank in range(num_ranks) for micro_step in range(plan.num_micro_steps)
     )
     assert total == pytest.approx(num_ranks)
+
+
+@given(st.data(), ranks, st.integers(1, 300))
+def test_chunks_of_a_step_have_one_size_or_two_neighbouring_ones(
+    data: st.DataObject, num_ranks: int, micro_batch: int
+) -> None:
+    """What docs/trainer.md says of compiled models."""
+    batch = data.draw(st.integers(num_ranks, 5000))
+    plan = plan_step(batch, num_ranks, micro_batch)
+    found = {size for chunks in plan.micro_batches for size in chunks}
+    smaller, num_left = divmod(batch, plan.num_micro_steps * num_ranks)
+    assert found == ({smaller} if num_left == 0 else {smaller, smaller + 1})
+    if batch % (micro_batch * num_ranks) == 0:
+        assert found == {micro_batch}
+
+
+@given(st.data(), st.lists(st.floats(0.5, 2), min_size=1, max_size=8), st.integers(4, 300))
+def test_chunks_of_a_rank_with_a_weight_have_one_size_or_two_neighbouring_ones(
+    data: st.DataObject, weights: list[float], micro_batch: int
+) -> None:
+    batch = data.draw(st.integers(50 * len(weights), 5000))
+    plan = plan_step(batch, len(weights), micro_batch, weights)
+    for chunks in plan.micro_batches:
+        smaller = sum(chunks) // plan.num_micro_steps
+        assert set(chunks) <= {smaller, smaller + 1}
+
+
+@given(st.data(), st.integers(1, 16), st.integers(1, 64), st.integers(1, 16))
+def test_an_epoch_has_two_more_sizes_of_chunks_at_most_and_none_where_it_is_a_multiple(
+    data: st.DataObject, num_ranks: int, micro_batch: int, num_micro_steps: int
+) -> None:
+    """What docs/trainer.md says of compiled models."""
+    batch = num_ranks * micro_batch * num_micro_steps
+    length = data.draw(st.integers(num_ranks, 6 * batch))
+    for drop_last in (False, True):
+        plan = BatchPlan(global_batch=batch, num_ranks=num_ranks, micro_batch=micro_batch, drop_last=drop_last)
+        remaining, found = length, set[int]()
+        while (step := plan.next_step(remaining)) is not None:
+            found |= {size for chunks in step.micro_batches for size in chunks}
+            remaining -= step.global_batch
+        assert len(found - {micro_batch}) <= (0 if drop_last or length % batch == 0 else 2)
 
 
 @given(st.data(), st.integers(1, 32), st.integers(1, 200), st.booleans())

@@ -61,6 +61,7 @@ LAYERS: Mapping[str, int] = {
     "interval": 1,
     "progress": 1,
     "guard": 1,
+    "hooks": 1,
     "internals": 1,
     "scaling": 1,
     "sharing": 1,
