@@ -70,7 +70,7 @@ class Gradients:
         self._is_needed = False  # to see passes and weigh them
         self._num_trained = 0  # parameters, by the optimizers
         self._others: list[torch.Tensor] = []  # parameters of the model, which no optimizer trains
-        self._buffer_handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = []
         self.shares_first = self.sharing.shares_first
         self.awaited: list[torch.Tensor] = []
         """Outputs of a forward pass; its backward pass, which has not begun, shares gradients: other ranks wait."""
@@ -108,17 +108,18 @@ class Gradients:
         if needed == self._is_needed and num_trained == self._num_trained:
             return
         self._is_needed, self._num_trained = needed, num_trained
-        for handle in self._buffer_handles:
+        for handle in self._handles:
             handle.remove()
-        self._buffer_handles.clear()
+        self._handles.clear()
         if not needed:
             self._weighing.turn_off()
             return
         trained = set(self._trained())
         self._others = [part for part in self._model.parameters() if part not in trained]
         self._weighing.turn_on(self.parameters())
+        self._handles += self.sharing.hooks()
         for part in self.sharing.sharing_buffers if self.on_shared_buffers is not None else ():
-            self._buffer_handles.append(part.register_forward_pre_hook(Hook(self._after_sharing_buffers)))
+            self._handles.append(part.register_forward_pre_hook(Hook(self._after_sharing_buffers)))
 
     def begin_gathering(self) -> None:
         """A step begins whose micro-steps keep their gradients to this rank, but for the last."""
@@ -191,7 +192,7 @@ class Gradients:
         is_lost = self._witness is None or self._witness[0].grad is None
         if state.has_backward and not state.is_last and is_shown and is_lost:
             raise StepError(_LOST)
-        if not state.is_last and self._guard.has_seen_change():
+        if not state.is_last and not self.sharing.is_sharing and self._guard.has_seen_change():
             raise StepError(_CHANGED)
         if self._is_counted is None and self._witness != before and not state.is_exact:
             self._is_counted = False
@@ -251,7 +252,7 @@ class Gradients:
 
     def _count(self, loss: torch.Tensor, num_items: float | torch.Tensor) -> None:
         state = self._state
-        if not self.sharing.is_average:
+        if self._num_items is None and not self.sharing.is_average:
             raise StepError(_DIVIDED)
         if state.is_last and state.has_backward:
             raise StepError(_UNCOUNTED.format("it was called twice in the last micro-step"))

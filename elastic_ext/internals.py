@@ -5,6 +5,7 @@ Each function looks for what it needs first, and raises where this torch keeps i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -112,9 +113,9 @@ def num_exchanges(groups: tuple[dist.ProcessGroup, ...]) -> int:
         return 0
 
 
-def _parts(root: FSDPModule) -> list[FSDPModule]:
+def _parts(root: FSDPModule) -> Iterator[FSDPModule]:
     assert isinstance(root, nn.Module)
-    return [part for part in root.modules() if isinstance(part, FSDPModule)]
+    return (part for part in root.modules() if isinstance(part, FSDPModule))
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:

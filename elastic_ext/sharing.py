@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from . import internals
+from .hooks import Hook
 
 __all__ = ["Sharing", "sharing_of"]
 
@@ -94,6 +96,10 @@ class Sharing:
         for group in self.groups:
             dist.all_reduce(number, group=group)
 
+    def hooks(self) -> list[RemovableHandle]:
+        """What the model calls while steps are taken; to be removed by the caller."""
+        return []
+
     def wait(self) -> None:
         """Return once no collective of this rank is under way; all ranks call this."""
         for group in self.groups + self._spread_groups:
@@ -137,6 +143,27 @@ class _Replicated(Sharing):
         self.is_sharing = now
         for replica in self._replicas:
             replica.require_backward_grad_sync = now
+
+    def hooks(self) -> list[RemovableHandle]:
+        if len(self._replicas) == 1:
+            return []
+        before, after = Hook(self._before_call), Hook(self._after_call)
+        return [
+            handle
+            for replica in self._replicas
+            for handle in (
+                replica.register_forward_pre_hook(before),
+                replica.register_forward_hook(after, always_call=True),
+            )
+        ]
+
+    def _before_call(self, replica: DistributedDataParallel, arguments: object) -> None:
+        """Where nothing in it learns, as in half of a GAN, DDP would share what the next step's first pass gives."""
+        if self.is_sharing and not any(part.requires_grad for part in replica.parameters()):
+            replica.require_backward_grad_sync = False
+
+    def _after_call(self, replica: DistributedDataParallel, arguments: object, output: object) -> None:
+        replica.require_backward_grad_sync = self.is_sharing
 
     def have_shared_buffers(self) -> None:
         for replica in self._replicas:  # DDP does so in a step's first pass alone, and forgets it where that failed

@@ -32,36 +32,35 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
-from .accelerator import Accelerated, bare_optimizer, bare_scheduler
+from .accelerator import Accelerated
 from .agree import Every
-from .amp import ElasticScaler
 from .arguments import (
     check_checkpoints,
     check_choice,
     check_model,
-    check_not_prepared,
     check_ranks_are_joined,
     check_updates,
 )
 from .batches import Batches
 from .config import ElasticConfig
+from .contexts import NOT_PREPARED, Epoch, NotPrepared, OwnStep
 from .counts import Counts
 from .errors import ElasticError, StepError
 from .follow import follow_config
 from .gradients import Gradients
 from .interval import CheckpointInterval
-from .optimizer import ElasticLRScheduler, ElasticOptimizer, OptimizerSettings
+from .optimizer import OptimizerSettings
 from .rounds import Proposal
 from .scaling import BatchRule
 from .session import Session, raise_on_all
 from .snapshot import Snapshot
 from .step_state import StepState
 from .steps import Steps
+from .taking_part import TakingPart
 
 __all__ = ["ElasticTrainer"]
 
 _Default = TypeVar("_Default")
-_NOT_PREPARED = "prepare() was not called; call it with the optimizer, on every rank, before the loop"
 
 
 class ElasticTrainer:
@@ -130,7 +129,7 @@ class ElasticTrainer:
         self._appliers: list[tuple[Any, ...]] = []  # given before prepare()
         self._loaded_config: Mapping[str, Any] | None = None
         self._session: Session | None = None
-        self._micro_step: Steps | _NotPrepared = _NotPrepared()
+        self._micro_step: Steps | NotPrepared = NotPrepared()
 
     # ---- setting up ----
 
@@ -143,37 +142,25 @@ class ElasticTrainer:
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
         problem: Exception | None = None
-        optimizers: list[ElasticOptimizer] = []
-        schedulers: list[ElasticLRScheduler] = []
-        elastic_scaler: ElasticScaler | None = None
-        startup: dict[str, object] = {}
+        parts: TakingPart | None = None
         settings: OptimizerSettings | None = None
+        startup: dict[str, object] = {}
         try:
             check_updates(self._model)
-            given, schedules = _as_list(optimizer), _as_list(lr_scheduler)
-            if self._accelerated is None:
-                check_not_prepared(*given, *schedules)
-            optimizers = [ElasticOptimizer(bare_optimizer(each), state=self._state) for each in given]
-            if not optimizers:
-                raise ValueError("no optimizer was given; give at least one")
-            schedulers = [ElasticLRScheduler(bare_scheduler(each), optimizers, state=self._state) for each in schedules]
-            own_scaler = scaler if self._accelerated is None else self._accelerated.scaler_beside(scaler)
-            if own_scaler is not None:
-                elastic_scaler = ElasticScaler(own_scaler, optimizers, state=self._state)
-            if self._accelerated is not None:
-                self._accelerated.scale(zip(optimizers, given, strict=True), elastic_scaler, self._state)
+            parts = TakingPart.of(optimizer, lr_scheduler, scaler, state=self._state, accelerated=self._accelerated)
             sharing = self._gradients.sharing
             check_ranks_are_joined(
                 num_replicas=sharing.num_ranks, num_parts=sharing.num_parts, accelerated=self._accelerated
             )
-            settings = OptimizerSettings(optimizers)
+            settings = OptimizerSettings(parts.optimizers)
             startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()
         except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
             problem = error
         follower = follow_config(startup=startup, start_step=self._counts.global_step, **self._follow_arguments)
         raise_on_all(follower, problem, "preparing a trainer")
+        assert parts is not None
         assert settings is not None
-        self._gradients.optimizers = list(optimizers)
+        self._gradients.optimizers = list(parts.optimizers)
         session = Session(
             follower,
             self._counts,
@@ -189,9 +176,9 @@ class ElasticTrainer:
             self._state,
             self._gradients,
             self._batches,
-            optimizers,
+            parts.optimizers,
             snapshot=Snapshot(self._model, self._registered) if self._rolls_back_fully else None,
-            scaler=elastic_scaler,
+            scaler=parts.scaler,
             shares_always=self._shares_always,
             counts=self._counts,
             pass_boundary=session.pass_boundary,
@@ -203,12 +190,7 @@ class ElasticTrainer:
         self._session = session
         weakref.finalize(self, session.abandon).atexit = False  # a notebook's cell, run again
         self._micro_step = steps  # one object for all micro-steps: making one costs more than entering it
-        prepared: list[Any] = [optimizers if isinstance(optimizer, (list, tuple)) else optimizers[0]]
-        if lr_scheduler is not None:
-            prepared.append(schedulers if isinstance(lr_scheduler, (list, tuple)) else schedulers[0])
-        if scaler is not None:
-            prepared.append(elastic_scaler)
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+        return parts.values
 
     def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place."""
@@ -221,13 +203,13 @@ class ElasticTrainer:
 
     # ---- the loop ----
 
-    def epoch(self, epoch: int | None = None) -> _Epoch:
+    def epoch(self, epoch: int | None = None) -> Epoch:
         """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
-        return _Epoch(self._prepared, self._counts.epoch if epoch is None else epoch)
+        return Epoch(self._prepared, self._counts.epoch if epoch is None else epoch)
 
     def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
         """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
-        return self._micro_step if fix_total_batch_size else _OwnStep(self._micro_step)
+        return self._micro_step if fix_total_batch_size else OwnStep(self._micro_step)
 
     def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **options: Any) -> None:
         """``loss.backward(**options)``, weighed exactly whatever the loss was computed from.
@@ -326,6 +308,16 @@ class ElasticTrainer:
         return self._batches.global_batch
 
     @property
+    def data_parallel_size(self) -> int:
+        """W: how many replicas of the model share gradients."""
+        return self._gradients.sharing.num_ranks
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of them this rank belongs to; ranks of one replica take the same samples."""
+        return self._gradients.sharing.rank
+
+    @property
     def start_epoch(self) -> int:
         """The epoch to begin with: 0, or where a loaded state was."""
         return self._counts.start_epoch
@@ -385,63 +377,8 @@ class ElasticTrainer:
     @property
     def _prepared(self) -> Session:
         if self._session is None:
-            raise ElasticError(_NOT_PREPARED)
+            raise ElasticError(NOT_PREPARED)
         return self._session
-
-
-class _OwnStep:
-    """``with trainer.step(fix_total_batch_size=False):``."""
-
-    def __init__(self, steps: Steps | _NotPrepared) -> None:
-        self._steps = steps
-
-    def __enter__(self) -> None:
-        self._steps.keep_batch = False
-        try:
-            self._steps.__enter__()
-        finally:
-            self._steps.keep_batch = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._steps.__exit__(kind, error, trace)
-
-
-class _NotPrepared:
-    """``with trainer.step():`` before ``prepare()``."""
-
-    keep_batch = True
-
-    def __enter__(self) -> None:
-        raise ElasticError(_NOT_PREPARED)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class _Epoch:
-    """``with trainer.epoch():``."""
-
-    def __init__(self, session: Session, epoch: int) -> None:
-        self._session = session
-        self._epoch = epoch
-
-    def __enter__(self) -> int:
-        self._session.begin_epoch(self._epoch)
-        return self._epoch
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.end_epoch(error)
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _copy_into(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:

@@ -5,7 +5,8 @@
     elastic-ext config set --file /tmp/nano_gpt.json dataloader.batch_size=4
 
 It runs with one process (``python examples/nano_gpt.py``) or many, with gloo or NCCL, and needs no data: the text is
-made here.
+made here. ``--by`` says how the model is wrapped: plain, ddp, fully-shard, accelerate; or dlrover, whose loop this is
+then.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -144,20 +147,43 @@ class Windows:
                     break
 
 
-def train(options: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
+def wrapped(gpt: Gpt, by: str, learning_rate: float) -> tuple[nn.Module, Any, Any]:
+    """The model as ``--by`` says, an optimizer of its parameters, and the accelerator where there is one."""
+    model: nn.Module = gpt
+    accelerator: Any = None
+    if by in ("ddp", "dlrover") and dist.is_initialized():
+        model = DistributedDataParallel(gpt)
+    if by == "fully-shard":
+        for block in gpt.blocks:
+            fully_shard(block)
+        fully_shard(gpt)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    if by == "accelerate":
+        from accelerate import Accelerator  # for those who ask: it takes a second to import
+
+        accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        model, optimizer = accelerator.prepare(gpt, optimizer)
+    return model, optimizer, accelerator
+
+
+def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     """Train as many steps as the knob ``steps`` says, or until a rank asks to stop."""
     torch.manual_seed(0)
     windows = Windows(make_text(20_000), options.context, options.batch_size)
     gpt = Gpt(GptShape(num_characters=len(windows.alphabet), context=options.context)).to(device)
-    model: nn.Module = DistributedDataParallel(gpt) if world_size > 1 else gpt
+    model, optimizer, accelerator = wrapped(gpt, options.by, options.learning_rate)
     trainer = ElasticTrainer(
         model,
         windows,
         global_batch_size=options.global_batch_size,
+        use_fsdp=options.by == "fully-shard",
+        accelerator=accelerator,
         config_file=options.config_file,
         agree_every_steps=options.agree_every_steps,
     )
-    optimizer = trainer.prepare(torch.optim.AdamW(model.parameters(), lr=options.learning_rate))
+    optimizer = trainer.prepare(optimizer)
+    if options.by == "dlrover":
+        trainer.reset()  # at the beginning of an epoch, and there is one
     num_windows = 0  # this rank's, of the step under way
     began = time.monotonic()
     with trainer:
@@ -166,7 +192,10 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world_si
             with trainer.step():
                 logits = model(inputs.to(device))
                 loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-                loss.backward()  # type: ignore[no-untyped-call]
+                if accelerator is not None:
+                    accelerator.backward(loss)
+                else:
+                    loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
             num_windows += len(inputs)
@@ -191,6 +220,8 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", type=Path, help="default: config.json in the job's run directory")
+    ways = ("plain", "ddp", "fully-shard", "accelerate", "dlrover")
+    parser.add_argument("--by", choices=ways, default="ddp", help="how the model is wrapped; ddp with many processes")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--global-batch-size", type=int, default=32, help="windows per step, over all ranks")
     parser.add_argument("--batch-size", type=int, default=16, help="windows at once on one rank")
@@ -213,7 +244,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    train(options, device, rank, world_size)
+    train(options, device, rank)
     if world_size > 1:
         dist.destroy_process_group()
 

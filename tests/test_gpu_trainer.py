@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from tests.training import bits_of, make_data, make_model, trainer_of
@@ -165,3 +169,63 @@ def test_a_capturable_optimizer_takes_up_a_rate_while_it_trains(
         plain.zero_grad()
     expected = [plain.state[part] for part in plain_model.parameters()]
     assert bits_of(model, states) == bits_of(plain_model, expected)
+
+
+# --- sharded, with NCCL ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Iterator[None]:
+    """A default process group of NCCL's, of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device(DEVICE, 0))
+    yield
+    dist.destroy_process_group()
+
+
+def sharded_model(wrap: str) -> nn.Module:
+    model: Any = model_on_gpu()
+    if wrap == "DDP":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh(DEVICE, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    wrapped: nn.Module = model
+    return wrapped
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
+def test_wrapped_models_are_trained_as_by_hand(nccl: None, tmp_path: Path, wrap: str, fails: bool) -> None:
+    """Where a pass cannot be taken back, as with fully_shard before torch 2.13, nothing fails in it."""
+    by_hand_model, by_trainer_model = sharded_model(wrap), sharded_model(wrap)
+    plain = AdamW(by_hand_model.parameters(), lr=1e-2)
+    for step in range(NUM_STEPS):
+        for index, (inputs, targets) in enumerate(batch_of(step, 4)):
+            if isinstance(by_hand_model, FSDPModule):
+                by_hand_model.set_requires_gradient_sync(index == 3)
+            loss = nn.functional.cross_entropy(by_hand_model(inputs).float(), targets)
+            (loss / 4).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+        plain.zero_grad()
+    arguments = {"micro_batch_size": BATCH // 4, "global_batch_size": BATCH}
+    with trainer_of(tmp_path, by_trainer_model, **arguments) as trainer:
+        optimizer = trainer.prepare(AdamW(by_trainer_model.parameters(), lr=1e-2))
+        for step in range(NUM_STEPS):
+            if fails and step == 2:
+                inputs, targets = next(batch_of(step, 4))
+                with trainer.step():
+                    nn.functional.cross_entropy(by_trainer_model(inputs).float(), targets).backward()  # type: ignore[no-untyped-call]
+                with trainer.step():
+                    trainer.rollback()
+            for inputs, targets in batch_of(step, 4):
+                with trainer.step():
+                    loss = nn.functional.cross_entropy(by_trainer_model(inputs).float(), targets)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert trainer.global_step == NUM_STEPS
+    for ours, theirs in zip(by_trainer_model.parameters(), by_hand_model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -76,7 +76,9 @@ LAYERS: Mapping[str, int] = {
     "snapshot": 2,
     # 3: what joins them
     "session": 3,
+    "contexts": 3,
     "steps": 3,
+    "taking_part": 3,
     "trainer": 3,
     # 4: the entry points
     "cli": 4,

@@ -216,10 +216,12 @@ class Failing(nn.Module):
 class Run:
     """A training of some steps, whose every boundary leaves a record of what this rank holds."""
 
-    def __init__(self, rank: int, folder: Path, way: str, faults: Faults, num_micro_steps: int) -> None:
+    def __init__(
+        self, rank: int, folder: Path, way: str, faults: Faults, num_micro_steps: int, *, is_random: bool = False
+    ) -> None:
         chosen = WAYS[way]
         plain = make_model(torch.float32)
-        plain[1] = nn.Sequential(plain[1], Failing())
+        plain[1] = nn.Sequential(plain[1], Failing(), nn.Dropout(0.5), nn.BatchNorm1d(16)) if is_random else Failing()
         self.model = chosen.wrap(plain)
         failing = next(part for part in self.model.modules() if isinstance(part, Failing))
         failing.at = self.at
@@ -227,14 +229,18 @@ class Run:
         self.rank, self.faults, self.index = rank, faults, 0
         self.source = Slices(make_data(64 * degree, torch.float32), MICRO_BATCH, is_endless=True)
         batch = MICRO_BATCH * degree * num_micro_steps
-        self.trainer = trainer_of(folder, self.model, self.source, rank=rank, global_batch_size=batch)
+        rollback = "full" if is_random else "gradients"
+        self.trainer = trainer_of(
+            folder, self.model, self.source, rank=rank, global_batch_size=batch, rollback=rollback
+        )
         self.optimizer = self.trainer.prepare(AdamW(self.model.parameters(), lr=1e-2))
         self.records = [self.record()]
         self.num_caught = 0
 
     def record(self) -> list[Any]:
         counts = {name: value for name, value in self.trainer.state_dict().items() if name != "config"}
-        return bits_of(list(self.model.parameters()), self.optimizer.state_dict(), counts, self.source.committed)
+        state = [*self.model.parameters(), *self.model.buffers()]
+        return bits_of(state, self.optimizer.state_dict(), counts, self.source.committed)
 
     def at(self, phase: str) -> None:
         if self.trainer._state.is_inside:
@@ -270,13 +276,16 @@ class Run:
         return self.records
 
 
-def failing_rank(rank: int, folder: Path, way: str, faults: Sequence[Faults], num_micro_steps: int) -> None:
+def failing_rank(
+    rank: int, folder: Path, way: str, faults: Sequence[Faults], num_micro_steps: int, is_random: bool = False
+) -> None:
     """However steps failed, the others are as if none had."""
     expected: list[Any] = []
     for number, planted in enumerate([Faults(), *faults]):
         place = folder / str(number)
         place.mkdir(exist_ok=True)
-        run = Run(rank, place, way, planted, num_micro_steps)
+        torch.manual_seed(rank)
+        run = Run(rank, place, way, planted, num_micro_steps, is_random=is_random)
         with run.trainer:
             records = run.train()
         assert run.num_caught == (0 if number == 0 or planted.is_empty_for(rank) else 1), number
@@ -300,6 +309,14 @@ def test_a_step_that_fails_on_all_ranks_is_taken_again(
     indices = {0, num_micro_steps // 2, num_micro_steps - 1}
     faults = [everywhere(num_ranks, f"{phase} {index}") for phase in PHASES for index in sorted(indices)]
     ranks.run(num_ranks, failing_rank, tmp_path, way, faults, num_micro_steps)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard", "tensor"])
+def test_a_step_is_taken_again_with_the_same_random_numbers_and_buffers(
+    ranks: RankPool, tmp_path: Path, way: str
+) -> None:
+    faults = [everywhere(2, f"{phase} {index}") for phase in PHASES for index in (0, 1)]
+    ranks.run(2, failing_rank, tmp_path, way, faults, 2, True)
 
 
 @pytest.mark.parametrize("way", WAYS)

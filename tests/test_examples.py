@@ -1,0 +1,32 @@
+"""nano_gpt.py, started as users start it: the same training, however its model is wrapped."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "nano_gpt.py"
+
+
+def losses_of(folder: Path, by: str, num_processes: int) -> list[float]:
+    """What it prints of some steps."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    options = ["--by", by, "--steps", "6", "--log-every", "2", "--config-file", str(folder / "config.json")]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *options], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained 6 steps" in done.stdout
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", done.stdout, re.MULTILINE)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["plain", "fully-shard", "accelerate", "dlrover"])
+def test_the_example_trains_alike_however_its_model_is_wrapped(tmp_path: Path, by: str) -> None:
+    expected = losses_of(tmp_path, "ddp", 2)
+    assert len(expected) == 3
+    assert losses_of(tmp_path, by, 1 if by == "plain" else 2) == pytest.approx(expected, abs=0.02)
