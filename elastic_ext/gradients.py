@@ -181,19 +181,20 @@ class Gradients:
 
     def check(self) -> None:
         """Raise where this micro-step's gradients cannot be those of the step."""
-        state = self._state
-        if state.is_last and not state.has_backward and not self._is_alone and state.num_begun == 0:
-            raise StepError(_UNSHARED)
-        if state.is_last and self._num_items is not None and not self._is_divided:
-            raise StepError(_UNCOUNTED.format("the last micro-step has none"))
-        before = self._witness
+        state, before = self._state, self._witness
+        if state.is_last:
+            if not state.has_backward and not self._is_alone and state.num_begun == 0:
+                raise StepError(_UNSHARED)
+            if self._num_items is not None and not self._is_divided:
+                raise StepError(_UNCOUNTED.format("the last micro-step has none"))
         self._note_witness()
-        is_shown = self.sharing.shows_gathered or self.sharing.is_sharing
-        is_lost = self._witness is None or self._witness[0].grad is None
-        if state.has_backward and not state.is_last and is_shown and is_lost:
-            raise StepError(_LOST)
-        if not state.is_last and not self.sharing.is_sharing and self._guard.has_seen_change():
-            raise StepError(_CHANGED)
+        if not state.is_last:
+            sharing = self.sharing
+            is_shown = state.has_backward and (sharing.shows_gathered or sharing.is_sharing)
+            if is_shown and (self._witness is None or self._witness[0].grad is None):
+                raise StepError(_LOST)
+            if self._guard.is_looking and not sharing.is_sharing and self._guard.has_seen_change():
+                raise StepError(_CHANGED)
         if self._is_counted is None and self._witness != before and not state.is_exact:
             self._is_counted = False
         if state.is_exact or not self._is_needed or (state.weight == 1.0 and self._is_alone):
@@ -236,9 +237,10 @@ class Gradients:
                 yield from group["params"]
 
     def _gathered(self) -> list[torch.Tensor]:
+        """What of the gradients lies on this rank."""
         parts = [*self._trained(), *self._others]
         found = [part.grad for part in (parts if len(self.optimizers) == 1 else dict.fromkeys(parts))]
-        return [_local(gradient) for gradient in found if gradient is not None]
+        return [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
 
     def _seed(self, weight: float, loss: torch.Tensor) -> torch.Tensor:
         """What a backward pass starts with; kept, since making it costs as much as the rest of the call."""
@@ -321,8 +323,3 @@ def _has_hooks(part: Any) -> bool:
     """Whether somebody sees, and may change, gradients on their way."""
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(part, name, None) for name in names)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, which scales like the whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

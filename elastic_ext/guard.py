@@ -19,27 +19,28 @@ class Guard:
     """Looks on in the first steps, and in one of many after them: in every step it would cost too much."""
 
     def __init__(self) -> None:
+        self.is_looking = False
         self._num_steps = 0
         self._handles: list[RemovableHandle] = []
         self._seen: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}  # gradients' versions, and some of their values
 
     def begin_step(self, parameters: Iterable[torch.Tensor]) -> None:
         """A step of several micro-steps begins."""
-        self._seen.clear()
         is_due = self._num_steps < _FIRST or self._num_steps % _EVERY == 0
         self._num_steps += 1
-        if is_due and not self._handles:
+        if is_due or self.is_looking:
+            self.rest()
+        if is_due:
+            self.is_looking = True
             for part in parameters:
                 if part.requires_grad and part.is_leaf:
                     self._handles.append(part.register_post_accumulate_grad_hook(self._note))  # type: ignore[no-untyped-call]
-        elif not is_due:
-            self.rest()
 
     def has_seen_change(self) -> bool:
-        """Whether a gradient is another than the last backward pass has left it."""
+        """Whether a gradient is another than the last backward pass has left it, or gone."""
         seen = ((part.grad, version, values) for part, (version, values) in self._seen.items())
         return any(
-            gradient is not None and (gradient._version != version or not _are_alike(_some(gradient), values))
+            gradient is None or (gradient._version != version or not _are_alike(_some(gradient), values))
             for gradient, version, values in seen
         )
 
@@ -49,6 +50,7 @@ class Guard:
             handle.remove()
         self._handles.clear()
         self._seen.clear()
+        self.is_looking = False
 
     def _note(self, part: torch.Tensor) -> None:
         if part.grad is not None and not part.grad.is_sparse:

@@ -103,6 +103,7 @@ USES_TORCH = frozenset(
         "session",
         "sharing",
         "snapshot",
+        "taking_part",
         "trainer",
         "weighing",
     }
