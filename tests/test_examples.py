@@ -27,6 +27,10 @@ def losses_of(folder: Path, by: str, num_processes: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["plain", "fully-shard", "accelerate", "dlrover"])
 def test_the_example_trains_alike_however_its_model_is_wrapped(tmp_path: Path, by: str) -> None:
+    """What is printed is the loss of the first rank's last micro-batch, which alone is not the same as one process's."""
     expected = losses_of(tmp_path, "ddp", 2)
     assert len(expected) == 3
-    assert losses_of(tmp_path, by, 1 if by == "plain" else 2) == pytest.approx(expected, abs=0.02)
+    if by == "plain":
+        assert losses_of(tmp_path, by, 1) == pytest.approx(expected, abs=0.1)
+    else:
+        assert losses_of(tmp_path, by, 2) == pytest.approx(expected, abs=0.002)
