@@ -27,7 +27,7 @@ def losses_of(folder: Path, by: str, num_processes: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["plain", "fully-shard", "accelerate", "dlrover"])
 def test_the_example_trains_alike_however_its_model_is_wrapped(tmp_path: Path, by: str) -> None:
-    """What is printed is the loss of the first rank's last micro-batch, which alone is not the same as one process's."""
+    """What is printed is the loss of the first rank's last micro-batch, which is another than one process's."""
     expected = losses_of(tmp_path, "ddp", 2)
     assert len(expected) == 3
     if by == "plain":
