@@ -228,9 +228,9 @@ class _Surroundings:
     def restore(self) -> str:
         """Why the worker cannot be used again; the empty string when it can."""
         try:
+            gc.collect()  # data loaders end their workers when they are collected; DDP may hang without its group
             if dist.is_initialized():
                 dist.destroy_process_group()
-            gc.collect()  # data loaders end their workers when they are collected
             os.environ.clear()
             os.environ.update(self.environ)
             os.chdir(self.folder)
