@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from .accelerator import Accelerated, is_prepared
 from .interval import CheckpointInterval
@@ -20,6 +21,8 @@ __all__ = [
     "check_model",
     "check_not_prepared",
     "check_ranks_are_joined",
+    "check_samples",
+    "check_scaler",
     "check_updates",
 ]
 
@@ -67,6 +70,28 @@ def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
         raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
     if accelerator is None:
         check_not_prepared(model)
+
+
+def check_samples(loader: object, *, num_replicas: int, rank: int, num_parts: int) -> None:
+    """Raise where a sampler would give the ranks of one replica different samples."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+    given = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+    if num_parts > 1 and None not in given and given != (num_replicas, rank):
+        raise ValueError(
+            f"the dataloader's sampler has num_replicas={given[0]} and rank={given[1]}, and the model is spread over "
+            f"{num_parts} ranks, which take the same samples; give the sampler num_replicas={num_replicas} and "
+            f"rank={rank} (trainer.data_parallel_size and trainer.data_parallel_rank)"
+        )
+
+
+def check_scaler(scaler: object, model: nn.Module) -> None:
+    """Raise where a scaler would see the infinities of one rank alone."""
+    is_flat = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
+    if is_flat and scaler is not None and not isinstance(scaler, ShardedGradScaler):
+        raise ValueError(
+            f"scaler is a {type(scaler).__name__}; allowed with FSDP1: a ShardedGradScaler "
+            "(torch.distributed.fsdp.sharded_grad_scaler), which hears of infinities on other ranks"
+        )
 
 
 def check_not_prepared(*things: object) -> None:

@@ -49,7 +49,7 @@ class Batches:
         self.source = loader if isinstance(loader, MicroBatchSource) else None
         self.is_resuming = False
         """A state is being loaded, whose global batch counts where the script gave none."""
-        self._loader = loader
+        self.loader = loader
         self._fixed = None if self.source is not None or loader is None else FixedBatches.of(loader)
         if micro_batch_size is not None and (self.source is not None or self._fixed is not None):
             raise ValueError(
@@ -145,7 +145,7 @@ class Batches:
     def begin_epoch(self) -> None:
         """A loader with sizes of its own begins anew, perhaps with more or fewer batches than before."""
         self._num_taken = 0
-        fixed = FixedBatches.of(self._loader) if self.source is None and self._loader is not None else None
+        fixed = FixedBatches.of(self.loader) if self.source is None and self.loader is not None else None
         if fixed is not None and self._fixed is not None:
             if fixed.micro_batch != self._fixed.micro_batch:
                 raise ValueError(

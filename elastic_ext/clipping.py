@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-__all__ = ["as_parameters", "clip_norm"]
+__all__ = ["as_parameters", "clip_norm", "raise_if_not_finite"]
 
 
 def as_parameters(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -39,11 +39,16 @@ def clip_norm(
         norm = get_total_norm([part.grad for part in parts if part.grad is not None], norm_type, foreach=foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; leave "
-            "error_if_nonfinite out to scale them by it all the same"
-        )
+    if error_if_nonfinite:
+        raise_if_not_finite(total, norm_type)
     for parts in by_mesh.values():
         clip_grads_with_norm_(parts, most, total, foreach)
     return total
+
+
+def raise_if_not_finite(norm: torch.Tensor, norm_type: float) -> None:
+    if not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; leave "
+            "error_if_nonfinite out to scale them by it all the same"
+        )

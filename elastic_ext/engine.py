@@ -7,12 +7,13 @@ for one that adds to gradients, as nearly all do.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Engine", "is_running"]
+__all__ = ["Engine", "after_pass", "is_running"]
 
 _logger = logging.getLogger(__name__)
 
@@ -47,6 +48,17 @@ class Engine:
                 self._leaf = node
                 return True
         return False
+
+
+def after_pass(act: Callable[[], None]) -> None:
+    """Within a hook: have ``act`` called when this pass has ended, DDP's and FSDP's own work at its end included.
+
+    Where this torch takes no such wish, nothing happens.
+    """
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    queue = getattr(engine, "queue_callback", None)
+    if queue is not None:
+        queue(lambda: queue(act))  # at the end of those that wait, which is where others may queue as well
 
 
 def _will_execute(node: Any) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .clipping import as_parameters, clip_norm
+from .engine import after_pass
 from .errors import StepError
 from .guard import Guard
 from .hooks import Hook
@@ -36,6 +37,10 @@ _CHANGED = (
 _UNCOUNTED = (
     "backward passes with num_items and without were mixed in one step: {}; call trainer.backward(loss_sum, "
     "num_items=...) in every micro-step, with 0 where there is nothing to count, and once in the last"
+)
+_OVERRIDDEN = (
+    "no_sync() or set_requires_gradient_sync() was used within a step, and otherwise than the trainer does: it shares "
+    "gradients in a step's last micro-step by itself; take that out of the loop"
 )
 _DIVIDED = (
     "num_items needs gradients that are averaged over the ranks, and this model's are divided by a factor of its own "
@@ -83,6 +88,7 @@ class Gradients:
         self._is_counted: bool | None = None  # whether this step's backward passes come with num_items
         self._has_counted = False  # in this training
         self._is_divided = False
+        self._hidden = 0  # what has come to gradients that no parameter shows, as a number that grows
         self._witness: tuple[torch.Tensor, int] | None = None  # has a gradient since an earlier micro-step; its version
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -116,19 +122,19 @@ class Gradients:
             return
         trained = set(self._trained())
         self._others = [part for part in self._model.parameters() if part not in trained]
-        self._weighing.turn_on(self.parameters())
         self._handles += self.sharing.hooks()
+        self._weighing.turn_on(self.parameters())
         for part in self.sharing.sharing_buffers if self.on_shared_buffers is not None else ():
             self._handles.append(part.register_forward_pre_hook(Hook(self._after_sharing_buffers)))
 
     def begin_gathering(self) -> None:
-        """A step begins whose micro-steps keep their gradients to this rank, but for the last."""
-        if self.sharing.shows_gathered:
-            self._guard.begin_step(self._trained())
+        """A step of several micro-steps begins."""
+        self._guard.begin_step()
+        self._weighing.counts = not self._is_alone or self._has_counted or self._guard.is_looking
 
     def release(self) -> None:
         """Leave the model as it was found."""
-        self._guard.rest()
+        self.awaited.clear()
         self.watch(needed=False)
         self.sharing.share(now=True)
 
@@ -159,13 +165,12 @@ class Gradients:
     ) -> torch.Tensor:
         """Scale gradients down to a norm of at most ``most`` over all ranks; gives the norm that they had."""
         parts = as_parameters(parameters)
-        norm = self.sharing.clip(parts, most, norm_type)
+        norm = self.sharing.clip(parts, most, norm_type, error_if_nonfinite=error_if_nonfinite)
         return clip_norm(parts, most, norm_type, error_if_nonfinite, foreach) if norm is None else norm
 
     @property
     def can_wait_for_weights(self) -> bool:
         """Whether sums of gradients stay on this rank, in range and unseen until they are weighed."""
-        self._guard.rest()
         if any(map(_has_hooks, self._model.modules())) or any(map(_has_hooks, self._model.parameters())):
             return False
         is_kept = self.sharing.shows_gathered and not self.sharing.shares_first
@@ -193,8 +198,9 @@ class Gradients:
             is_shown = state.has_backward and (sharing.shows_gathered or sharing.is_sharing)
             if is_shown and (self._witness is None or self._witness[0].grad is None):
                 raise StepError(_LOST)
-            if self._guard.is_looking and not sharing.is_sharing and self._guard.has_seen_change():
+            if self._guard.is_looking and self._guard.has_seen_change():
                 raise StepError(_CHANGED)
+            self._check_hidden()
         if self._is_counted is None and self._witness != before and not state.is_exact:
             self._is_counted = False
         if state.is_exact or not self._is_needed or (state.weight == 1.0 and self._is_alone):
@@ -203,12 +209,19 @@ class Gradients:
         if not state.has_backward and self._witness != before:
             raise StepError(_UNWEIGHTED)
 
+    def _check_hidden(self) -> None:
+        """Raise where something has come to gradients that do not lie in ``grad``, and not through the model."""
+        before, self._hidden = self._hidden, self.sharing.num_hidden
+        if not self._state.has_backward and not self._state.is_exact and self._hidden != before:
+            raise StepError(_UNWEIGHTED)
+
     def answer(self) -> None:
         """Make the backward pass that other ranks wait for, with zeros, where this rank has left it out.
 
         Torch's DDP counts on it: without it a later pass would be taken for it.
         """
         outputs, self.awaited = self.awaited, []
+        cleared = [part for part in self.parameters() if part.grad is None] if self._state.num_stepped else []
         if outputs:
             self._weighing.is_exact = True
             try:
@@ -217,11 +230,15 @@ class Gradients:
                 self._weighing.is_exact = False
             if self._has_counted and self._state.is_last and not self._is_divided:  # they add their items up as well
                 self.sharing.add_up(torch.zeros((), dtype=torch.float64, device=outputs[0].device))
+        for part in cleared:  # after the step has committed
+            part.grad = None
 
     def drop(self) -> None:
         """Forget what this step has gathered, and a pass that failed."""
         self._forget_counts()
         self.sharing.forget()
+        if self.sharing.forgets_passes:
+            self.awaited.clear()
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -263,6 +280,7 @@ class Gradients:
 
     def _forget_counts(self) -> None:
         self._num_items = self._is_counted = self._witness = None
+        self._hidden = 0
         self._is_divided = False
 
     def _note_pass(self, *, is_counted: bool, is_first: bool) -> None:
@@ -303,13 +321,19 @@ class Gradients:
     def _note_output(self, output: torch.Tensor) -> None:
         """The model was called, and shares gradients when a backward pass comes to this."""
         sharing = self.sharing
+        if sharing.is_overridden:
+            raise StepError(_OVERRIDDEN)
         if sharing.exchanges_always or (sharing.is_sharing and not self._is_alone):
             self.awaited.append(output)
 
     def _note_backward(self) -> None:
         """A backward pass has come to the model."""
+        if self.sharing.is_overridden:
+            raise StepError(_OVERRIDDEN)
         is_first, self._state.has_backward = not self._state.has_backward, True
         self.awaited.clear()
+        if self._guard.is_looking and not self._state.is_last:
+            after_pass(lambda: self._guard.note(self._trained()))
         if not self._weighing.is_exact:
             self._note_pass(is_counted=False, is_first=is_first)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Guard"]
 
@@ -20,47 +19,39 @@ class Guard:
 
     def __init__(self) -> None:
         self.is_looking = False
+        """In the step under way."""
         self._num_steps = 0
-        self._handles: list[RemovableHandle] = []
         self._seen: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}  # gradients' versions, and some of their values
 
-    def begin_step(self, parameters: Iterable[torch.Tensor]) -> None:
+    def begin_step(self) -> None:
         """A step of several micro-steps begins."""
-        is_due = self._num_steps < _FIRST or self._num_steps % _EVERY == 0
+        self._seen.clear()
+        self.is_looking = self._num_steps < _FIRST or self._num_steps % _EVERY == 0
         self._num_steps += 1
-        if is_due or self.is_looking:
-            self.rest()
-        if is_due:
-            self.is_looking = True
-            for part in parameters:
-                if part.requires_grad and part.is_leaf:
-                    self._handles.append(part.register_post_accumulate_grad_hook(self._note))  # type: ignore[no-untyped-call]
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A backward pass has ended: so gradients are to stay."""
+        for part in parameters:
+            gradient = part.grad
+            if gradient is not None and not gradient.is_sparse:
+                self._seen[part] = _local(gradient)._version, _some(gradient).clone()
 
     def has_seen_change(self) -> bool:
         """Whether a gradient is another than the last backward pass has left it, or gone."""
         seen = ((part.grad, version, values) for part, (version, values) in self._seen.items())
         return any(
-            gradient is None or (gradient._version != version or not _are_alike(_some(gradient), values))
+            gradient is None or _local(gradient)._version != version or not _are_alike(_some(gradient), values)
             for gradient, version, values in seen
         )
 
-    def rest(self) -> None:
-        """Look on no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._seen.clear()
-        self.is_looking = False
 
-    def _note(self, part: torch.Tensor) -> None:
-        if part.grad is not None and not part.grad.is_sparse:
-            self._seen[part] = part.grad._version, _some(part.grad).clone()
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _some(gradient: torch.Tensor) -> torch.Tensor:
     """Enough to see a change that leaves the version as it is, as a GradScaler's do."""
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local.detach().reshape(-1)[:_SOME]
+    return _local(gradient).detach().reshape(-1)[:_SOME]
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,9 +23,12 @@ __all__ = [
     "flat_groups",
     "forget_pass",
     "forget_step",
+    "is_flat_sharing",
     "is_idle",
+    "is_sharing",
     "is_unfinished",
     "num_exchanges",
+    "num_hidden",
 ]
 
 
@@ -65,6 +68,32 @@ def divides_by(module: FSDPModule) -> float | None:
             if factor is not None:
                 return factor
     return None
+
+
+def is_sharing(root: FSDPModule) -> bool:
+    """Whether the next backward pass shares gradients, as ``set_requires_gradient_sync`` says."""
+    for part in _parts(root):
+        for group in _parameter_groups(part):
+            return bool(_found(group, "reduce_grads"))
+    return True
+
+
+def is_flat_sharing(module: FullyShardedDataParallel) -> bool:
+    """The same of FSDP1, whose ``no_sync`` says so."""
+    return bool(_found(module, "_sync_gradients"))
+
+
+def num_hidden(root: FSDPModule) -> int:
+    """Grows with every gradient that is gathered without being shared."""
+    number = 0
+    for part in _parts(root):
+        for group in _parameter_groups(part):
+            for parameter in _found(group, "fsdp_params"):
+                gathered = [parameter.unsharded_accumulated_grad]
+                if hasattr(parameter, "_unsharded_param"):
+                    gathered.append(parameter._unsharded_param.grad)
+                number += sum(1 + each._version for each in gathered if each is not None)
+    return number
 
 
 def can_take_back_passes() -> bool:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from . import internals
+from .clipping import raise_if_not_finite
 from .hooks import Hook
 
 __all__ = ["Sharing", "sharing_of"]
@@ -38,6 +39,8 @@ class Sharing:
     """The first passes have to share."""
     writes_gradients = False
     """Passes change ``grad`` other than by adding to it."""
+    forgets_passes = False
+    """``forget`` leaves nothing of a forward pass whose backward pass was not made."""
     shows_gathered = True
     """What passes gather without sharing it lies in the parameters' ``grad``."""
 
@@ -83,6 +86,16 @@ class Sharing:
         return place
 
     @property
+    def is_overridden(self) -> bool:
+        """Whether somebody else has said what the next pass shares, and said otherwise."""
+        return False
+
+    @property
+    def num_hidden(self) -> int:
+        """Grows with what passes gather outside of ``grad``; 0 where they do not, or where there is nothing."""
+        return 0
+
+    @property
     def num_exchanges(self) -> int:
         """Grows with every collective that this rank begins; the same on all ranks that have come equally far."""
         return internals.num_exchanges(self.groups + self._spread_groups)
@@ -115,7 +128,9 @@ class Sharing:
     def have_shared_buffers(self) -> None:
         """A step that is taken again does not share buffers again."""
 
-    def clip(self, parameters: Sequence[torch.Tensor], most: float, norm_type: float) -> torch.Tensor | None:
+    def clip(
+        self, parameters: Sequence[torch.Tensor], most: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> torch.Tensor | None:
         """Clip the parameters' gradients where that takes a way of its own; None where it does not."""
         return None
 
@@ -134,6 +149,10 @@ class _Replicated(Sharing):
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self._replicas[0].process_group,)
+
+    @property
+    def is_overridden(self) -> bool:
+        return any(replica.require_backward_grad_sync is not self.is_sharing for replica in self._replicas)
 
     @property
     def num_exchanges(self) -> int:
@@ -201,6 +220,18 @@ class _Sharded(Sharing):
         return internals.data_parallel_groups(self._roots[0])
 
     @property
+    def is_overridden(self) -> bool:
+        return any(internals.is_sharing(root) is not self.is_sharing for root in self._roots)
+
+    @property
+    def num_hidden(self) -> int:
+        return sum(map(internals.num_hidden, self._roots))
+
+    @property
+    def forgets_passes(self) -> bool:  # type: ignore[override]
+        return internals.can_take_back_passes()
+
+    @property
     def is_average(self) -> bool:  # type: ignore[override]
         return all(internals.divides_by(root) is None for root in self._roots)
 
@@ -235,6 +266,10 @@ class _FlatSharded(Sharing):
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         return internals.flat_groups(self._roots[0])
 
+    @property
+    def is_overridden(self) -> bool:
+        return any(internals.is_flat_sharing(root) is not self.is_sharing for root in self._roots)
+
     def share(self, *, now: bool) -> None:
         self.is_sharing = now
         self._unshared.close()
@@ -246,10 +281,14 @@ class _FlatSharded(Sharing):
         is_idle = all(internals.is_idle(root) for root in self._roots)
         return None if is_idle else "FSDP1 cannot take back a pass that failed; fully_shard can"
 
-    def clip(self, parameters: Sequence[torch.Tensor], most: float, norm_type: float) -> torch.Tensor | None:
-        own = {id(part) for root in self._roots for part in root.parameters()}
-        if len(self._roots) > 1 or own != {id(part) for part in parameters}:
+    def clip(
+        self, parameters: Sequence[torch.Tensor], most: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> torch.Tensor | None:
+        own = {id(part) for root in self._roots for part in root.parameters() if part.requires_grad}
+        if len(self._roots) > 1 or own != {id(part) for part in parameters if part.requires_grad}:
             raise ValueError("FSDP1 clips all parameters of a model together; give it model.parameters()")
+        if error_if_nonfinite:
+            raise_if_not_finite(self._roots[0].clip_grad_norm_(math.inf, norm_type), norm_type)
         return self._roots[0].clip_grad_norm_(most, norm_type)
 
 

@@ -256,7 +256,7 @@ class Steps:
         is_watched = gradients.are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
-        if step.num_micro_steps > 1 and not self._shares_always:
+        if step.num_micro_steps > 1:
             gradients.begin_gathering()
         self._num_own_backwards = 0
         self._is_like_before = keep_batch and not is_watched and self._snapshot is None

@@ -39,6 +39,8 @@ from .arguments import (
     check_choice,
     check_model,
     check_ranks_are_joined,
+    check_samples,
+    check_scaler,
     check_updates,
 )
 from .batches import Batches
@@ -152,6 +154,10 @@ class ElasticTrainer:
             check_ranks_are_joined(
                 num_replicas=sharing.num_ranks, num_parts=sharing.num_parts, accelerated=self._accelerated
             )
+            check_samples(
+                self._batches.loader, num_replicas=sharing.num_ranks, rank=sharing.rank, num_parts=sharing.num_parts
+            )
+            check_scaler(scaler, self._model)
             settings = OptimizerSettings(parts.optimizers)
             startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()
         except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it

@@ -13,7 +13,8 @@ from torch.optim import SGD
 
 from elastic_ext import StepError
 from tests.ranks import RankPool
-from tests.training import Slices, bits_of, make_data, make_model, shared, trainer_of
+from tests.sharded import WAYS
+from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 
 Change = Callable[[nn.Module, SGD], object]
 
@@ -50,13 +51,20 @@ CHANGES: dict[str, Change] = {
 class Run:
     """A training whose gradients are changed in some micro-steps."""
 
-    def __init__(self, folder: Path, rank: int = 0, world_size: int = 1, num_micro_steps: int = 3) -> None:
-        self.model = make_model(torch.float32)
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+        **arguments: Any,
+    ) -> None:
         self.source = Slices(make_data(64 * world_size, torch.float32), 4, is_endless=True)
-        called = shared(self.model, world_size)
-        batch = 4 * num_micro_steps * world_size
-        self.trainer = trainer_of(folder, called, self.source, rank=rank, global_batch_size=batch)
-        self.called = called
+        self.model = self.called = wrap(make_model(torch.float32))
+        self.trainer = trainer_of(
+            folder, self.called, self.source, rank=rank, global_batch_size=12 * world_size, **arguments
+        )
         self.said: list[str] = []
         self.optimizer = self.trainer.prepare(SGD(self.model.parameters(), lr=0.1))
 
@@ -65,7 +73,7 @@ class Run:
         refused: list[int] = []
         for inputs, targets in self.source:
             step = self.trainer.global_step
-            before = bits_of(self.model)
+            before = bits_of(list(self.model.parameters()))
             try:
                 with self.trainer.step():
                     nn.functional.cross_entropy(self.called(inputs), targets).backward()  # type: ignore[no-untyped-call]
@@ -75,7 +83,7 @@ class Run:
                     self.optimizer.zero_grad()
             except StepError as error:
                 self.said.append(str(error))
-                assert bits_of(self.model) == before
+                assert bits_of(list(self.model.parameters())) == before
                 assert all(part.grad is None for part in self.model.parameters())
                 refused.append(step)
             if self.trainer.global_step == num_steps:
@@ -108,22 +116,22 @@ def test_a_change_that_begins_later_is_noticed_before_long(tmp_path: Path) -> No
     assert refused[0] < 10 + 64
 
 
-def test_what_a_step_is_looked_on_costs_no_hooks_in_the_others(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    first = next(run.model.parameters())
+def guarded_rank(rank: int, folder: Path, way: str, change: str, shares_always: bool) -> Any:
+    run = Run(folder, rank, 2, wrap=WAYS[way].wrap, sync_every_micro_step=shares_always)
     with run.trainer:
-        run.train(2, clips, lambda step, is_last: False)
-        assert first._post_accumulate_grad_hooks
-        run.train(6, clips, lambda step, is_last: False)
-        assert not first._post_accumulate_grad_hooks
-    assert not first._backward_hooks
+        return run.train(5, CHANGES[change], lambda step, is_last: step == 1 and not is_last)
 
 
-def guarded_rank(rank: int, folder: Path) -> Any:
-    run = Run(folder, rank, 2)
-    with run.trainer:
-        return run.train(5, clips, lambda step, is_last: step == 1 and not is_last)
+@pytest.mark.parametrize(
+    ("way", "shares_always"),
+    [("ddp", False), ("ddp", True), ("fully_shard", True), ("FSDP1", False), ("FSDP1", True)],
+)
+@pytest.mark.parametrize("change", ["clip_grad_norm_", "unscale_"])
+def test_a_change_is_refused_however_the_model_is_wrapped(
+    ranks: RankPool, tmp_path: Path, way: str, shares_always: bool, change: str
+) -> None:
+    assert ranks.run(2, guarded_rank, tmp_path, way, change, shares_always) == [[1], [1]]
 
 
-def test_a_change_is_refused_on_ranks_in_ddp(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, guarded_rank, tmp_path) == [[1], [1]]
+def test_under_fully_shard_there_is_nothing_to_clip_too_early(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, guarded_rank, tmp_path, "fully_shard", "clip_grad_norm_", False) == [[], []]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic_ext import RanksDisagreeError, StepError, TornStepError
 from elastic_ext.clipping import clip_norm
@@ -545,3 +548,143 @@ def clipping_rank(rank: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["fully_shard", "hybrid", "tensor", "tensor and fully_shard"])
 def test_norms_are_those_of_the_whole_model(ranks: RankPool, way: str) -> None:
     ranks.run(WAYS[way].num_ranks, clipping_rank, way)
+
+
+# --- what would go wrong in silence ---------------------------------------------------------------------------------
+
+
+def sharing_by_hand_rank(rank: int, folder: Path, way: str) -> str:
+    """A loop that was not rid of what it did by hand."""
+    run = Run(rank, folder, way, Faults(), 4)
+
+    def train() -> None:
+        for index, (inputs, targets) in enumerate(run.source):
+            with run.trainer.step(), WAYS[way].share(run.model, now=(index + 1) % 3 == 0):
+                nn.functional.cross_entropy(run.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+    with pytest.raises(StepError) as caught:
+        train()
+    assert run.trainer.global_step == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard", "FSDP1"])
+def test_sharing_gradients_by_hand_as_well_is_refused(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    for text in ranks.run(2, sharing_by_hand_rank, tmp_path, way):
+        assert "no_sync() or set_requires_gradient_sync()" in text
+
+
+def around_rank(rank: int, folder: Path, way: str) -> str:
+    """A loss from parts of the model that are called by themselves."""
+    run = Run(rank, folder, way, Faults(), 2)
+    inputs, targets = next(iter(run.source))
+    parts = list(run.model.children())
+
+    def train() -> None:
+        with run.trainer.step():
+            value = inputs
+            for part in parts:
+                value = part(value)
+            nn.functional.cross_entropy(value, targets).backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(StepError) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_a_loss_that_does_not_go_through_the_model_is_noticed_in_gradients_that_nobody_sees(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for text in ranks.run(2, around_rank, tmp_path, "fully_shard of blocks alone"):
+        assert "does not go through the model's outputs" in text
+
+
+def sampling_rank(rank: int, folder: Path) -> str:
+    model = fresh(WAYS["tensor"])
+    dataset = TensorDataset(*make_data(32, torch.float32))
+    loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset))
+    trainer = trainer_of(folder, model, loader, rank=rank)
+    with pytest.raises(ValueError, match="num_replicas=1 and rank=0") as caught:
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+    again = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset, num_replicas=1, rank=0))
+    other = trainer_of(folder, fresh(WAYS["tensor"]), again, rank=rank)
+    other.prepare(SGD(other._model.parameters(), lr=0.1))
+    assert (other.data_parallel_size, other.data_parallel_rank) == (1, 0)
+    other.close()
+    return str(caught.value)
+
+
+def test_ranks_of_one_replica_are_to_take_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
+    for text in ranks.run(2, sampling_rank, tmp_path):
+        assert "num_replicas=2" in text
+
+
+def unbounded_rank(rank: int, folder: Path, way: str) -> None:
+    """A norm that is not finite is an error where that was asked for, and nothing is changed by it."""
+    run = Run(rank, folder, way, Faults(), 1)
+    before = run.record()
+    inputs, targets = next(iter(run.source))
+
+    def train() -> None:
+        with run.trainer.step():
+            loss = nn.functional.cross_entropy(run.model(inputs), targets) * math.nan
+            loss.backward()  # type: ignore[no-untyped-call]
+            run.trainer.clip_grad_norm_(run.model.parameters(), 1.0, error_if_nonfinite=True)
+            run.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"non-finite|cannot be clipped"):
+        train()
+    assert run.record() == before
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard", "tensor", "FSDP1"])
+def test_a_norm_that_is_not_finite_can_be_an_error(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    ranks.run(2, unbounded_rank, tmp_path, way)
+
+
+def leaving_rank(rank: int, folder: Path, way: str) -> None:
+    """What a failed step held is let go, at the latest when the trainer is closed."""
+    run = Run(rank, folder, way, Faults(Fault(rank=rank, step=0, action="raise", phase="forward done 0")), 1)
+    inputs, targets = next(iter(run.source))
+    given = inputs.clone().requires_grad_()
+    seen = weakref.ref(given)
+    with pytest.raises(PlantedFault):
+        run.micro_step(given, targets)
+    del given
+    if way != "ddp":
+        gc.collect()
+        assert seen() is None
+    run.trainer._session.end(PlantedFault())
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
+def test_a_failed_step_holds_no_graph(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    ranks.run(2, leaving_rank, tmp_path, way)
+
+
+def looking_on_rank(rank: int, folder: Path, way: str) -> None:
+    """A pass that is not followed by a backward, after the step has committed, leaves no gradient behind."""
+    run = Run(rank, folder, way, Faults(), 2)
+    for number, (inputs, targets) in enumerate(run.source):
+        with run.trainer.step():
+            nn.functional.cross_entropy(run.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            if run.trainer.sync_gradients:
+                run.model(inputs)
+        if run.trainer.sync_gradients:
+            assert all(part.grad is None for part in run.model.parameters())
+        if number == 5:
+            break
+    expected = Run(rank, folder, way, Faults(), 2).train(3)
+    assert run.record() == expected[-1]
+    run.trainer.close()
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
+def test_a_pass_after_the_commit_changes_nothing(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    ranks.run(2, looking_on_rank, tmp_path, way)
