@@ -23,6 +23,10 @@ def clips(model: nn.Module, optimizer: SGD) -> object:
     return nn.utils.clip_grad_norm_(model.parameters(), 1e3)  # larger than any norm here: it multiplies by 1
 
 
+def clips_hard(model: nn.Module, optimizer: SGD) -> object:
+    return nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
 def clips_values(model: nn.Module, optimizer: SGD) -> object:
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     return None
@@ -41,7 +45,8 @@ def unscales(model: nn.Module, optimizer: SGD) -> object:
 
 
 CHANGES: dict[str, Change] = {
-    "clip_grad_norm_": clips,
+    "clip_grad_norm_": clips_hard,
+    "clip_grad_norm_ of larger ones": clips,
     "clip_grad_value_": clips_values,
     "clip_grad_norm_ of one": clips_one,
     "unscale_": unscales,
