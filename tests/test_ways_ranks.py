@@ -1,4 +1,4 @@
-"""Ways to train on two ranks in DDP: the bits of training by hand, where gradients are shared as a step ends."""
+"""Ways to train on two ranks, in DDP and sharded: the bits of training by hand, which shares gradients as a step ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.faults import PlantedFault
@@ -16,6 +17,7 @@ from tests.ranks import RankPool
 from tests.training import Slices, bits_of, make_data, trainer_of
 from tests.ways import (
     Block,
+    Checkpointed,
     Frozen,
     Gan,
     InsAndOuts,
@@ -113,17 +115,68 @@ class GanInDdp(Gan):
         return nn.ModuleDict({name: DistributedDataParallel(part) for name, part in cast(Any, model).items()})
 
 
+class InShards(Way):
+    """A model that fully_shard has sharded as one."""
+
+    def compiled(self, model: nn.Module) -> nn.Module:
+        fully_shard(model)
+        return model
+
+
+class TiedInShards(InShards, Tied): ...
+
+
+class FrozenInShards(InShards, Frozen): ...
+
+
+class InsAndOutsInShards(InShards, InsAndOuts): ...
+
+
+class OwnLossInShards(InShards, OwnLoss): ...
+
+
+class MoodyInShards(InShards, Moody): ...
+
+
+class CheckpointedInShards(Checkpointed):
+    def compiled(self, model: nn.Module) -> nn.Module:
+        model = super().compiled(model)
+        fully_shard(model)
+        return model
+
+
+class CompiledBlocksInShards(InShards):
+    """Each block compiled and sharded by itself, then the whole."""
+
+    def make_model(self) -> nn.Module:
+        blocks = [Block() for _ in range(2)]
+        for block in blocks:
+            block.compile(backend=counted)
+            fully_shard(block)
+        return nn.Sequential(*blocks, nn.Linear(6, 5))
+
+
+class GanInShards(Gan):
+    def compiled(self, model: nn.Module) -> nn.Module:
+        for part in model.children():
+            fully_shard(part)
+        return model
+
+
 class SharingLoop(Loop):
     """By hand: all passes but a step's last keep gradients to their rank; those that record a static graph do not."""
 
     def __init__(self, way: Way) -> None:
         super().__init__(way)
         self.replicas = [part for part in way.model.modules() if isinstance(part, DistributedDataParallel)]
+        self.shards = [part for part in way.model.modules() if isinstance(part, FSDPModule)]
 
     def begin(self, step: int, index: int) -> None:
         self.is_last = index + 1 == self.num_parts
         for replica in self.replicas:
             replica.require_backward_grad_sync = self.is_last or (replica.static_graph and step == 0)
+        for shard in self.shards:
+            shard.set_requires_gradient_sync(self.is_last)
 
 
 @dataclass
@@ -208,18 +261,35 @@ KINDS = [
     UnusedInDdp,
     MoodyInDdp,
     GanInDdp,
+    InShards,
+    TiedInShards,
+    FrozenInShards,
+    InsAndOutsInShards,
+    OwnLossInShards,
+    MoodyInShards,
+    CheckpointedInShards,
+    CompiledBlocksInShards,
+    GanInShards,
 ]
 
 
-CALLED_WITH_INPUTS = [GanInDdp]
+CHANGING = [CompiledDdp, TiedInDdp, OwnLossInDdp, StaticInDdp, GanInDdp, FrozenInShards, GanInShards]
+FAILING = [CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInShards, GanInShards]
+CALLED_WITH_INPUTS = [GanInDdp, GanInShards]
 
 
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
         *((kind, "as it is") for kind in KINDS),
-        *((kind, "while it changes") for kind in (CompiledDdp, TiedInDdp, OwnLossInDdp, StaticInDdp, GanInDdp)),
-        *((kind, "where it fails") for kind in (CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp)),
+        *(
+            (kind, "while it changes")
+            for kind in (CompiledDdp, TiedInDdp, OwnLossInDdp, StaticInDdp, GanInDdp, FrozenInShards, GanInShards)
+        ),
+        *(
+            (kind, "where it fails")
+            for kind in (CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInShards, GanInShards)
+        ),
     ],
     ids=name_of,
 )
