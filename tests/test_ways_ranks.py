@@ -1,4 +1,4 @@
-"""Ways to train on two ranks, in DDP and sharded: the bits of training by hand, which shares gradients as a step ends."""
+"""Ways to train on two ranks, in DDP and sharded: the bits of training by hand, where a step ends with sharing."""
 
 from __future__ import annotations
 
