@@ -28,6 +28,10 @@ __all__ = ["Steps"]
 _logger = logging.getLogger(__name__)
 
 _INSIDE = "trainer.step() was entered inside another `with trainer.step():`"
+_TOO_EARLY = (
+    "a GradScaler's step() or update() was called in a micro-step that does not end a step, where there are no "
+    "gradients for it so far; give the scaler to prepare(), or call it `if trainer.sync_gradients:`"
+)
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
@@ -166,8 +170,11 @@ class Steps:
                 self._scaler.forget()
             self._owes_boundary, self._is_like_before = True, False
         elif self.torn is None:
+            is_too_early = not state.is_last and _is_of_bare_scaler(error)
             self.rollback()
             state.is_inside = self._was_rolled_back = False
+            if is_too_early:
+                raise StepError(_TOO_EARLY) from error
 
     def rollback(self) -> None:
         """Undo the micro-steps since the last boundary."""
@@ -330,3 +337,8 @@ class Steps:
         self.torn = TornStepError(why)
         if error is None or isinstance(error, Exception):  # an interrupt goes on as what it is
             raise self.torn from error
+
+
+def _is_of_bare_scaler(error: BaseException) -> bool:
+    """Whether a GradScaler raised it because it has seen no gradients since its last update."""
+    return isinstance(error, AssertionError) and "inf checks were recorded" in str(error)

@@ -688,3 +688,69 @@ def looking_on_rank(rank: int, folder: Path, way: str) -> None:
 @pytest.mark.parametrize("way", ["ddp", "fully_shard"])
 def test_a_pass_after_the_commit_changes_nothing(ranks: RankPool, tmp_path: Path, way: str) -> None:
     ranks.run(2, looking_on_rank, tmp_path, way)
+
+
+# --- scalers --------------------------------------------------------------------------------------------------------
+
+
+def scaled_rank(rank: int, folder: Path, way: str) -> None:
+    """As by hand, infinities on one rank alone included."""
+    chosen = WAYS[way]
+
+    def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], step: int, index: int) -> torch.Tensor:
+        is_infinite = rank == 1 and (step, index) == (1, 0)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]) * (math.inf if is_infinite else 1.0)
+
+    plain, by_hand_scaler = fresh(chosen), torch.amp.GradScaler("cpu", init_scale=16.0)
+    plain_optimizer = optimizer_of("adamw", plain)
+    model, scaler = fresh(chosen), torch.amp.GradScaler("cpu", init_scale=16.0)
+    trainer = trainer_of(folder, model, rank=rank, global_batch_size=4 * MICRO_BATCH, micro_batch_size=MICRO_BATCH)
+    optimizer, elastic_scaler = trainer.prepare(optimizer_of("adamw", model), scaler=scaler)
+    batches = micro_batches(chosen, 2)
+    with trainer:
+        for number, batch in enumerate(batches):
+            step, index = divmod(number, 2)
+            with chosen.share(plain, now=index == 1):
+                by_hand_scaler.scale(loss_of(plain, batch, step, index) / 2).backward()  # type: ignore[no-untyped-call]
+            if index == 1:
+                by_hand_scaler.unscale_(plain_optimizer)
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+                by_hand_scaler.step(plain_optimizer)
+                by_hand_scaler.update()
+                plain_optimizer.zero_grad()
+            with trainer.step():
+                elastic_scaler.scale(loss_of(model, batch, step, index)).backward()
+                elastic_scaler.unscale_(optimizer)
+                trainer.clip_grad_norm_(model.parameters(), 0.05)
+                elastic_scaler.step(optimizer)
+                elastic_scaler.update()
+                optimizer.zero_grad()
+            assert bits_of(list(model.parameters())) == bits_of(list(plain.parameters()))
+        assert trainer.global_step == NUM_STEPS - 1
+    assert scaler.get_scale() == by_hand_scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
+def test_a_scaler_acts_as_by_hand(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    ranks.run(2, scaled_rank, tmp_path, way)
+
+
+def bare_scaled_rank(rank: int, folder: Path) -> str:
+    run = Run(rank, folder, "fully_shard", Faults(), 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    inputs, targets = next(iter(run.source))
+
+    def train() -> None:
+        with run.trainer.step():
+            scaler.scale(nn.functional.cross_entropy(run.model(inputs), targets)).backward()  # type: ignore[no-untyped-call]
+            scaler.step(run.optimizer)
+            scaler.update()
+
+    with pytest.raises(StepError) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_a_scaler_that_finds_no_gradients_too_early_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for text in ranks.run(2, bare_scaled_rank, tmp_path):
+        assert "give the scaler to prepare()" in text
