@@ -209,7 +209,7 @@ class ElasticTrainer:
 
     # ---- the loop ----
 
-    def epoch(self, epoch: int | None = None) -> Epoch:
+    def epoch(self, epoch: int | None = None) -> AbstractContextManager[int]:
         """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
         return Epoch(self._prepared, self._counts.epoch if epoch is None else epoch)
 
