@@ -36,5 +36,4 @@ nitpick_ignore = [
     ("py:class", "elastic_ext.settings.Settings"),
     ("py:class", "elastic_ext.step_state.StepState"),
     ("py:class", "elastic_ext.trainer._Default"),
-    ("py:class", "elastic_ext.trainer._MicroStep"),
 ]
