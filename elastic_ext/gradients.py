@@ -97,11 +97,6 @@ class Gradients:
         """Whether passes depend on other ranks."""
         return not self._is_alone
 
-    @property
-    def num_items(self) -> torch.Tensor | None:
-        """What ``backward(num_items=)`` has counted in this step, None where it was not used."""
-        return self._num_items
-
     def parameters(self) -> Iterator[torch.Tensor]:
         """What has gradients: the model's parameters, and what else the optimizers train."""
         yield from dict.fromkeys([*self._model.parameters(), *self._trained()])
@@ -200,19 +195,14 @@ class Gradients:
                 raise StepError(_LOST)
             if self._guard.is_looking and self._guard.has_seen_change():
                 raise StepError(_CHANGED)
-            self._check_hidden()
+            if not sharing.shows_gathered:
+                self._check_hidden()
         if self._is_counted is None and self._witness != before and not state.is_exact:
             self._is_counted = False
         if state.is_exact or not self._is_needed or (state.weight == 1.0 and self._is_alone):
             return
         self._weighing.check()
         if not state.has_backward and self._witness != before:
-            raise StepError(_UNWEIGHTED)
-
-    def _check_hidden(self) -> None:
-        """Raise where something has come to gradients that do not lie in ``grad``, and not through the model."""
-        before, self._hidden = self._hidden, self.sharing.num_hidden
-        if not self._state.has_backward and not self._state.is_exact and self._hidden != before:
             raise StepError(_UNWEIGHTED)
 
     def answer(self) -> None:
@@ -247,6 +237,12 @@ class Gradients:
         self._forget_counts()
         self._has_shared_buffers = self.shares_first = False
         self._weighing.counts = not self._is_alone or self._has_counted
+
+    def _check_hidden(self) -> None:
+        """Raise where something has come to gradients that do not lie in ``grad``, and not through the model."""
+        before, self._hidden = self._hidden, self.sharing.num_hidden
+        if not self._state.has_backward and not self._state.is_exact and self._hidden != before:
+            raise StepError(_UNWEIGHTED)
 
     def _trained(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:
