@@ -24,6 +24,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShar
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LinearLR
@@ -444,6 +445,55 @@ def test_changes_and_rollbacks_are_those_of_a_trainer_without_accelerate(
     assert run("ours", loader(), True) == run("plain", loader(), False)
     told = [run(f"told{each}", Slices(make_data(NUM_SAMPLES), MICRO_BATCH), each) for each in (True, False)]
     assert told[0] == told[1]
+
+
+def ranks_with(rank: int, folder: Path, work: Callable[..., None], is_sharded: bool, is_accelerated: bool) -> list[Any]:
+    """The same on two ranks, in DDP or sharded, by accelerate or by hand."""
+    with accelerate_forgotten(rank, 2):
+        model: Any = make_model()
+        optimizer: Any = None
+        options: dict[str, Any] = {}
+        if is_accelerated:
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if is_sharded else None
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=4)
+            if is_sharded:
+                for state in (PartialState(), accelerator.state):
+                    state.distributed_type = DistributedType.FSDP
+                accelerator.state.fsdp_plugin = plugin
+            model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+            options["accelerator"] = accelerator
+        else:
+            model = fully_shard(model) if is_sharded else shared(model, 2)
+            optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        source = Slices(make_data(NUM_SAMPLES), MICRO_BATCH)
+        trainer = trainer_of(folder, model, source, rank=rank, global_batch_size=4 * MICRO_BATCH, **options)
+        optimizer = trainer.prepare(optimizer)
+        losses: list[float] = []
+        with trainer:
+            for index, batch in enumerate(source):
+                with contextlib.suppress(torch.OutOfMemoryError), trainer.step():
+                    loss = loss_of(model, batch)
+                    accelerator.backward(loss) if is_accelerated else loss.backward()  # type: ignore[no-untyped-call]
+                    losses.append(loss.item())
+                    work(trainer, index)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if work is change_twice:
+            assert (trainer.global_batch_size, optimizer.effective_rates) == (8, [0.05])
+        return bits_of(losses, list(model.parameters()), trainer.global_step, source.committed, source.sizes)
+
+
+@pytest.mark.parametrize("work", [change_twice, fail_twice])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_changes_and_rollbacks_on_two_ranks_are_those_without_accelerate(
+    ranks: RankPool, tmp_path: Path, work: Callable[..., None], is_sharded: bool
+) -> None:
+    found = []
+    for is_accelerated in (True, False):
+        folder = tmp_path / str(is_accelerated)
+        folder.mkdir()
+        found.append(ranks.run(2, ranks_with, folder, work, is_sharded, is_accelerated))
+    assert found[0] == found[1]
 
 
 def resumed_rates(
