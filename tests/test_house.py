@@ -27,6 +27,8 @@ LAYERS: Mapping[str, int] = {
     # 0: the standard library and layer 0
     "config": 0,
     "errors": 0,
+    "fsdp": 0,
+    "fsdp.checkpoint": 0,
     "keys": 0,
     "metrics": 0,
     "rules": 0,

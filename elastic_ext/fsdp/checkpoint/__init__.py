@@ -1,0 +1,1 @@
+"""Checkpoints that each rank writes a part of, and that any number of ranks loads."""
