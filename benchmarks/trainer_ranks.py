@@ -31,7 +31,7 @@ from elastic_ext import ElasticTrainer
 
 __all__ = ["Block", "Done", "Loop", "LoopName", "Rank", "Task", "Work", "make_loop", "training_rank"]
 
-LoopName = Literal["hand", "default", "ours", "backward", "accelerate", "fabric"]
+LoopName = Literal["hand", "default", "ours", "backward", "full", "accelerate", "fabric"]
 Batch = tuple[torch.Tensor, torch.Tensor]
 Work = tuple[int, str]  # micro-steps, and a digest of the parameters that they led to
 
@@ -142,6 +142,7 @@ def make_loop(name: LoopName, task: Task, folder: Path, stack: ExitStack, *, ran
         model,
         global_batch_size=None if is_default else task.micro_batch * task.num_micro_steps * num_ranks,
         micro_batch_size=None if is_default else task.micro_batch,
+        rollback="full" if name == "full" else "gradients",
         job=name,
         run_dir=folder / name,
         progress=False,

@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("num_micro_steps", [1, 4])
 def test_all_loops_lead_to_the_same_parameters_on_one_rank(tmp_path: Path, num_micro_steps: int) -> None:
     task = dataclasses.replace(SMALL, num_micro_steps=num_micro_steps)
-    names: list[LoopName] = ["hand", "ours", "backward", "accelerate"]
+    names: list[LoopName] = ["hand", "ours", "backward", "full", "accelerate"]
     names += ["default"] if num_micro_steps == 1 else []
     names += ["fabric"] if HAS_FABRIC else []
     with ExitStack() as stack:
