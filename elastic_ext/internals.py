@@ -1,6 +1,7 @@
 """What torch does not tell in public of models in DDP, fully_shard and FSDP1; the one place that reaches for it.
 
 Each function looks for what it needs first, and raises where this torch keeps it elsewhere: nothing is guessed.
+``make_sure_of`` tries all of them before training begins, those too that only a failing step would come to.
 """
 
 from __future__ import annotations
@@ -27,9 +28,25 @@ __all__ = [
     "is_idle",
     "is_sharing",
     "is_unfinished",
+    "make_sure_of",
     "num_exchanges",
     "num_hidden",
 ]
+
+
+def make_sure_of(part: nn.Module) -> None:
+    """Raise where this torch does not keep what is needed of a module in DDP, fully_shard or FSDP1."""
+    if isinstance(part, DistributedDataParallel):
+        is_unfinished(part)
+        _found(part.reducer, "_reset_state")
+    elif isinstance(part, FSDPModule):
+        is_sharing(part)
+        divides_by(part)
+        num_hidden(part)
+        _found(_found(part, "_get_fsdp_state")(), "_is_root")
+    elif isinstance(part, FullyShardedDataParallel):
+        is_flat_sharing(part)
+        is_idle(part)
 
 
 def is_unfinished(replica: DistributedDataParallel) -> bool:
@@ -89,7 +106,7 @@ def num_hidden(root: FSDPModule) -> int:
     for part in _parts(root):
         for group in _parameter_groups(part):
             for parameter in _found(group, "fsdp_params"):
-                gathered = [parameter.unsharded_accumulated_grad]
+                gathered = [_found(parameter, "unsharded_accumulated_grad")]
                 if hasattr(parameter, "_unsharded_param"):
                     gathered.append(parameter._unsharded_param.grad)
                 number += sum(1 + each._version for each in gathered if each is not None)
@@ -172,6 +189,6 @@ def _found(holder: Any, name: str) -> Any:
 
 def _unknown(name: str) -> ElasticError:
     return ElasticError(
-        f"torch {torch.__version__} keeps {name} of sharded modules in another place than the versions that this "
-        "library knows (2.11 to 2.13); train without the trainer, or with one of those"
+        f"torch {torch.__version__} keeps {name} of DDP or sharded modules in another place than the versions that "
+        "this library knows (2.11 to 2.13); train without the trainer, or with one of those"
     )

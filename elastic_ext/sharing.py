@@ -299,6 +299,8 @@ def sharing_of(model: nn.Module) -> Sharing:
     flat_roots = _outermost(model, FullyShardedDataParallel)
     if sum(map(bool, (replicas, roots, flat_roots))) > 1:
         raise ValueError("the model mixes DDP, fully_shard and FSDP1; wrap it in one of them")
+    for part in (*replicas, *roots, *flat_roots):
+        internals.make_sure_of(part)  # type: ignore[arg-type]
     sharing: Sharing
     if replicas:
         sharing = _Replicated(model, replicas)

@@ -1,0 +1,49 @@
+"""What the library asks of torch in private is there when a trainer is made, or the trainer says what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ext import ElasticTrainer
+from elastic_ext.errors import ElasticError
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class _OldReducer:
+    """A reducer that cannot give a pass up."""
+
+    def _check_reducer_finalized(self) -> None: ...
+
+
+def test_what_only_a_failing_step_would_need_is_looked_for_at_once(group: None) -> None:
+    replica = DistributedDataParallel(nn.Linear(2, 2))
+    ElasticTrainer(replica)
+    replica.reducer = _OldReducer()  # type: ignore[assignment]
+    with pytest.raises(ElasticError, match="keeps _reset_state of DDP"):
+        ElasticTrainer(replica)
+
+
+def test_a_sharded_module_that_keeps_its_parameters_elsewhere_is_declined(group: None) -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    ElasticTrainer(model)
+    assert isinstance(model, FSDPModule)
+    state = model._get_fsdp_state()
+    for parameter in state._fsdp_param_groups[0].fsdp_params:
+        del parameter.unsharded_accumulated_grad
+    with pytest.raises(ElasticError, match="keeps unsharded_accumulated_grad"):
+        ElasticTrainer(model)
