@@ -5,13 +5,14 @@ The cutting itself is in accumulate.py; what a loader must offer, in sources.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .accumulate import BatchPlan, StepPlan
 from .appliers import Applier
 from .config import ElasticConfig
-from .sources import FixedBatches, MicroBatchSource
+from .sources import FixedBatches, MicroBatchSource, ResumableSource
 
 __all__ = ["Batches", "RankStep"]
 
@@ -188,6 +189,26 @@ class Batches:
             self.source.rollback()
         else:
             self._pass(num_micro_steps)
+
+    def position(self) -> dict[str, Any]:
+        """Where the epoch stands, as plain values; a source that can go on from there says more of it."""
+        source = self.source
+        held = source.state_dict() if isinstance(source, ResumableSource) else None
+        return {"num_batches": self._num_taken, "source": held}
+
+    def resume(self, position: Mapping[str, Any]) -> str | None:
+        """Go on from a position; gives why the epoch begins anew instead, where it does."""
+        held, source = position["source"], self.source
+        if held is not None and isinstance(source, ResumableSource):
+            source.load_state_dict(held)
+            return None
+        if held is None and not position["num_batches"]:
+            return None
+        done = "in the middle of an epoch" if held is not None else f"after {position['num_batches']} of its batches"
+        return (
+            f"the checkpoint was saved {done}, and this dataloader cannot go on there: the epoch begins anew; a "
+            "MicroBatchSource with state_dict() and load_state_dict() can"
+        )
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why steps cannot be cut as ``new`` says, None where they can."""

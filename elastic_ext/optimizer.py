@@ -168,7 +168,7 @@ class ElasticOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load; a rate and a decay that the config in force gives are put over what was loaded."""
-        self.rates.load(state_dict)
+        self.rates.load(lambda: self.inner.load_state_dict(state_dict))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose rate and decay are given as the script's are, whatever the config made of those since."""

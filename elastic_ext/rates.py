@@ -7,7 +7,7 @@ rate and a changed global batch ask for. The factor acts around ``step()`` alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,10 +103,10 @@ class Rates:
         if decay is not None:
             self.set_decay(decay)
 
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state; what the config in force gives is put over what was loaded."""
+    def load(self, load: Callable[[], object]) -> None:
+        """Have ``load`` put other rates in place; what the config in force gives is put over what was loaded."""
         bases = [group.get("initial_lr") for group in self._groups]
-        self._optimizer.load_state_dict(state_dict)
+        load()
         for group, base in zip(self._groups, bases, strict=True):
             if base is not None:  # what was saved without a schedule has none
                 group.setdefault("initial_lr", base)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .accumulate import BatchPlan, StepPlan, nearest_batches
 
-__all__ = ["FixedBatches", "MicroBatchSource"]
+__all__ = ["FixedBatches", "MicroBatchSource", "ResumableSource"]
 
 
 @runtime_checkable
@@ -45,6 +45,17 @@ class MicroBatchSource(Protocol):
 
     def rollback(self) -> None:
         """Hand out again what was handed out since the last commit, in the loop that is under way."""
+
+
+@runtime_checkable
+class ResumableSource(MicroBatchSource, Protocol):
+    """One whose position can be kept in a checkpoint: plain values, the same on every rank after a commit."""
+
+    def state_dict(self) -> Any:
+        """Where its epoch stands: what no commit has passed comes from there, whatever the number of ranks."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there, with the loop that comes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,50 @@
+"""Contents: what goes into a checkpoint, and into which of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..state import Held
+from .inventory import Inventory, Item
+
+__all__ = ["KINDS", "STATE_FILE", "Contents", "FileKind", "meta_file", "shard_file"]
+
+FileKind = Literal["model", "optim", "extra"]
+KINDS: tuple[FileKind, ...] = ("model", "optim", "extra")
+STATE_FILE = "trainer_state.json"
+
+
+def meta_file(kind: FileKind) -> str:
+    """The file that says where the tensors of a kind lie."""
+    return f"{kind}_meta.json"
+
+
+def shard_file(kind: FileKind, rank: int, num_ranks: int) -> str:
+    """The file of one rank's part of them."""
+    return f"{kind}_param.{rank:05d}-{num_ranks:05d}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What one rank has for a checkpoint."""
+
+    model: Sequence[Held]
+    optim: Sequence[Held] = ()
+    extra: Sequence[Held] = ()
+    """Registered and given tensors, and the state of random generators."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values, the same on all ranks: the first one's are kept."""
+
+    def by_kind(self) -> Iterator[tuple[FileKind, Sequence[Held]]]:
+        yield "model", self.model
+        yield "optim", self.optim
+        yield "extra", self.extra
+
+    def inventories(self) -> dict[FileKind, Inventory]:
+        return {kind: Inventory(tuple(map(_item, held))) for kind, held in self.by_kind()}
+
+
+def _item(held: Held) -> Item:
+    return Item(name=held.name, dtype=held.dtype, kind=held.kind, box=held.box, same_as=held.is_alias_of)

@@ -1,0 +1,108 @@
+"""Inventories: what each rank holds, laid side by side, and which part of it each of them writes.
+
+Pure, so that every rank comes to the same result from the same inventories, and nobody has to be told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...errors import CheckpointError
+from ..layout import Box, Layout
+
+from .dtypes import ITEM_BYTES
+from .meta import Kind, StateMeta, TensorMeta
+
+__all__ = ["Inventory", "Item", "meta_of"]
+
+_LEAST_BYTES = 65536
+"""Of a tensor: less is not split between replicas."""
+_OF_THE_FIRST: frozenset[Kind] = frozenset({"buffer", "scalar"})
+"""What replicas hold of these need not be the same, as with running means: the first one's counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor, and the part of it that lies on a rank."""
+
+    name: str
+    dtype: str
+    kind: Kind
+    box: Box
+    same_as: str | None = None
+    """The name under which a tied tensor is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All that a rank holds."""
+
+    items: tuple[Item, ...]
+
+    def to_json(self) -> bytes:
+        """The same bytes for the same inventory."""
+        rows = [
+            [item.name, item.dtype, item.kind, item.box.shape, item.box.start, item.box.end, item.same_as]
+            for item in self.items
+        ]
+        return json.dumps(rows, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Inventory:
+        """Of a rank of this run, which is trusted."""
+        return cls(
+            tuple(
+                Item(name, dtype, kind, Box(tuple(shape), tuple(start), tuple(end)), same_as)
+                for name, dtype, kind, shape, start, end, same_as in json.loads(data)
+            )
+        )
+
+
+def meta_of(inventories: Sequence[Inventory]) -> StateMeta:
+    """What the ranks hold together, and which part of it each one writes; each element is written once.
+
+    CheckpointError where the ranks do not have the same tensors, or not all of one.
+    """
+    num_ranks = len(inventories)
+    found: dict[str, dict[int, Item]] = {}
+    aliases: dict[str, str] = {}
+    for rank, inventory in enumerate(inventories):
+        for item in inventory.items:
+            if item.same_as is None:
+                found.setdefault(item.name, {})[rank] = item
+            else:
+                aliases[item.name] = item.same_as
+    tensors = {name: _tensor(name, items, num_ranks) for name, items in found.items()}
+    return StateMeta(num_ranks=num_ranks, tensors=tensors, aliases=aliases)
+
+
+def _tensor(name: str, items: Mapping[int, Item], num_ranks: int) -> TensorMeta:
+    first_rank, first = next(iter(items.items()))
+    for rank, item in items.items():
+        if (item.dtype, item.kind, item.box.shape) != (first.dtype, first.kind, first.box.shape):
+            raise CheckpointError(
+                f"{name} is {_in_words(first)} on rank {first_rank} and {_in_words(item)} on rank {rank}; a checkpoint "
+                "holds one tensor of each name, of one shape and dtype"
+            )
+    shape = first.box.shape
+    boxes = [items[rank].box if rank in items else Box.empty(shape) for rank in range(num_ranks)]
+    held = Layout(shape, tuple(boxes))
+    if not held.covers():
+        raise CheckpointError(f"the ranks do not have all of {name}: {held.fault(replicas=True)}")
+    if first.kind in _OF_THE_FIRST:
+        held = _without_replicas(held)
+    least = _LEAST_BYTES // ITEM_BYTES[first.dtype]
+    return TensorMeta(name=name, dtype=first.dtype, kind=first.kind, layout=held.shares(least=least, salt=name))
+
+
+def _without_replicas(layout: Layout) -> Layout:
+    boxes = [Box.empty(layout.shape)] * len(layout.boxes)
+    for box, holders in layout.holders_of_boxes().items():
+        boxes[holders[0]] = box
+    return replace(layout, boxes=tuple(boxes))
+
+
+def _in_words(item: Item) -> str:
+    return f"{item.kind} {item.dtype} {item.box.shape}"

@@ -1,0 +1,93 @@
+"""What ranks do to a checkpoint together: each its part, and all of them hear of it when one fails.
+
+Storage that does not answer would hold up a rank for ever, and the others with it: so what touches it has a limit of
+time.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ... import errors
+from ...errors import CheckpointError, PeerLostError
+from ...ranks import Ranks
+
+__all__ = ["gather_or_raise", "within"]
+
+_Result = TypeVar("_Result")
+
+
+def within(seconds: float, act: Callable[[], _Result], doing: str) -> _Result:
+    """What ``act`` gives; CheckpointError where it takes longer than ``seconds``.
+
+    It cannot be interrupted: it goes on in a thread of its own, which ends with the process.
+    """
+    results: list[_Result] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:  # raised again by the one who waits
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="elastic_ext checkpoint", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    if not results:
+        raise CheckpointError(
+            f"the storage has not answered for {seconds:g} seconds while {doing}; look after it, or allow it more "
+            "with storage_timeout_seconds"
+        )
+    return results[0]
+
+
+def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list[Any]:
+    """What ``act`` gives on each rank, which is JSON; where it fails on some, all raise the same.
+
+    Every rank calls this. A peer that is lost is no failure of this kind, and is raised as what it is.
+    """
+    answer: dict[str, object] = {}
+    raised: Exception | None = None
+    try:
+        answer["gives"] = act()
+    except PeerLostError:
+        raise
+    except Exception as error:  # whatever it is, the others are to hear of it
+        raised = error
+        answer["failed"] = {"kind": type(error).__name__, "text": _in_words(error)}
+    answers = [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), doing)]
+    failed = {rank: each["failed"] for rank, each in enumerate(answers) if "failed" in each}
+    if failed:
+        raise _joined(failed, doing, len(answers)) from raised
+    return [each["gives"] for each in answers]
+
+
+def _joined(failed: Mapping[int, Mapping[str, str]], doing: str, num_ranks: int) -> CheckpointError:
+    """One error of all that failed."""
+    texts: dict[str, list[int]] = {}
+    for rank, each in failed.items():
+        texts.setdefault(each["text"], []).append(rank)
+    told = "; ".join(f"{_of_ranks(at)}{text}" if num_ranks > 1 else text for text, at in texts.items())
+    kinds = {each["kind"] for each in failed.values()}
+    kind: object = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
+    if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not CheckpointError:
+        return kind(told)
+    return CheckpointError(f"{doing} failed: {told}")
+
+
+def _of_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}: " if len(ranks) == 1 else f"{len(ranks)} ranks, the first of them rank {ranks[0]}: "
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    if isinstance(error, (CheckpointError, ValueError, TypeError)):
+        return str(error) or type(error).__name__
+    return f"{type(error).__name__}: {error}"
