@@ -2,6 +2,11 @@
 
 ElasticError
 ├── ConfigError          a configuration was refused (also a ValueError); .refusals says key by key why
+├── CheckpointError      a checkpoint could not be saved or loaded
+│   ├── CheckpointNotFound   there is none where one was asked for
+│   ├── CheckpointDamaged    what is on disk is not what was saved; the message names the file
+│   ├── CheckpointMismatch   the checkpoint and the model do not go together (also a ValueError); says which names
+│   └── CheckpointFenced     another run of this job has taken its folder over
 ├── StepError            the loop used a step in a way that cannot be right; the step was rolled back
 │   └── TornStepError        an optimizer failed halfway: parameters may be half updated: resume from a checkpoint
 └── RanksError           something happened on one or more ranks; every rank raises
@@ -13,11 +18,17 @@ ElasticError
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "ApplyError",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointFenced",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
     "ConfigError",
     "ElasticError",
     "PeerLostError",
@@ -59,6 +70,50 @@ class ConfigError(ElasticError, ValueError):
         return type(self), (self.refusals,)
 
 
+class CheckpointError(ElasticError):
+    """A checkpoint that could not be saved or loaded; older checkpoints are as they were."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """No checkpoint where one was asked for; the message says where that is and what is there."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """What is on disk is not what was saved; the message names the file and where in it."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint and a model that do not go together: what the model misses in it, what is in it besides, and what
+    has another shape or type, name by name. The message has the first few of each."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        extra: Sequence[str] = (),
+        misshaped: Mapping[str, str] | None = None,
+    ) -> None:
+        self.message = message
+        self.missing = tuple(missing)
+        self.extra = tuple(extra)
+        self.misshaped = dict(misshaped or {})  # name: how it differs
+        parts = [
+            ("not in the checkpoint", list(self.missing)),
+            ("in the checkpoint alone", list(self.extra)),
+            ("not alike", [f"{name} ({how})" for name, how in self.misshaped.items()]),
+        ]
+        super().__init__("; ".join([message, *(f"{what}: {_some(names)}" for what, names in parts if names)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        make = functools.partial(type(self), missing=self.missing, extra=self.extra, misshaped=self.misshaped)
+        return make, (self.message,)
+
+
+class CheckpointFenced(CheckpointError):
+    """Another run of this job has taken its folder over: this one must not save there again."""
+
+
 class StepError(ElasticError):
     """A loop that uses a step in a way that cannot be right; the message says what to write instead."""
 
@@ -96,3 +151,8 @@ class RanksDisagreeError(RanksError):
 
 class PeerLostError(RanksError):
     """A rank stopped answering in the middle of an agreement; the message says what is known of it."""
+
+
+def _some(names: Sequence[str], limit: int = 10) -> str:
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
