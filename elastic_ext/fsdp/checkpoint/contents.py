@@ -9,11 +9,13 @@ from typing import Any, Literal
 from ..state import Held
 from .inventory import Inventory, Item
 
-__all__ = ["KINDS", "STATE_FILE", "Contents", "FileKind", "meta_file", "shard_file"]
+__all__ = ["KINDS", "STATE_FILE", "VALUES", "Contents", "FileKind", "meta_file", "shard_file"]
 
 FileKind = Literal["model", "optim", "extra"]
 KINDS: tuple[FileKind, ...] = ("model", "optim", "extra")
 STATE_FILE = "trainer_state.json"
+VALUES = "optimizer_values"
+"""In that file: what ``Contents.values`` of all ranks came to."""
 
 
 def meta_file(kind: FileKind) -> str:
@@ -36,6 +38,8 @@ class Contents:
     """Registered and given tensors, and the state of random generators."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Plain values, the same on all ranks: the first one's are kept."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values by names, of which a rank may have some."""
 
     def by_kind(self) -> Iterator[tuple[FileKind, Sequence[Held]]]:
         yield "model", self.model
