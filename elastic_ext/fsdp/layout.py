@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .regions import Point, Regions, cut_run, cut_slabs, num_in, row_major
@@ -61,9 +61,9 @@ class Box:
     def block(cls, shape: Sequence[int], start: Sequence[int], end: Sequence[int]) -> Box:
         """The block between two corners; flat if its elements are one run, so that equal parts are equal boxes."""
         box = cls(tuple(shape), tuple(start), tuple(end))
-        sizes = [high - low for low, high in zip(start, end, strict=True)]
-        if not len(box.shape) == len(box.start) == len(box.end) or min(sizes, default=0) < 0:
+        if not len(box.shape) == len(box.start) == len(box.end) or any(map(int.__gt__, box.start, box.end)):
             return box
+        sizes = tuple(map(int.__sub__, box.end, box.start))
         if 0 in sizes:
             return cls.empty(shape)
         if box.fault() is not None and sizes:
@@ -111,7 +111,7 @@ class Box:
         return sum(map(int.__mul__, self.start, strides)), last + 1
 
     def __str__(self) -> str:
-        ranges = ", ".join(f"{low}:{high}" for low, high in zip(self.start, self.end, strict=True))
+        ranges = ", ".join(f"{low}:{high}" for low, high in zip(self.start, self.end, strict=False))
         return f"elements {ranges} of {self.shape}" if self.is_flat else f"[{ranges}] of {self.shape}"
 
     def fault(self) -> str | None:
@@ -139,6 +139,12 @@ class Box:
             Block(start, end, sum(map(int.__mul__, start, strides)) - self.start[0], strides)
             for start, end in cut_run(self.shape, self.start[0], self.end[0])
         )
+
+    def blocks_in(self, space: Point) -> tuple[Block, ...]:
+        """The same in one of the spaces that ``space_of`` gives."""
+        if len(space) == 1:
+            return () if self.is_empty else (Block(self.start, self.end, 0, (1,)),)
+        return self.blocks()
 
     def split(self, num_parts: int) -> tuple[Box, ...]:
         """Boxes that tile it, in order, as equal as can be: to one element if it is flat. Some may be empty."""
@@ -201,19 +207,17 @@ class Layout:
         """The first part of the tensor that nobody holds, or more than one."""
         found = self.holders_of_boxes()
         holders = list(found.values())
-        space, items = _space(self.shape, tuple(found))
+        space = space_of(self.shape, found)
+        items = [(at, block) for at, box in enumerate(found) for block in box.blocks_in(space)]
         regions = Regions(space, [(block.start, block.end) for _, block in items])
         for region in regions.everywhere():
             who = [holder for at in region.holders for holder in holders[items[at][0]]]
+            where = region.start, region.end
             if not who:
-                return f"no holder has {_box_in(self.shape, region.start, region.end)}"
+                return f"no holder has {box_in(self.shape, *where)}"
             if len(who) > 1 and not replicas:
-                names = (
-                    f"{', '.join(map(str, who[:-1]))} and {who[-1]}"
-                    if len(who) < 5
-                    else f"{who[0]}, {who[1]} and others"
-                )
-                return f"holders {names} all have {_box_in(self.shape, region.start, region.end)}"
+                others = f" and {len(who) - 2} more" if len(who) > 2 else ""
+                return f"holders {who[0]} and {who[1]}{others} have {box_in(self.shape, *where)}; one may"
         return None
 
     def shares(self, *, least: int, salt: str = "") -> Layout:
@@ -243,20 +247,18 @@ def turn_of(salt: str) -> int:
     return int.from_bytes(hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-def _space(shape: Point, boxes: Sequence[Box]) -> tuple[Point, list[tuple[int, Block]]]:
-    """What some boxes are compared in, the flattened tensor where that is enough; and their blocks in it, by box."""
-    if all(box.is_flat for box in boxes):
-        return (math.prod(shape),), [(at, Block(box.start, box.end, 0, (1,))) for at, box in enumerate(boxes)]
-    return shape, [(at, block) for at, box in enumerate(boxes) for block in box.blocks()]
+def space_of(shape: Point, boxes: Iterable[Box]) -> Point:
+    """The sizes of what some boxes of a tensor are compared in: the flattened tensor, where that is enough."""
+    return (math.prod(shape),) if all(box.is_flat for box in boxes) else shape
 
 
-def _box_in(shape: Point, start: Point, end: Point) -> Box:
+def box_in(shape: Point, start: Point, end: Point) -> Box:
     """The box of a block in such a space."""
     return Box(shape, start, end) if len(start) == 1 else Box.block(shape, start, end)
 
 
 def _apart(shape: Point, boxes: Sequence[Box]) -> list[Box]:
-    """Boxes cut down to what no box before them has; before them are those that begin earlier, or there and are larger."""
+    """Boxes cut down to what no box before them has; those come before that begin earlier, or there and are larger."""
     apart = list(boxes)
     by_start = sorted(range(len(boxes)), key=lambda at: (boxes[at].hull[0], -boxes[at].num_elements))
     if all(box.is_flat for box in boxes):
@@ -266,7 +268,8 @@ def _apart(shape: Point, boxes: Sequence[Box]) -> list[Box]:
             apart[at] = Box(shape, (min(max(boxes[at].start[0], reach), high),), (high,))
             reach = max(reach, high)
         return apart
-    space, items = _space(shape, boxes)
+    space = space_of(shape, boxes)
+    items = [(at, block) for at, box in enumerate(boxes) for block in box.blocks_in(space)]
     rank = {at: place for place, at in enumerate(by_start)}
     own: list[list[tuple[Point, Point]]] = [[] for _ in boxes]
     for region in Regions(space, [(block.start, block.end) for _, block in items]).everywhere():
