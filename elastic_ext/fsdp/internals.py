@@ -1,0 +1,118 @@
+"""What torch does not tell in public of models whose state is saved: the one place of this room that reaches for it.
+
+Each function looks for what it needs first, and raises where this torch keeps it elsewhere: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from elastic_ext.errors import ElasticError
+
+__all__ = ["FlatPart", "flat_parts", "num_outer", "reshard_flat", "sharded_dim", "transient_buffers"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """What a rank has of one of FSDP1's parameters."""
+
+    parameter: torch.Tensor
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    end: int
+    """Exclusive, both into the flattened parameter."""
+    is_cut: bool
+    """FSDP1 spreads it over ranks, rather than keep replicas of it."""
+    fault: str | None
+    """Why that cannot be said of it, None if it can."""
+
+
+def transient_buffers(module: nn.Module) -> frozenset[str]:
+    """The names of its own buffers that ``state_dict()`` leaves out."""
+    return frozenset(_found(module, "_non_persistent_buffers_set"))
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """Which dimension a placement cuts, None if it cuts none."""
+    if isinstance(placement, Shard):
+        return int(placement.dim)
+    if type(placement).__name__ == "_StridedShard":
+        return int(_found(placement, "dim"))
+    return None
+
+
+def num_outer(placement: Placement) -> int:
+    """Into how many parts the tensor was cut before by mesh dimensions that come later, as fully_shard says it."""
+    return int(_found(placement, "split_factor")) if type(placement).__name__ == "_StridedShard" else 1
+
+
+def reshard_flat(module: FullyShardedDataParallel) -> None:
+    """Have FSDP1 give back what it has gathered for a pass that is over, so that parameters are their shards again."""
+    for handle in _handles(module):
+        flat = _found(handle, "flat_param")
+        if _found(handle, "uses_sharded_strategy") and not _found(handle, "is_sharded")(flat):
+            state = str(_found(_found(handle, "_training_state"), "name"))
+            if state != "IDLE":
+                raise ElasticError(
+                    f"FSDP1 is in the middle of a pass ({state}), where its parameters cannot be saved or loaded; "
+                    "do it after backward()"
+                )
+            _found(handle, "reshard")(True)
+            _found(handle, "post_reshard")()
+            _found(handle, "_prefetched")
+            handle._prefetched = False
+
+
+def flat_parts(module: FullyShardedDataParallel) -> Iterator[FlatPart]:
+    """What this rank has of each parameter that one of FSDP1's modules, not those inside it, holds flattened."""
+    for handle in _handles(module):
+        flat = _found(handle, "flat_param")
+        if not _found(handle, "_use_orig_params"):
+            raise ValueError(
+                "the model is in FullyShardedDataParallel with use_orig_params=False, where optimizers hold one flat "
+                "tensor that goes by no parameter's name; give use_orig_params=True"
+            )
+        is_cut = bool(_found(handle, "uses_sharded_strategy"))
+        parameters: Sequence[torch.Tensor] = _found(flat, "_params")
+        columns = (_found(flat, name) for name in ("_shapes", "_contiguities", "_param_extensions"))
+        for parameter, shape, is_contiguous, extension, info in zip(
+            parameters, *columns, _found(flat, "_shard_param_infos"), strict=True
+        ):
+            start, end = (_found(info, "intra_param_start_idx"), _found(info, "intra_param_end_idx"))
+            if not is_cut:
+                start, end = 0, shape.numel() - 1
+            elif not _found(info, "in_shard"):
+                start, end = 0, -1
+            yield FlatPart(parameter, tuple(shape), start, end + 1, is_cut, _flat_fault(bool(is_contiguous), extension))
+
+
+def _flat_fault(is_contiguous: bool, extension: object) -> str | None:
+    if extension is not None:
+        return "is cut by tensor parallelism inside FSDP1; use fully_shard, which tells what lies where"
+    if not is_contiguous:
+        return "was not contiguous when FSDP1 flattened it; make it so before wrapping, with contiguous()"
+    return None
+
+
+def _handles(module: FullyShardedDataParallel) -> list[Any]:
+    handle = _found(module, "_handle")  # None where a module has no parameters of its own
+    return [] if handle is None else [handle]
+
+
+def _found(holder: Any, name: str) -> Any:
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        raise ElasticError(
+            f"torch {torch.__version__} keeps {name} of a {type(holder).__name__} in another place than the versions "
+            "that this library knows (2.11 to 2.13); use one of those to save and load such models"
+        ) from None

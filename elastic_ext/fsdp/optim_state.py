@@ -1,0 +1,198 @@
+"""Optimizer state: what optimizers hold on this rank, named after the parameters that it belongs to; and its place made
+before it is loaded.
+
+A state tensor is called ``<parameter>/<key>``. Its kind says how it goes with its parameter: *like* it, in shape and
+in where it lies; a *scalar*; of its *own* shape; or *opaque*: of a shape and with contents that belong to what lies on
+this rank alone, which no other layout can take over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .dtypes import dtype_of
+from .layout import Box
+from .optim_groups import packed_groups
+from .plain import Plain, pack, unpack
+from .state import Held, Kind, Parameter, box_of, held, local_of
+from .trained import Trained, by_name_of, place_of, put_in, trained_by
+
+__all__ = ["HeldOptimizers", "SavedTensor", "held_of_optimizers", "make_missing", "put_values"]
+
+
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class SavedTensor(Protocol):
+    """What is asked of a checkpoint's word on a tensor: its ``TensorMeta``."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def layout(self) -> _Shaped: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOptimizers:
+    """What a model's optimizers hold on this rank."""
+
+    tensors: list[Held]
+    values: dict[str, Plain]
+    """State that is no tensor, such as a count that is an int; of parameters that this rank has something of."""
+    groups: list[Plain]
+    """Per optimizer its class and its groups: names of parameters, and values such as lr. The same on every rank."""
+
+
+def held_of_optimizers(
+    optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], *, rank: int = 0
+) -> HeldOptimizers:
+    """The state and the groups of a model's optimizers; ``rank`` tells opaque tensors of several ranks apart.
+
+    ValueError if a parameter of theirs is not the model's, or in two of them; TypeError names what would have to be
+    pickled.
+    """
+    trained = trained_by(optimizers, parameters)
+    groups = [packed_groups(optimizer, trained) for optimizer in optimizers]
+    by_name = by_name_of(trained)
+    tensors: list[Held] = []
+    values: dict[str, Plain] = {}
+    kinds = [
+        _Kinds(optimizer, [each for each in trained.values() if each.optimizer is optimizer])
+        for optimizer in optimizers
+    ]
+    for one in kinds:
+        for each, key, value in one.entries():
+            name = f"{each.parameter.name}/{key}"
+            if place_of(name, by_name) != (each, key):
+                raise ValueError(
+                    f"the state {key!r} of {each.parameter.name} has a name like another's; rename one of them"
+                )
+            if isinstance(value, torch.Tensor):
+                tensors.append(one.held(each.parameter, key, value, rank))
+            else:
+                values[name] = pack(value, f"the optimizer's state {name}")
+    return HeldOptimizers(tensors, values, groups)
+
+
+def make_missing(
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[Parameter],
+    saved: Mapping[str, SavedTensor],
+    *,
+    rank: int = 0,
+) -> list[str]:
+    """Make the state tensors that a checkpoint has and the optimizers lack, as zeros, to be loaded into.
+
+    No step is taken. They get the saved dtype, and lie as torch's optimizers would have them: like their
+    parameter, on its mesh, or beside it. Gives the names that no optimizer has a place for.
+    """
+    by_name = by_name_of(trained_by(optimizers, parameters))
+    without_place = []
+    for name, meta in saved.items():
+        if meta.kind == "opaque":
+            name, _, owner = name.rpartition("@")
+            if owner != str(rank):
+                continue
+        place = place_of(name, by_name)
+        if place is None or (meta.kind == "own" and place[0].parameter.is_range):  # whose state is ranges too
+            without_place.append(name)
+            continue
+        each, key = place
+        if not each.parameter.is_elsewhere and not isinstance(each.state.get(key), torch.Tensor):
+            each.state[key] = _made(each, key, meta)
+    return without_place
+
+
+def put_values(
+    optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], values: Mapping[str, Plain]
+) -> list[str]:
+    """Put state that is no tensor in its place; gives the names that no optimizer has a place for."""
+    by_name = by_name_of(trained_by(optimizers, parameters))
+    without_place = []
+    for name, packed in values.items():
+        place = place_of(name, by_name)
+        if place is None:
+            without_place.append(name)
+        elif not place[0].parameter.is_elsewhere:
+            each, key = place
+            each.state[key] = put_in(each.state.get(key), unpack(packed))
+    return without_place
+
+
+class _Kinds:
+    """How the state of one optimizer goes with its parameters: decided by key, over all of them."""
+
+    def __init__(self, optimizer: Optimizer, trained: Sequence[Trained]) -> None:
+        self._trained = trained
+        strange = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+        if strange:
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps state that belongs to no parameter, under {strange[0]!r}; allowed: "
+                "state of parameters, which goes by their names"
+            )
+        self._scalars = {"step"}
+        self._unlike: set[str] = set()
+        for each, key, value in self.entries():
+            if isinstance(value, torch.Tensor):
+                if value.dim() == 0 and each.parameter.box.shape:
+                    self._scalars.add(key)
+                if not _is_like(value, each.parameter):
+                    self._unlike.add(key)
+
+    def entries(self) -> Iterator[tuple[Trained, str, object]]:
+        """All that the optimizer holds of parameters which this rank has something of."""
+        for each in self._trained:
+            if each.parameter.tensor not in each.optimizer.state or each.parameter.is_elsewhere:
+                continue
+            for key, value in each.state.items():
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"the optimizer's state of {each.parameter.name} has the key {key!r}; allowed: text"
+                    )
+                yield each, key, value
+
+    def held(self, parameter: Parameter, key: str, value: torch.Tensor, rank: int) -> Held:
+        name = f"{parameter.name}/{key}"
+        box = box_of(name, value)
+        if value.dim() == 0 and key in self._scalars:
+            return held(name, value, box, "scalar")
+        if key not in self._unlike:
+            return held(name, value, parameter.box, "like")
+        is_whole = parameter.box == Box.whole(parameter.box.shape) and not parameter.is_range
+        if is_whole or isinstance(value, DTensor) or tuple(value.shape) == parameter.box.shape:
+            return held(name, value, box, "own")
+        return held(f"{name}@{rank}", value, box, "opaque")
+
+
+def _is_like(value: torch.Tensor, parameter: Parameter) -> bool:
+    if isinstance(value, DTensor):
+        return (
+            isinstance(parameter.tensor, DTensor)
+            and value.shape == parameter.tensor.shape
+            and value.placements == parameter.tensor.placements
+            and value.device_mesh == parameter.tensor.device_mesh
+        )
+    return value.shape == local_of(parameter.tensor).shape
+
+
+def _made(each: Trained, key: str, meta: SavedTensor) -> torch.Tensor:
+    tensor, dtype = each.parameter.tensor.detach(), dtype_of(meta.dtype)
+    if meta.kind == "like":
+        return torch.zeros_like(tensor, dtype=dtype)
+    if meta.kind == "scalar":
+        on_device = each.group.get("capturable") or each.group.get("fused") or isinstance(each.optimizer, optim.ASGD)
+        return torch.zeros(meta.layout.shape, dtype=dtype, device=tensor.device if on_device else "cpu")
+    if meta.kind == "own":
+        return tensor.new_zeros(meta.layout.shape, dtype=dtype)  # a DTensor where the parameter is one
+    return torch.zeros(meta.layout.shape, dtype=dtype, device=tensor.device)

@@ -1,0 +1,211 @@
+"""State: what a model holds on this rank, as named tensors, each with the part of the whole tensor that it is.
+
+A saver reads these tensors and a loader writes into them: they are the memory that the model trains in, never copies.
+What optimizers hold is in ``optim_state.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from elastic_ext.errors import ElasticError
+
+from . import internals
+from .dtypes import DTYPES, name_of
+from .internals import FlatPart
+from .layout import Box
+from .names import Named, named_modules, named_tensors
+from .placements import Cut, box_after
+
+__all__ = [
+    "Held",
+    "Kind",
+    "Parameter",
+    "box_of",
+    "extra_states",
+    "held",
+    "held_of_model",
+    "local_of",
+    "memory_of",
+    "parameters_of",
+    "put_extra_states",
+]
+
+Kind: TypeAlias = Literal["parameter", "buffer", "like", "scalar", "own", "opaque"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What lies on this rank of one tensor."""
+
+    name: str
+    tensor: torch.Tensor
+    """Plain and detached, in the memory that is trained in. Its elements in row-major order are the box's, though its
+    shape may be another, and its memory strided."""
+    box: Box
+    dtype: str
+    """As safetensors names it."""
+    kind: Kind
+    is_alias_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parameter:
+    """A parameter as its optimizer knows it."""
+
+    name: str
+    tensor: torch.Tensor
+    """The very object."""
+    box: Box
+    """What lies on this rank."""
+    is_range: bool
+    """FSDP1 cuts it, so that ``tensor`` is one dimension of whatever range of the whole lies here."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """All of it lies on other ranks, and FSDP1 has this rank's optimizer pass it over: its state here is stale."""
+        return self.is_range and self.box.is_empty and 0 not in self.box.shape
+
+
+def held_of_model(model: nn.Module) -> list[Held]:
+    """Every parameter, and every buffer that ``state_dict()`` has; further names of a tensor as aliases.
+
+    Between two steps. What was gathered for a pass that is over is given back first; otherwise nothing is exchanged.
+    """
+    return [held(each.name, each.tensor, box, each.kind, each.is_alias_of) for each, box, _ in _placed(model)]
+
+
+def parameters_of(model: nn.Module) -> list[Parameter]:
+    """Every parameter once, under its own name, for whoever looks into its optimizer's state."""
+    return [
+        Parameter(each.name, each.tensor, box, is_range)
+        for each, box, is_range in _placed(model)
+        if each.kind == "parameter" and each.is_alias_of is None
+    ]
+
+
+def extra_states(model: nn.Module) -> dict[str, object]:
+    """What modules that define ``get_extra_state`` give, by the name that ``state_dict()`` has for it."""
+    return {
+        f"{prefix}_extra_state": module.get_extra_state()
+        for prefix, module in named_modules(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def put_extra_states(model: nn.Module, values: Mapping[str, object]) -> None:
+    """Give modules back what ``extra_states`` found; names that the model does not have are passed over."""
+    for prefix, module in named_modules(model):
+        if type(module).set_extra_state is not nn.Module.set_extra_state and f"{prefix}_extra_state" in values:
+            module.set_extra_state(values[f"{prefix}_extra_state"])
+
+
+def box_of(name: str, tensor: torch.Tensor) -> Box:
+    """What lies on this rank of a tensor: all of it, or what its placements say."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tuple(tensor.shape))
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return Box.empty(tuple(tensor.shape))
+    cuts = []
+    for placement, num_parts, part in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
+        if placement.is_partial():
+            raise ValueError(
+                f"{name} is {placement}: what ranks hold of it has yet to be added up; redistribute it before saving"
+            )
+        dim = internals.sharded_dim(placement)
+        if dim is not None:
+            cuts.append(Cut(dim % tensor.ndim, num_parts, part, internals.num_outer(placement)))
+    box = box_after(tuple(tensor.shape), cuts)
+    if box is None:
+        raise ValueError(
+            f"{name}, of shape {tuple(tensor.shape)}, is placed {tensor.placements} on the mesh "
+            f"{tuple(tensor.device_mesh.shape)}, which leaves this rank several blocks; allowed: placements that "
+            "leave one, as fully_shard of tensor parallelism does where sizes divide evenly"
+        )
+    if box.num_elements != local_of(tensor).numel():
+        raise ElasticError(
+            f"{name} holds {local_of(tensor).numel()} elements on this rank, while its placements {tensor.placements} "
+            f"say {box}; torch {torch.__version__} places it in a way that this library does not know"
+        )
+    return box
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on this rank, in the same memory, detached."""
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def held(name: str, tensor: torch.Tensor, box: Box, kind: Kind, is_alias_of: str | None = None) -> Held:
+    """A tensor with what is said of it; ValueError where its memory cannot be read and written as it is."""
+    local = local_of(tensor)
+    dtype = name_of(local.dtype)
+    fault = _fault(local)
+    if dtype is None or fault is not None:
+        allowed = f"has dtype {local.dtype}; allowed: {', '.join(str(one) for one in DTYPES.values())}"
+        raise ValueError(f"{name} {fault or allowed}")
+    return Held(name, local, box, dtype, kind, is_alias_of)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview | None:
+    """The bytes of a tensor, to be read and written in place; None where they are not one run in the host's memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
+
+
+def _placed(model: nn.Module) -> Iterator[tuple[Named, Box, bool]]:
+    """Every tensor of the model, what lies here of it, and whether FSDP1 cuts it."""
+    flat: dict[int, FlatPart] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        elif isinstance(module, FullyShardedDataParallel):
+            internals.reshard_flat(module)
+            flat.update((id(part.parameter), part) for part in internals.flat_parts(module))
+    for each in named_tensors(model):
+        if is_lazy(each.tensor):
+            raise ValueError(
+                f"{each.name} has no shape yet; run a batch through the model before it is saved or loaded"
+            )
+        part = flat.get(id(each.tensor))
+        if part is None:
+            yield each, box_of(each.name, each.tensor), False
+        else:
+            yield each, _flat_box(each, part), part.is_cut
+
+
+def _flat_box(each: Named, part: FlatPart) -> Box:
+    if part.fault is not None:
+        raise ValueError(f"{each.name} {part.fault}")
+    box = Box.flat(part.shape, part.start, part.end) if part.start < part.end else Box.empty(part.shape)
+    if box.num_elements != each.tensor.numel():
+        raise ElasticError(
+            f"FSDP1 says that this rank has {box} of {each.name}, and the parameter holds {each.tensor.numel()}; save "
+            "and load between two steps, outside of summon_full_params"
+        )
+    return box
+
+
+def _fault(tensor: torch.Tensor) -> str | None:
+    """Why the memory of a local tensor is not simply its elements."""
+    if tensor.device.type == "meta":
+        return "is on the meta device, where there is nothing to save or to load into; call to_empty() first"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}; allowed: torch.strided, as to_dense() gives"
+    if hasattr(tensor, "__tensor_flatten__"):
+        return f"is a {type(tensor).__name__}, made of other tensors; allowed: plain tensors and DTensors of them"
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "was expanded, so that several elements share memory; allowed: elements of their own, as clone() gives"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a view that conjugates or negates; allowed: what resolve_conj() and resolve_neg() give"
+    return None
