@@ -1,1 +1,25 @@
 """Sharded state: where tensors lie, and how they get from there to where they are wanted."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checkpoint.checkpointer import Loaded as Loaded
+    from .checkpoint.checkpointer import ShardCheckpointer as ShardCheckpointer
+
+__all__ = ["Loaded", "ShardCheckpointer"]
+
+_HOMES = {"Loaded": "checkpoint.checkpointer", "ShardCheckpointer": "checkpoint.checkpointer"}
+
+
+def __getattr__(name: str) -> object:
+    """Public names, imported when they are asked for: what is pure here does without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

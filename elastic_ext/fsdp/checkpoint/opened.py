@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from .shardreader import Request, ShardReader
 
 __all__ = ["Opened", "Wanted"]
 
+_MOST_APART_BYTES = 32 << 20
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
@@ -39,7 +42,7 @@ class Wanted:
 
 
 class Opened:
-    """A committed checkpoint."""
+    """A committed checkpoint; close it."""
 
     def __init__(self, found: Found) -> None:
         self.found = found
@@ -57,8 +60,17 @@ class Opened:
             self.metas[kind] = meta
         self.state: Mapping[str, Any] = json.loads(found.read_state(STATE_FILE))
         """Plain values."""
-        self.bytes_read = self.bytes_needed = 0
+        self._readers: dict[str, ShardReader] = {}
+
+    @property
+    def bytes_read(self) -> int:
         """Of the files of tensors, so far."""
+        return sum(reader.bytes_read for reader in self._readers.values())
+
+    @property
+    def bytes_needed(self) -> int:
+        """What was asked for of them."""
+        return sum(reader.bytes_needed for reader in self._readers.values())
 
     def tensor(self, kind: FileKind, name: str) -> TensorMeta | None:
         """What was saved under a name, or under another name of the same tensor; None if nothing was."""
@@ -70,16 +82,21 @@ class Opened:
         return {*self.metas[kind].tensors, *self.metas[kind].aliases}
 
     def read(self, kind: FileKind, wanted: Iterable[Wanted]) -> None:
-        """Fill tensors; their shapes are those that were saved. CheckpointDamaged names what is not what was saved."""
-        direct: dict[int, list[Request]] = {}
+        """Fill tensors, of the shapes that were saved. CheckpointDamaged names what is not what was saved."""
+        requests: dict[int, list[Request]] = {}
+        apart: list[tuple[Wanted, torch.Tensor]] = []
         for each in wanted:
             meta = self.tensor(kind, each.name)
             assert meta is not None
-            if is_plain(each.tensor) and dtype_of(meta.dtype) == each.tensor.dtype:
-                self._add_requests(direct, meta, each.box, each.tensor)
-            else:
-                self._read_apart(kind, meta, each)
-        self._read_requests(kind, direct)
+            target = each.tensor
+            if not is_plain(target) or dtype_of(meta.dtype) != target.dtype:
+                # On a device, where elements lie apart, or of another dtype: by way of memory of its own, not too much.
+                if sum(host.nbytes for _, host in apart) > _MOST_APART_BYTES:
+                    self._read_apart(kind, requests, apart)
+                target = torch.empty(each.box.num_elements, dtype=dtype_of(meta.dtype))
+                apart.append((each, target))
+            _add_requests(requests, meta, each.box, target)
+        self._read_apart(kind, requests, apart)
 
     def read_whole(self, kind: FileKind, name: str) -> torch.Tensor:
         """All of a tensor, in new memory."""
@@ -89,44 +106,59 @@ class Opened:
         self.read(kind, [Wanted(name, tensor, Box.whole(meta.layout.shape))])
         return tensor
 
-    def _read_apart(self, kind: FileKind, meta: TensorMeta, wanted: Wanted) -> None:
-        """By way of memory of its own: into a device, where elements lie apart, or into another dtype."""
-        host = torch.empty(wanted.box.num_elements, dtype=dtype_of(meta.dtype))
-        requests: dict[int, list[Request]] = {}
-        self._add_requests(requests, meta, wanted.box, host)
-        self._read_requests(kind, requests)
-        with torch.no_grad():
-            wanted.tensor.copy_(host.reshape(wanted.tensor.shape))
+    def close(self) -> None:
+        """Close its files. Twice is allowed."""
+        for reader in self._readers.values():
+            reader.close()
 
-    def _add_requests(self, requests: dict[int, list[Request]], meta: TensorMeta, box: Box, into: torch.Tensor) -> None:
-        if box.is_empty:
-            return
-        target = bytes_of(into)
-        for move in moves_into(box, meta.layout, target=-1):
-            requests.setdefault(move.source, []).append(
-                Request(
-                    entry_name=meta.name,
-                    item_bytes=ITEM_BYTES[meta.dtype],
-                    sizes=move.sizes,
-                    source_offset=move.source_offset,
-                    source_strides=move.source_strides,
-                    target=target,
-                    target_offset=move.target_offset,
-                    target_strides=move.target_strides,
-                )
-            )
+    def __enter__(self) -> Opened:
+        return self
 
-    def _read_requests(self, kind: FileKind, requests: Mapping[int, list[Request]]) -> None:
-        commit = self.found.commit
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_apart(
+        self, kind: FileKind, requests: dict[int, list[Request]], apart: list[tuple[Wanted, torch.Tensor]]
+    ) -> None:
+        """Read all that is asked for so far, and bring what lies in memory of its own to where it belongs."""
         for source, of_file in sorted(requests.items()):
-            file = shard_file(kind, source, self.num_ranks)
+            self._reader(shard_file(kind, source, self.num_ranks)).read_into(of_file)
+        with torch.no_grad():
+            for each, host in apart:
+                each.tensor.copy_(host.reshape(each.tensor.shape))
+        requests.clear()
+        apart.clear()
+
+    def _reader(self, file: str) -> ShardReader:
+        reader = self._readers.get(file)
+        if reader is None:
+            commit = self.found.commit
             summary = commit.shards.get(file)
             if summary is None:
                 raise CheckpointDamaged(f"{self.found.path}: COMMIT does not name {file}, which its metadata tells of")
             expected = ShardSummary(num_bytes=summary.num_bytes, checksum=summary.checksum)
-            with ShardReader(self.found.path / file, summary=expected, generation=commit.generation) as reader:
-                try:
-                    reader.read_into(of_file)
-                finally:
-                    self.bytes_read += reader.bytes_read
-                    self.bytes_needed += reader.bytes_needed
+            reader = ShardReader(self.found.path / file, summary=expected, generation=commit.generation)
+            self._readers[file] = reader
+        return reader
+
+
+def _add_requests(requests: dict[int, list[Request]], meta: TensorMeta, box: Box, into: torch.Tensor) -> None:
+    """Ask the files that have it for a box, to go into a tensor's memory."""
+    if box.is_empty:
+        return
+    target = bytes_of(into)
+    for move in moves_into(box, meta.layout, target=-1):
+        requests.setdefault(move.source, []).append(
+            Request(
+                entry_name=meta.name,
+                item_bytes=ITEM_BYTES[meta.dtype],
+                sizes=move.sizes,
+                source_offset=move.source_offset,
+                source_strides=move.source_strides,
+                target=target,
+                target_offset=move.target_offset,
+                target_strides=move.target_strides,
+            )
+        )

@@ -1,0 +1,101 @@
+"""Loader: puts an opened checkpoint into a model and its optimizers, on one rank.
+
+First everything is compared, by names and shapes, and nothing is touched where something does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...errors import CheckpointMismatch
+from ..optim_groups import put_groups
+from ..optim_state import held_of_optimizers, make_missing, put_values
+from ..plain import unpack
+from ..state import Held, Parameter, held_of_model, parameters_of, put_extra_states
+from ..trained import by_name_of, place_of, trained_by
+from .contents import VALUES, FileKind
+from .opened import Opened, Wanted
+
+__all__ = ["EXTRA_STATES", "GROUPS", "load_model", "load_optimizers"]
+
+GROUPS = "optimizer_groups"
+EXTRA_STATES = "model_extra_states"
+
+
+def load_model(opened: Opened, model: nn.Module, *, strict: bool) -> None:
+    """Put the saved parameters and buffers in place; CheckpointMismatch, with all names, where they are not the
+    model's. Without ``strict`` what fits is loaded, and the rest stays as it is."""
+    held = held_of_model(model)
+    own = {each.name for each in held}
+    meta = opened.metas["model"]
+    known = {name for name in meta.tensors if name in own} | {meta.aliases[name] for name in own & meta.aliases.keys()}
+    extra = sorted(meta.tensors.keys() - known)
+    _fill(opened, "model", held, extra, strict=strict, what="the model and the checkpoint do not go together")
+    packed = opened.state.get(EXTRA_STATES, {})
+    put_extra_states(model, {name: unpack(value) for name, value in packed.items()})
+
+
+def load_optimizers(
+    opened: Opened, model: nn.Module, optimizers: Sequence[Optimizer], *, rank: int, num_ranks: int, strict: bool
+) -> None:
+    """Put the saved state in place, made where an optimizer has none so far, and the groups' values.
+
+    What belonged to the layout that it was saved in goes to as many ranks alone.
+    """
+    what = "the optimizers' state and the checkpoint's do not go together"
+    parameters = parameters_of(model)
+    saved = opened.metas["optim"].tensors
+    bound = sorted(name for name, meta in saved.items() if meta.kind == "opaque")
+    if bound and strict and num_ranks != opened.num_ranks:
+        why = f"{what}: some of it is bound to how {opened.num_ranks} ranks held it, and here are {num_ranks}"
+        raise CheckpointMismatch(why, extra=bound)
+    try:
+        put_groups(optimizers, parameters, opened.state[GROUPS])
+    except CheckpointMismatch:
+        if strict:
+            raise
+    extra = make_missing(optimizers, parameters, saved, rank=rank)
+    extra += put_values(optimizers, parameters, opened.state[VALUES])
+    _drop_unsaved(opened, optimizers, parameters)
+    held = held_of_optimizers(optimizers, parameters, rank=rank).tensors
+    _fill(opened, "optim", held, sorted(extra), strict=strict, what=what)
+
+
+def _fill(
+    opened: Opened, kind: FileKind, held: Sequence[Held], extra: Sequence[str], *, strict: bool, what: str
+) -> None:
+    """Fill what is held with what was saved under its name, or under one of its other names."""
+    names: dict[str, list[str]] = {each.name: [each.name] for each in held if each.is_alias_of is None}
+    for each in held:
+        if each.is_alias_of is not None:
+            names[each.is_alias_of].append(each.name)
+    wanted, missing, misshaped = [], [], {}
+    for each in held:
+        if each.is_alias_of is not None:
+            continue
+        name = next((name for name in names[each.name] if opened.tensor(kind, name) is not None), None)
+        meta = None if name is None else opened.tensor(kind, name)
+        if name is None or meta is None:
+            missing.append(each.name)
+        elif meta.layout.shape != each.box.shape:
+            misshaped[each.name] = f"{each.box.shape} here, {meta.layout.shape} in the checkpoint"
+        else:
+            wanted.append(Wanted(name, each.tensor, each.box))
+    if strict and (missing or extra or misshaped):
+        raise CheckpointMismatch(what, missing=missing, extra=extra, misshaped=misshaped)
+    opened.read(kind, wanted)
+
+
+def _drop_unsaved(opened: Opened, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> None:
+    """A parameter that had no state when it was saved has none afterwards: its first step is still to come."""
+    by_name = by_name_of(trained_by(optimizers, parameters))
+    tensors = opened.metas["optim"].tensors
+    names = [name.rpartition("@")[0] if meta.kind == "opaque" else name for name, meta in tensors.items()]
+    places = [place_of(name, by_name) for name in (*names, *opened.state[VALUES])]
+    saved = {place[0].parameter.name for place in places if place is not None}
+    for name, each in by_name.items():
+        if name not in saved and each.state:
+            each.optimizer.state.pop(each.parameter.tensor, None)
