@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,16 +26,27 @@ __all__ = [
     "FileStamp",
     "append_line",
     "exclusive",
+    "is_taken",
+    "is_temporary",
+    "link_or_copy",
+    "make_folder",
+    "move_folder",
     "put_in_place",
     "read_at_most",
+    "remove_folder",
     "stamp_of",
     "sync_folder",
     "temporary_beside",
+    "try_lock",
+    "write_new",
     "write_whole",
+    "written_beside",
 ]
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +91,55 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name was still being written here, and is garbage once nobody writes."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write the file ``path``, which nothing has the name of yet: FileExistsError otherwise, and all stays as it is.
+
+    The contents survive a power cut once this returns; the name does when the caller has synced the folder.
+    """
+    with written_beside(path, data) as temporary:
+        put_in_place(temporary, path)
+
+
+@contextlib.contextmanager
+def written_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """``data`` in a file beside ``path``, durable, for ``put_in_place``; removed where it is not put anywhere.
+
+    If another folder gets the name of this one meanwhile, the file is not in that one and cannot be put in place there.
+    """
+    temporary = temporary_beside(path)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Give the file ``source`` a second name, or a copy that is durable where the file system has no hard links.
+
+    FileExistsError if something has the name ``path``. The caller syncs the folder.
+    """
+    try:
+        os.link(source, path, follow_symlinks=False)
+    except FileExistsError:
+        if not os.path.samestat(os.lstat(source), os.lstat(path)):  # as in put_in_place
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        write_new(path, source.read_bytes())
+
+
 def put_in_place(temporary: Path, path: Path) -> None:
     """Give the finished file ``temporary`` the name ``path``, which nothing has yet: FileExistsError otherwise.
 
@@ -93,11 +155,37 @@ def put_in_place(temporary: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        _refuse_taken(path)
         os.rename(temporary, path)
         return
     os.unlink(temporary)
+
+
+def is_taken(path: Path) -> bool:
+    """Whether anything has the name ``path``, be it a link that leads nowhere; OSError where that cannot be told."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder ``path``, which nothing has the name of: FileExistsError otherwise; it survives a power cut."""
+    os.mkdir(path)
+    sync_folder(path.parent)
+
+
+def move_folder(folder: Path, path: Path) -> None:
+    """Give ``folder`` the name ``path`` beside it, for good; FileExistsError if something has that name."""
+    _refuse_taken(path)  # a rename would replace an empty folder
+    os.rename(folder, path)
+    sync_folder(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove ``folder`` with all that is in it; links in it are removed, and what they lead to is not."""
+    shutil.rmtree(folder)
 
 
 def sync_folder(folder: Path) -> None:
@@ -151,6 +239,33 @@ def exclusive(path: Path) -> Iterator[None]:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def try_lock(path: Path) -> int | None:
+    """Hold ``path`` as a lock among processes: a descriptor that holds it until it is closed, None if another does.
+
+    OSError with errno.ENOLCK where the file system (or the machine) has no locks. A child process that is forked has
+    the descriptor too, and holds the lock as long as it has.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # NFS locks only what it may write to
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _NO_LOCKS:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path)) from None
+        raise
+    return descriptor
+
+
+def _refuse_taken(path: Path) -> None:
+    if is_taken(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def _mode_of(target: Path) -> int | None:

@@ -1,0 +1,145 @@
+"""Claim: one run's hold on its job's folder, so that two runs of one job never save there at once.
+
+Two things hold it. A lock on RUN.lock, for as long as the process lives, refuses the second run where the file system
+has locks that both see. RUN.json says which run came last: a run that finds another's id there has been fenced out,
+whatever the file system can do.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
+from elastic_ext.files import read_at_most, try_lock, write_whole
+
+from .lineage import check_id
+
+__all__ = ["PATIENCE_SECONDS", "Claim", "Holder", "read_holder"]
+
+_logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 5.0
+_LOOK_AGAIN_SECONDS = 0.05
+_MOST_BYTES = 1 << 16
+_LOCK = "RUN.lock"
+_HOLDER = "RUN.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """The run that came last to a job's folder, as RUN.json tells of it."""
+
+    id: str
+    host: str
+    pid: int
+    since: str
+    """ISO 8601, by that host's clock."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+def read_holder(folder: Path) -> Holder | None:
+    """Who has claimed ``folder`` last, None where nobody has; CheckpointDamaged where that cannot be read."""
+    path = folder / _HOLDER
+    try:
+        record = json.loads(read_at_most(path, _MOST_BYTES))
+        holder = Holder(**record)
+        check_id("id", holder.id)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} does not say whose the folder is ({error}); start the job again") from None
+    return holder
+
+
+class Claim:
+    """The hold of run ``run_id`` on ``folder``, taken when it is made; rank 0 has it, until ``release``.
+
+    Another run that is alive is waited for a little, since it may be what this one was restarted for. CheckpointFenced
+    says who it is where it stays.
+    """
+
+    def __init__(self, folder: Path, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        check_id("a run's id", run_id)
+        self.folder = folder
+        self.run_id = run_id
+        self._descriptor = _lock(folder, patience_seconds)
+        holder = Holder(
+            id=run_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        try:
+            write_whole(folder / _HOLDER, json.dumps(asdict(holder), indent=1).encode() + b"\n")
+        except OSError:
+            self.release()
+            raise
+        if hasattr(os, "register_at_fork"):  # a loader's worker may outlive this process, and must not hold its lock
+            os.register_at_fork(after_in_child=functools.partial(_release, weakref.ref(self)))
+
+    def check(self) -> None:
+        """CheckpointFenced if another run has come since. Asked before anything is renamed, removed or committed."""
+        holder = read_holder(self.folder)
+        if holder is None:
+            raise CheckpointError(
+                f"{self.folder / _HOLDER} is gone: the job's folder was removed or moved while the job runs; "
+                "put it back, or start the job again"
+            )
+        if holder.id != self.run_id:
+            raise CheckpointFenced(
+                f"{self.folder} was taken over by another run of this job ({holder}): this run saves nothing there "
+                "any more. End one of the two, or give one of them another name with job="
+            )
+
+    def release(self) -> None:
+        """Let the next run in; what it finds is untouched. Can be called again."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _lock(folder: Path, patience_seconds: float) -> int | None:
+    """A descriptor that holds the lock, None where there are no locks; CheckpointFenced if another run keeps it."""
+    give_up = time.monotonic() + patience_seconds
+    waiting = threading.Event()
+    try:
+        while (descriptor := try_lock(folder / _LOCK)) is None:
+            if time.monotonic() >= give_up:
+                raise CheckpointFenced(_refusal(folder))
+            waiting.wait(_LOOK_AGAIN_SECONDS)
+    except OSError as error:
+        if error.errno != errno.ENOLCK:
+            raise
+        _logger.info("%s has no locks: a second run of this job would take its folder over, not be refused", folder)
+        return None
+    return descriptor
+
+
+def _refusal(folder: Path) -> str:
+    try:
+        holder = read_holder(folder)
+    except (CheckpointError, OSError):
+        holder = None
+    return (
+        f"{folder} is in use by another run of this job ({holder or 'which has not said who it is'}). "
+        "Wait until that has ended, end it, or give this one another name with job="
+    )
+
+
+def _release(reference: weakref.ref[Claim]) -> None:
+    claim = reference()
+    if claim is not None:
+        claim.release()

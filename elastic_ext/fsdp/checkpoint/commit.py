@@ -1,0 +1,215 @@
+"""Commit: what makes a checkpoint exist, and what has to be known to trust its other files.
+
+The file COMMIT is JSON. Its last key is the xxh3_128 of everything before that key, so that no bit of it can change
+unseen; through the checksums in it the same goes for every other file of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from elastic_ext.files import read_at_most
+
+from .lineage import Chain, Lineage, check_chain, check_id
+
+__all__ = ["COMMIT", "FORMAT", "Commit", "FileSummary", "chain_after", "checksum_of", "read_checked", "read_commit"]
+
+COMMIT = "COMMIT"
+FORMAT = 1
+_MOST_BYTES = 1 << 28
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_SEAL = re.compile(rb',\n "checksum": "([0-9a-f]{32})"\n}\n')
+_SEAL_BYTES = len(b',\n "checksum": ""\n}\n') + 32
+_FILE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,199}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSummary:
+    """What has to be known of a file to trust it: its size, and the xxh3_128 (in hex) of what it is checked by."""
+
+    num_bytes: int
+    checksum: str
+
+    def __post_init__(self) -> None:
+        if type(self.num_bytes) is not int or self.num_bytes < 0:
+            raise ValueError(f"num_bytes is {self.num_bytes!r}; allowed: an integer >= 0")
+        _check_checksum(self.checksum)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """One checkpoint: where training stood, which runs led there, and the files that hold it."""
+
+    generation: str
+    """The random id of this one save; every shard file has it too."""
+    lineage: Chain
+    """The runs that led here, the one that saved last."""
+    global_step: int
+    epoch: int
+    num_ranks: int
+    """How many ranks wrote it."""
+    metas: Mapping[str, str]
+    """Files that describe tensors, with the checksum of their contents, which is their name among the job's too."""
+    states: Mapping[str, FileSummary]
+    """Files of plain values, checked by all their contents."""
+    shards: Mapping[str, FileSummary]
+    """Files of tensors, checked by their header and their table of checksums."""
+    saved_at: str
+    """ISO 8601, by the clock of the rank that committed."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of what saved it: python, torch, elastic_ext."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """JSON: what somebody who resumes is told of the run that saved."""
+
+    def __post_init__(self) -> None:
+        check_id("generation", self.generation)
+        check_chain(self.lineage)
+        for name, least in (("global_step", self.lineage[-1].from_step), ("epoch", 0), ("num_ranks", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}; allowed: an integer >= {least}")
+        names = [*self.metas, *self.states, *self.shards]
+        for file in names:
+            if _FILE.fullmatch(file) is None or file == COMMIT:
+                raise ValueError(
+                    f"a file is named {file[:80]!r}; allowed: letters, digits, '.', '_' and '-', not COMMIT"
+                )
+        if len(set(names)) < len(names):
+            raise ValueError("a file is named twice; allowed: each once among metas, states and shards")
+        for checksum in self.metas.values():
+            _check_checksum(checksum)
+        datetime.fromisoformat(self.saved_at)
+        for name, version in self.versions.items():
+            if not isinstance(version, str):
+                raise ValueError(f"the version of {name} is {version!r}; allowed: text")
+
+    @property
+    def run_id(self) -> str:
+        """The run that saved it."""
+        return self.lineage[-1].id
+
+    def to_json(self) -> bytes:
+        """The contents of the file COMMIT; TypeError or ValueError if ``about`` is not JSON."""
+        record = {"format": FORMAT, **asdict(self)}
+        body = json.dumps(record, indent=1, ensure_ascii=True, allow_nan=False).encode()
+        body = body[: -len(b"\n}")]
+        return body + b',\n "checksum": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str) -> Commit:
+        """The commit that ``to_json`` gave; CheckpointDamaged, naming ``where``, if one bit is another."""
+        seal = _SEAL.fullmatch(data, max(0, len(data) - _SEAL_BYTES))
+        if seal is None:
+            raise CheckpointDamaged(
+                f"{where} does not end as a COMMIT does: cut off, or damaged at its end ({len(data)} bytes)"
+            )
+        if xxhash.xxh3_128_hexdigest(data[: seal.start()]).encode() != seal.group(1):
+            raise CheckpointDamaged(f"{where} does not match its own checksum: its contents were changed or damaged")
+        try:
+            record = json.loads(data, object_pairs_hook=_once_each)
+            number = _as_record("it", record).pop("format", None)
+            if type(number) is int and number > FORMAT:
+                raise CheckpointError(
+                    f"{where} has format {number}, and this elastic_ext reads formats up to {FORMAT}; "
+                    f"read it with a newer elastic_ext (it was saved by {record.get('versions')})"
+                )
+            if number != FORMAT:
+                raise ValueError(f"format is {number!r}; allowed: {FORMAT}")
+            return _commit_of(record)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointDamaged(f"{where} is no COMMIT: {error}") from None
+
+
+def chain_after(commit: Commit | None, *, run_id: str) -> Chain:
+    """The chain of a run that goes on from ``commit``, or that begins from nothing."""
+    if commit is None:
+        return (Lineage(id=run_id),)
+    return (
+        *commit.lineage,
+        Lineage(id=run_id, from_step=commit.global_step, from_generation=commit.generation),
+    )
+
+
+def read_commit(folder: Path) -> Commit:
+    """What makes the checkpoint in ``folder`` exist.
+
+    CheckpointNotFound where there is none, CheckpointDamaged where it cannot be trusted, CheckpointError where a newer
+    library wrote it; OSError is the file system's own, and says nothing of the checkpoint.
+    """
+    path = folder / COMMIT
+    try:
+        data = read_at_most(path, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFound(f"{folder} holds no {COMMIT}: no checkpoint was completed there") from None
+    if len(data) > _MOST_BYTES:
+        raise CheckpointDamaged(f"{path} is larger than any {COMMIT} can be ({_MOST_BYTES} bytes)")
+    return Commit.from_json(data, where=str(path))
+
+
+def checksum_of(data: bytes) -> str:
+    """The xxh3_128 of ``data`` in hex, as it stands in COMMIT for whole files."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def read_checked(path: Path, checksum: str) -> bytes:
+    """The contents of a file that is checked as a whole; CheckpointDamaged where they are missing or others."""
+    try:
+        data = read_at_most(path, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointDamaged(f"{path} is missing, and {COMMIT} names it") from None
+    if checksum_of(data) != checksum:
+        raise CheckpointDamaged(
+            f"{path} is not what was saved: its checksum is {checksum_of(data)}, and {COMMIT} says {checksum}"
+        )
+    return data
+
+
+def _check_checksum(checksum: object) -> None:
+    if not isinstance(checksum, str) or _CHECKSUM.fullmatch(checksum) is None:
+        raise ValueError(f"a checksum is {str(checksum)[:80]!r}; allowed: 32 hexadecimal digits")
+
+
+def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise ValueError("a key appears twice in one object")
+    return result
+
+
+def _as_record(what: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {str(value)[:80]!r}; allowed: an object")
+    return value
+
+
+def _commit_of(record: dict[str, Any]) -> Commit:
+    del record["checksum"]
+    lineage = record.pop("lineage", None)
+    if not isinstance(lineage, list):
+        raise ValueError(f"lineage is {str(lineage)[:80]!r}; allowed: a list")
+    for name in ("metas", "states", "shards", "versions", "about"):
+        _as_record(name, record.get(name))
+    if not isinstance(record.get("saved_at"), str):
+        raise ValueError("saved_at is no text; allowed: a time as in ISO 8601")
+    try:
+        return Commit(
+            lineage=tuple(Lineage(**_as_record("a run of lineage", one)) for one in lineage),
+            states=_summaries(record.pop("states")),
+            shards=_summaries(record.pop("shards")),
+            **record,
+        )
+    except TypeError as error:  # keys that are missing or unknown
+        raise ValueError(str(error)) from None
+
+
+def _summaries(values: dict[str, Any]) -> dict[str, FileSummary]:
+    return {file: FileSummary(**_as_record(file, value)) for file, value in values.items()}

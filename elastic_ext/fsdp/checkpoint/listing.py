@@ -1,0 +1,101 @@
+"""Listing: the checkpoints of a job, as its folder tells of them, and which of them is newest."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ext.errors import CheckpointError, CheckpointNotFound
+
+from .commit import Commit, read_checked, read_commit
+from .lineage import Lineage, place_in
+
+__all__ = ["Found", "Listing", "check_name", "is_name", "newest_of"]
+
+_NAME = re.compile(r"(?:step|epoch)_[0-9]{1,18}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A checkpoint that exists."""
+
+    path: Path
+    commit: Commit
+
+    @classmethod
+    def read(cls, path: Path) -> Found:
+        """The checkpoint in the folder ``path``; raises what ``read_commit`` raises."""
+        return cls(path=path, commit=read_commit(path))
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def read_meta(self, file: str) -> bytes:
+        """The contents of a file of tensors' descriptions, checked; KeyError for one that the commit does not name."""
+        return read_checked(self.path / file, self.commit.metas[file])
+
+    def read_state(self, file: str) -> bytes:
+        """The contents of a file of plain values, checked; KeyError for one that the commit does not name."""
+        return read_checked(self.path / file, self.commit.states[file].checksum)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """What lies in a job's folder under the names of checkpoints."""
+
+    found: tuple[Found, ...]
+    """Those that exist, oldest first."""
+    unreadable: Mapping[str, CheckpointError | OSError]
+    """Those whose COMMIT is there and cannot be read or trusted, with the reason."""
+    unfinished: tuple[str, ...]
+    """Those that were never committed: saves under way, and what is left of killed ones."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Listing:
+        """What lies in ``folder`` now; OSError if not even that can be told."""
+        found, unfinished = [], []
+        unreadable: dict[str, CheckpointError | OSError] = {}
+        for name in sorted(os.listdir(folder)):
+            path = folder / name
+            if not (is_name(name) and path.is_dir()):
+                continue
+            try:
+                found.append(Found.read(path))
+            except CheckpointNotFound:
+                unfinished.append(name)
+            except (CheckpointError, OSError) as error:
+                unreadable[name] = error
+        return cls(found=tuple(sorted(found, key=_age)), unreadable=unreadable, unfinished=tuple(unfinished))
+
+
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint, or is to become one."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(name: str) -> None:
+    """ValueError unless a checkpoint may be named so."""
+    if not is_name(name):
+        raise ValueError(f"a checkpoint is named {name[:80]!r}; allowed: step_N or epoch_N, with an integer N >= 0")
+
+
+def newest_of(found: Sequence[Found], chain: Sequence[Lineage] | None = None) -> Found | None:
+    """The newest of some checkpoints; with ``chain``, of those that its runs saved before they were left."""
+    if chain is None:
+        return max(found, key=_age, default=None)
+    places = {}
+    for one in found:
+        place = place_in(chain, run_id=one.commit.run_id, global_step=one.commit.global_step)
+        if place is not None:
+            places[one.path] = (place, one)
+    return max(places.values(), key=lambda pair: (pair[0], _age(pair[1])), default=(0, None))[1]
+
+
+def _age(found: Found) -> tuple[int, int, int, str, str]:
+    """What grows with every save of one run, and with every run that goes on from another."""
+    commit = found.commit
+    return commit.global_step, len(commit.lineage), commit.epoch, commit.saved_at, found.name
