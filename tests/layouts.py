@@ -122,7 +122,8 @@ def part_of(tensor: Array, box: Box) -> Array:
 
 def memory_of(tensor: Array, box: Box) -> Array:
     """A copy of it, as its holder has it."""
-    return part_of(tensor, box).reshape(-1).copy()
+    memory: Array = part_of(tensor, box).reshape(-1).copy()
+    return memory
 
 
 def times_held(shape: Sequence[int], boxes: Iterable[Box]) -> Array:

@@ -179,6 +179,15 @@ def test_the_error_for_missing_elements_in_full() -> None:
         moves_into(Box.block((4, 6), (1, 2), (3, 5)), old, target=0)
 
 
+def test_parts_of_another_tensor_are_refused() -> None:
+    old = Layout((4, 6), (Box.whole((4, 6)),))
+    message = re.escape("elements 0:24 of (6, 4) cannot come from a tensor of shape (4, 6); give parts of one tensor")
+    with pytest.raises(ValueError, match=message):
+        moves_into(Box.whole((6, 4)), old, target=0)
+    with pytest.raises(ValueError, match=message):
+        moves(old, Layout((6, 4), (Box.whole((6, 4)),)))
+
+
 # --- as few numbers as can be --------------------------------------------------------------------------------------
 def test_runs_that_are_dense_in_both_memories_are_one_dimension() -> None:
     shape = (8, 4, 5)
