@@ -52,11 +52,6 @@ def check_checkpoints(interval: CheckpointInterval | None, path: str | Path | No
         raise ValueError(f"shared_storage_path is {path!r}; allowed: a path, or None")
     if interval is not None and path is None:
         raise ValueError("checkpoint_interval was given without shared_storage_path; say where checkpoints go")
-    if path is not None:
-        raise NotImplementedError(
-            "this version saves no checkpoints by itself; leave shared_storage_path and checkpoint_interval out, and "
-            "keep trainer.state_dict() in checkpoints of your own"
-        )
 
 
 def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,9 +19,10 @@ import torch
 
 from .accelerator import Accelerated
 from .batches import Batches
+from .checkpoints import Checkpoints
 from .config import ElasticConfig
 from .counts import Counts
-from .errors import RanksDisagreeError, RanksError, StepError
+from .errors import ElasticError, RanksDisagreeError, RanksError, StepError
 from .follow import ConfigFollower
 from .gradients import Gradients
 from .metrics import Measures
@@ -54,6 +57,9 @@ class Session:
         self.steps: Steps
         """Of this rank; there from ``start`` on."""
         self.should_stop = False
+        self.checkpoints: Checkpoints | None = None
+        """Where they are saved; set before ``start``."""
+        self._save_at = math.inf  # the next global step with something to save
         self._counts = counts
         self._batches = batches
         self._gradients = gradients
@@ -84,6 +90,9 @@ class Session:
             follower.start()
             self._take_up(follower.config)
             self._materialise()
+            if self.checkpoints is not None:
+                self.checkpoints.resume(self.resume)
+            self._plan_saving()
             if self._accelerated is not None:
                 self._accelerated.begin(lambda: steps.is_committing)
         except BaseException as error:
@@ -97,13 +106,30 @@ class Session:
         self._batches.is_resuming = False
         self._take_up(self.follower.config)
 
+    def save_checkpoint(self) -> Path:
+        """Save now, with all ranks; gives the folder."""
+        return self._saving().save(f"step_{self._counts.global_step}")
+
+    def load_checkpoint(self) -> bool:
+        """Go on from the newest checkpoint, with all ranks; whether there is one."""
+        is_there = self._saving().resume(self.resume)
+        self._plan_saving()
+        return is_there
+
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
         step, backwards = self._counts.global_step, self.steps.num_backwards
         if not self.follower.pass_quietly(step, backwards):
-            self.should_stop = self.follower.boundary(step=step, backwards=backwards).stop
+            boundary = self.follower.boundary(step=step, backwards=backwards)
+            self.should_stop = boundary.stop
+            self._plan_saving(is_asked=boundary.save)
         if self._progress.is_shown:
             self._progress.advance()
+        if step >= self._save_at and self.checkpoints is not None:
+            try:
+                self.checkpoints.save_due()
+            finally:
+                self._save_at = self.checkpoints.save_at
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
@@ -132,6 +158,8 @@ class Session:
         self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
         if not (self.should_stop and self._batches.is_mid_epoch):
             self._counts.epoch += 1
+            if self.checkpoints is not None:
+                self.checkpoints.end_epoch()
 
     def end(self, error: BaseException | None) -> None:
         """End training with all ranks; an exception is told to them instead. Twice is allowed."""
@@ -150,6 +178,8 @@ class Session:
             self._gradients.release()
             if self._accelerated is not None:
                 self._accelerated.end()
+            if self.checkpoints is not None:
+                self.checkpoints.close()
             self.follower.close()
 
     def abandon(self) -> None:
@@ -161,6 +191,18 @@ class Session:
         self._progress.end()
         self._gradients.release()
         self.follower.close()
+
+    def _saving(self) -> Checkpoints:
+        if self.checkpoints is None:
+            raise ElasticError("this trainer keeps no checkpoints; give it shared_storage_path")
+        if self.steps.is_inside or self.steps.is_partial:
+            raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
+        return self.checkpoints
+
+    def _plan_saving(self, *, is_asked: bool = False) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.follow(self.follower.config, is_asked=is_asked)
+            self._save_at = self.checkpoints.save_at
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""

@@ -31,6 +31,8 @@ _Kind = TypeVar("_Kind")
 class Sharing:
     """A model with one replica; and what the other ways have in common."""
 
+    name = "none"
+    """What people call it."""
     is_sharing = True
     """Whether the next backward pass averages gradients over the ranks."""
     is_average = True
@@ -138,6 +140,7 @@ class Sharing:
 class _Replicated(Sharing):
     """DDP, of the model or of parts of it."""
 
+    name = "DDP"
     writes_gradients = True
 
     def __init__(self, model: nn.Module, replicas: Sequence[DistributedDataParallel]) -> None:
@@ -202,6 +205,7 @@ class _Replicated(Sharing):
 class _Sharded(Sharing):
     """fully_shard, of the model or of parts of it."""
 
+    name = "fully_shard"
     writes_gradients = True
     shows_gathered = False
 
@@ -253,6 +257,7 @@ class _Sharded(Sharing):
 class _FlatSharded(Sharing):
     """FSDP1, of the model or of parts of it."""
 
+    name = "FSDP1"
     writes_gradients = True
     shows_gathered = False
 

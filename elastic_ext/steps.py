@@ -99,6 +99,11 @@ class Steps:
         """Whether some micro-steps of a step were taken, and not all."""
         return self._state.index > 0
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a micro-step is under way."""
+        return self._state.is_inside
+
     def __enter__(self) -> None:
         """Begin a micro-step."""
         state = self._state

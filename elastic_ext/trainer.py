@@ -44,11 +44,13 @@ from .arguments import (
     check_updates,
 )
 from .batches import Batches
+from .checkpoints import Checkpoints, Resume, WhenSaveFails
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, NotPrepared, OwnStep
 from .counts import Counts
 from .errors import ElasticError, StepError
-from .follow import follow_config
+from .follow import ConfigFollower, follow_config
+from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .gradients import Gradients
 from .interval import CheckpointInterval
 from .optimizer import OptimizerSettings
@@ -92,6 +94,8 @@ class ElasticTrainer:
         checkpoint_interval: CheckpointInterval | None = None,
         use_fsdp: bool = False,
         shared_storage_path: str | Path | None = None,
+        resume: Resume = "auto",
+        when_save_fails: WhenSaveFails = "raise",
         accelerator: Any = None,
         config_file: str | Path | None = None,
         agree_every_steps: Every = "auto",
@@ -102,6 +106,8 @@ class ElasticTrainer:
     ) -> None:
         check_choice("rollback", rollback, ("gradients", "full"))
         check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
+        check_choice("resume", resume, ("auto", "strict", "never"))
+        check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
         check_checkpoints(checkpoint_interval, shared_storage_path)
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
         self._accelerated = None if accelerator is None else Accelerated(accelerator)
@@ -116,6 +122,12 @@ class ElasticTrainer:
             "job": job,
             "run_dir": run_dir,
             "timeout_seconds": timeout_seconds,
+        }
+        self._storage = shared_storage_path
+        self._checkpoint_arguments: dict[str, Any] = {
+            "interval": checkpoint_interval,
+            "when_save_fails": when_save_fails,
+            "how_to_resume": resume,
         }
         self._state = StepState()
         self._gradients = Gradients(model, self._state)
@@ -192,6 +204,7 @@ class ElasticTrainer:
         )
         for applier in self._appliers:
             follower.on_change(*applier)
+        session.checkpoints = self._checkpoints_for(parts, follower)
         session.start(steps, self._loaded_config)
         self._session = session
         weakref.finalize(self, session.abandon).atexit = False  # a notebook's cell, run again
@@ -206,6 +219,17 @@ class ElasticTrainer:
         if name in self._unclaimed:
             _copy_into(name, held, self._unclaimed.pop(name))
         self._registered[name] = held
+
+    def save_checkpoint(self) -> Path:
+        """Save a checkpoint now, under ``shared_storage_path``; gives its folder. All ranks call this between steps."""
+        return self._prepared.save_checkpoint()
+
+    def _save_fsdp_state(self) -> Path:
+        return self._prepared.save_checkpoint()
+
+    def _load_fsdp_state(self) -> bool:
+        """Go on from the newest checkpoint, as ``prepare`` does; whether there is one."""
+        return self._prepared.load_checkpoint()
 
     # ---- the loop ----
 
@@ -379,6 +403,25 @@ class ElasticTrainer:
     ) -> None:
         if self._session is not None:
             self._session.end(error)
+
+    def _checkpoints_for(self, parts: TakingPart, follower: ConfigFollower) -> Checkpoints | None:
+        if self._storage is None:
+            return None
+        ranks = follower.ranks
+        return Checkpoints(
+            ShardCheckpointer(self._storage, job=self._follow_arguments["job"], ranks=ranks),
+            self._model,
+            parts,
+            sharing=self._gradients.sharing,
+            counts=self._counts,
+            batches=self._batches,
+            registered=self._registered,
+            unclaimed=self._unclaimed,
+            rank=ranks.rank,
+            num_ranks=ranks.world_size,
+            config=follower.state_dict,
+            **self._checkpoint_arguments,
+        )
 
     @property
     def _prepared(self) -> Session:

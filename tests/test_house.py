@@ -27,8 +27,9 @@ LAYERS: Mapping[str, int] = {
     # 0: the standard library and layer 0
     "config": 0,
     "errors": 0,
-    "fsdp": 0,
     "fsdp.checkpoint": 0,
+    "fsdp.checkpoint.dtypes": 0,
+    "fsdp.checkpoint.strided": 0,
     "keys": 0,
     "metrics": 0,
     "rules": 0,
@@ -69,6 +70,24 @@ LAYERS: Mapping[str, int] = {
     "sharing": 1,
     "sources": 1,
     "step_state": 1,
+    "fsdp.layout": 1,
+    "fsdp.moves": 1,
+    "fsdp.placements": 1,
+    "fsdp.regions": 1,
+    "fsdp.checkpoint.blocksums": 1,
+    "fsdp.checkpoint.claim": 1,
+    "fsdp.checkpoint.commit": 1,
+    "fsdp.checkpoint.inventory": 1,
+    "fsdp.checkpoint.jobfolder": 1,
+    "fsdp.checkpoint.jobname": 1,
+    "fsdp.checkpoint.lineage": 1,
+    "fsdp.checkpoint.listing": 1,
+    "fsdp.checkpoint.meta": 1,
+    "fsdp.checkpoint.shardfile": 1,
+    "fsdp.checkpoint.shardreader": 1,
+    "fsdp.checkpoint.shardwriter": 1,
+    "fsdp.checkpoint.together": 1,
+    "fsdp.checkpoint.windows": 1,
     # 2: parts of training, which know nothing of one another
     "amp": 2,
     "arguments": 2,
@@ -76,7 +95,24 @@ LAYERS: Mapping[str, int] = {
     "optimizer": 2,
     "optimizer_state": 2,
     "snapshot": 2,
+    "fsdp": 2,
+    "fsdp.dtypes": 2,
+    "fsdp.internals": 2,
+    "fsdp.names": 2,
+    "fsdp.optim_groups": 2,
+    "fsdp.optim_state": 2,
+    "fsdp.plain": 2,
+    "fsdp.random_state": 2,
+    "fsdp.state": 2,
+    "fsdp.trained": 2,
+    "fsdp.checkpoint.checkpointer": 2,
+    "fsdp.checkpoint.contents": 2,
+    "fsdp.checkpoint.loader": 2,
+    "fsdp.checkpoint.memory": 2,
+    "fsdp.checkpoint.opened": 2,
+    "fsdp.checkpoint.saver": 2,
     # 3: what joins them
+    "checkpoints": 3,
     "session": 3,
     "contexts": 3,
     "steps": 3,
@@ -85,17 +121,34 @@ LAYERS: Mapping[str, int] = {
     # 4: the entry points
     "cli": 4,
 }
-SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without a circle
+SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without a circle; in 2 within a folder
 
 USES_TORCH = frozenset(
     {
         "amp",
         "arguments",
+        "checkpoints",
         "clipping",
         "engine",
         "guard",
         "internals",
         "follow",
+        "fsdp.checkpoint.checkpointer",
+        "fsdp.checkpoint.contents",
+        "fsdp.checkpoint.loader",
+        "fsdp.checkpoint.memory",
+        "fsdp.checkpoint.opened",
+        "fsdp.checkpoint.saver",
+        "fsdp.checkpoint.together",
+        "fsdp.dtypes",
+        "fsdp.internals",
+        "fsdp.names",
+        "fsdp.optim_state",
+        "fsdp.optim_groups",
+        "fsdp.plain",
+        "fsdp.random_state",
+        "fsdp.state",
+        "fsdp.trained",
         "gradients",
         "optimizer",
         "optimizer_state",
@@ -140,7 +193,7 @@ PUBLIC_NAMES = [
     "follow_config",
 ]
 
-READS_ENVIRON = frozenset({"cli", "follow", "settings"})
+READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "settings"})
 WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
@@ -148,6 +201,9 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
     "files:write_whole": "takes its temporary file away and raises again, whatever came",
     "follow:ConfigFollower.__enter__": "tells the peers that this rank leaves, closes, and raises again",
+    "fsdp.checkpoint.saver:Saver.save": "takes away what is left of a save that failed, and raises again",
+    "fsdp.checkpoint.together:gather_or_raise": "whatever a rank raises, the others are to hear of it",
+    "fsdp.checkpoint.together:within.run": "the top of a thread: kept for the one who waits, who raises it",
     "session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
     "watch:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
     "watch:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
@@ -288,9 +344,20 @@ def _direction_fault(name: str, seen: Import, layers: Mapping[str, int]) -> str 
     mine, its = layers[name], layers[reached]
     if its > mine:
         return f"{where} is on layer {its}, above layer {mine}; imports go downward"
-    if its == mine and reached != name and mine not in SIDEWAYS and not seen.types_only:
-        return f"{where} is on the same layer {mine}, where modules do not import one another"
+    if (
+        its == mine
+        and reached != name
+        and mine not in SIDEWAYS
+        and not seen.types_only
+        and _room(name) != _room(reached)
+    ):
+        return f"{where} is on the same layer {mine}, where rooms do not import one another"
     return None
+
+
+def _room(name: str) -> str:
+    """The folder of the package that a module lies in; a module that lies in none is a room by itself."""
+    return name.partition(".")[0]
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[str]:

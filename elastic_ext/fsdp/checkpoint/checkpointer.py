@@ -26,11 +26,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from ...ranks import Ranks
-from ..optim_state import held_of_optimizers
-from ..plain import pack, unpack
-from ..state import box_of, extra_states, held, held_of_model, parameters_of
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from elastic_ext.fsdp.optim_state import held_of_optimizers
+from elastic_ext.fsdp.plain import pack, unpack
+from elastic_ext.fsdp.state import box_of, extra_states, held, held_of_model, parameters_of
+from elastic_ext.ranks import Ranks
+
 from .claim import Claim
 from .commit import Commit, chain_after
 from .contents import Contents
@@ -178,7 +179,7 @@ class ShardCheckpointer:
                 num_ranks=commit.num_ranks,
             )
 
-        loaded = self.restore(act, None if path is None else Path(path))
+        loaded: Loaded | None = self.restore(act, None if path is None else Path(path))
         if loaded is None:
             raise CheckpointNotFound(
                 f"{self._storage} has no checkpoint of job {self._job!r}; give path= to load another's, or job="
@@ -266,9 +267,7 @@ class ShardCheckpointer:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
-    def restore(
-        self, act: Callable[[Opened], Any], path: Path | None = None, *, falls_back: bool = True
-    ) -> Any:
+    def restore(self, act: Callable[[Opened], Any], path: Path | None = None, *, falls_back: bool = True) -> Any:
         """What ``act`` gives of the checkpoint in ``path`` or of the newest good one; None where the job has none.
 
         ``act`` is called on every rank, and may be called again for an older checkpoint where ranks found the newer
@@ -279,7 +278,9 @@ class ShardCheckpointer:
             results: list[Any] = []
             commits: list[Commit] = []
 
-            def attempt(candidate: Path = candidate, results: list[Any] = results, commits: list[Commit] = commits) -> str:
+            def attempt(
+                candidate: Path = candidate, results: list[Any] = results, commits: list[Commit] = commits
+            ) -> str:
                 with Opened(Found.read(candidate)) as opened:
                     commits.append(opened.found.commit)
                     results.append(act(opened))

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..state import Held
+from elastic_ext.fsdp.state import Held
+
 from .inventory import Inventory, Item
 
 __all__ = ["KINDS", "STATE_FILE", "VALUES", "Contents", "FileKind", "meta_file", "shard_file"]

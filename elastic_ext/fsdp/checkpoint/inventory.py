@@ -6,11 +6,11 @@ Pure, so that every rank comes to the same result from the same inventories, and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import CheckpointError
-from ..layout import Box, Layout
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.layout import Box, Layout
 
 from .dtypes import ITEM_BYTES
 from .meta import Kind, StateMeta, TensorMeta

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import CheckpointMismatch
-from ..optim_groups import put_groups
-from ..optim_state import held_of_optimizers, make_missing, put_values
-from ..plain import unpack
-from ..state import Held, Parameter, held_of_model, parameters_of, put_extra_states
-from ..trained import by_name_of, place_of, trained_by
+from elastic_ext.errors import CheckpointMismatch
+from elastic_ext.fsdp.optim_groups import put_groups
+from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
+from elastic_ext.fsdp.plain import unpack
+from elastic_ext.fsdp.state import Held, Parameter, held_of_model, parameters_of, put_extra_states
+from elastic_ext.fsdp.trained import by_name_of, place_of, trained_by
+
 from .contents import VALUES, FileKind
 from .opened import Opened, Wanted
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..layout import Box, Layout
-from ..moves import moves_into
+from elastic_ext.fsdp.layout import Box, Layout
+from elastic_ext.fsdp.moves import moves_into
 
 __all__ = ["bytes_of", "is_plain", "part_of"]
 
@@ -24,7 +24,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def part_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview:

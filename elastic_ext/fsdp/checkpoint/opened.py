@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointDamaged
-from ..dtypes import dtype_of
-from ..layout import Box
-from ..moves import moves_into
+from elastic_ext.errors import CheckpointDamaged
+from elastic_ext.fsdp.dtypes import dtype_of
+from elastic_ext.fsdp.layout import Box
+from elastic_ext.fsdp.moves import moves_into
+
 from .contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
 from .dtypes import ITEM_BYTES
 from .listing import Found
@@ -51,7 +52,7 @@ class Opened:
         self.metas: dict[FileKind, StateMeta] = {}
         for kind in KINDS:
             file = meta_file(kind)
-            meta = StateMeta.from_json(found.read_meta(file))
+            meta = StateMeta.from_json(found.read_meta(file), where=str(found.path / file))
             fault = meta.fault()
             if fault is not None or meta.num_ranks != self.num_ranks:
                 raise CheckpointDamaged(

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import ElasticError
-from ...files import sync_folder
-from ...ranks import Ranks
-from ..state import Held
+from elastic_ext.errors import ElasticError
+from elastic_ext.files import sync_folder
+from elastic_ext.fsdp.state import Held
+from elastic_ext.ranks import Ranks
+
 from .commit import Commit, FileSummary, checksum_of
 from .contents import KINDS, STATE_FILE, VALUES, Contents, FileKind, meta_file, shard_file
 from .inventory import Inventory, meta_of

@@ -11,7 +11,12 @@ from typing import Literal, NamedTuple
 
 __all__ = ["Dimension", "copy_strided", "dimensions_of", "extent_of"]
 
-_FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}  # what a memoryview moves as one item
+_FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {
+    1: "B",
+    2: "H",
+    4: "I",
+    8: "Q",
+}  # what a memoryview moves as one item
 _WIDEST = max(_FORMATS)
 # Measured, in nanoseconds: a copy, and each of its items where they lie together and where there are gaps.
 _COPY, _ITEM_TOGETHER, _ITEM_APART = 350.0, 0.2, 6.0

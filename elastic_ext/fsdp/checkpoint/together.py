@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ... import errors
-from ...errors import CheckpointError, PeerLostError
-from ...ranks import Ranks
+from elastic_ext import errors
+from elastic_ext.errors import CheckpointError, PeerLostError
+from elastic_ext.ranks import Ranks
 
 __all__ = ["gather_or_raise", "within"]
 
