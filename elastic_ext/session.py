@@ -119,17 +119,17 @@ class Session:
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
         step, backwards = self._counts.global_step, self.steps.num_backwards
+        is_due = step >= self._save_at
         if not self.follower.pass_quietly(step, backwards):
             boundary = self.follower.boundary(step=step, backwards=backwards)
             self.should_stop = boundary.stop
-            self._plan_saving(is_asked=boundary.save)
+            self._plan_saving()
+            is_due |= boundary.save
         if self._progress.is_shown:
             self._progress.advance()
-        if step >= self._save_at and self.checkpoints is not None:
-            try:
-                self.checkpoints.save_due()
-            finally:
-                self._save_at = self.checkpoints.save_at
+        if is_due and self.checkpoints is not None:
+            self._plan_saving()
+            self.checkpoints.save_due()
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
@@ -199,10 +199,9 @@ class Session:
             raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
         return self.checkpoints
 
-    def _plan_saving(self, *, is_asked: bool = False) -> None:
+    def _plan_saving(self) -> None:
         if self.checkpoints is not None:
-            self.checkpoints.follow(self.follower.config, is_asked=is_asked)
-            self._save_at = self.checkpoints.save_at
+            self._save_at = self.checkpoints.next_due(self.follower.config)
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""
