@@ -349,6 +349,13 @@ def test_one_who_has_it_all_shares_for_those_with_parts() -> None:
     )
 
 
+def test_ranges_among_blocks_are_cut_down_to_ranges() -> None:
+    shape = (4, 4)
+    column, rest = Box.block(shape, (2, 3), (4, 4)), Box.flat(shape, 12, 15)
+    layout = Layout(shape, (column, Box.flat(shape, 3, 11), rest, Box.flat(shape, 0, 5)))
+    assert layout.shares(least=0).boxes == (column, Box.flat(shape, 5, 11), rest, Box.flat(shape, 0, 5))
+
+
 def test_a_cross_is_refused_because_what_is_left_of_it_is_no_box() -> None:
     cross = (Box.block((3, 3), (1, 0), (2, 3)), Box.block((3, 3), (0, 1), (3, 2)))
     with pytest.raises(ValueError, match=re.escape("elements 3:6 of (3, 3) overlaps others")):

@@ -199,8 +199,8 @@ class Layout:
 
     def _is_one_run(self, replicas: bool) -> bool:
         reach = 0
-        for low, high in sorted((box.start[0], box.end[0]) for box in self.boxes):
-            if low > reach or (low < reach and low < high and not replicas):
+        for low, high in sorted((box.start[0], box.end[0]) for box in self.boxes if box.start != box.end):
+            if low > reach or (low < reach and not replicas):
                 return False
             reach = max(reach, high)
         return reach == math.prod(self.shape)
