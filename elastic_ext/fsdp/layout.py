@@ -126,7 +126,7 @@ class Box:
             )
         if all(0 <= low <= high <= limit for low, high, limit in zip(self.start, self.end, limits, strict=True)):
             return None
-        return f"{self} lies outside of it; allowed: ranges within " + ", ".join(f"0:{limit}" for limit in limits)
+        return f"outside of the tensor: {self}; allowed: ranges within " + ", ".join(f"0:{limit}" for limit in limits)
 
     def blocks(self) -> tuple[Block, ...]:
         """The blocks that it is made of, in order, and where each lies in its own memory: at most 2N - 1."""

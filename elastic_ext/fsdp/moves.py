@@ -12,7 +12,7 @@ from .regions import Point, Region, Regions, cut_run, num_in
 
 __all__ = ["Move", "moves", "moves_into"]
 
-_LEAST = 1 << 14  # elements; a message with fewer costs about as much as this one
+_LEAST = 1 << 14  # elements; fewer are not worth another message
 
 
 @dataclass(frozen=True, slots=True)
