@@ -123,7 +123,7 @@ class ShardReader:
         entry = self.entries.get(request.entry_name)
         if entry is None:
             self._refuse(f"it has no tensor {request.entry_name!r}; the checkpoint's metadata says that it has")
-        end = request.source_offset * request.item_bytes + (request.extents[0] if request.num_bytes else 0)
+        end = request.source_offset * request.item_bytes + request.source_bytes
         if ITEM_BYTES[entry.dtype] != request.item_bytes or end > entry.num_bytes:
             self._refuse(
                 f"its tensor {request.entry_name!r} is of {entry.num_bytes} bytes, {ITEM_BYTES[entry.dtype]} each; "

@@ -114,7 +114,7 @@ def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _write(file: int, views: Sequence[memoryview]) -> int:
     """Write all of ``views``, however little the system takes at a time; the number of bytes."""
-    waiting = list(views)
+    waiting = [view for view in views if view]
     total = 0
     while waiting:
         num_bytes = os.writev(file, waiting)

@@ -11,7 +11,12 @@ from typing import Literal, NamedTuple
 
 __all__ = ["Dimension", "copy_strided", "dimensions_of", "extent_of"]
 
-_FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}  # what a memoryview moves as one item
+_FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {
+    1: "B",
+    2: "H",
+    4: "I",
+    8: "Q",
+}  # what a memoryview moves as one item
 _WIDEST = max(_FORMATS)
 # Measured, in nanoseconds: a copy, and each of its items where they lie together and where there are gaps.
 _COPY, _ITEM_TOGETHER, _ITEM_APART = 350.0, 0.2, 6.0
@@ -29,11 +34,12 @@ def dimensions_of(
     sizes: Sequence[int], source_strides: Sequence[int], target_strides: Sequence[int], item_bytes: int
 ) -> tuple[tuple[Dimension, ...], int]:
     """The dimensions, as few as can be and in the order of the source, and the bytes of a run; strides are in items."""
-    given = sorted(
+    given = [
         (source * item_bytes, target * item_bytes, size)
         for size, source, target in zip(sizes, source_strides, target_strides, strict=True)
         if size != 1
-    )
+    ]
+    given.sort()
     run = item_bytes
     dimensions: list[Dimension] = []  # innermost first
     for source, target, size in given:
