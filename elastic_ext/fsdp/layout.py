@@ -148,12 +148,11 @@ class Box:
 
     def split(self, num_parts: int) -> tuple[Box, ...]:
         """Boxes that tile it, in order, as equal as can be: to one element if it is flat. Some may be empty."""
-        if self.is_flat:
-            low, size = self.start[0], self.num_elements
+        box = self if self.is_flat else Box.block(self.shape, self.start, self.end)
+        if box.is_flat:
+            low, size = box.start[0], box.num_elements
             cuts = [low + size * part // num_parts for part in range(num_parts + 1)]
             return tuple(Box(self.shape, (cuts[part],), (cuts[part + 1],)) for part in range(num_parts))
-        if self.is_empty:
-            return (Box.empty(self.shape),) * num_parts
         return tuple(Box.block(self.shape, start, end) for start, end in cut_slabs(self.start, self.end, num_parts))
 
 
