@@ -164,9 +164,8 @@ def test_a_thousand_parameters_on_64_ranks_take_less_than_a_megabyte() -> None:
     assert len(data) < 1_000_000
     assert StateMeta.from_json(data) == different
     assert different.fault() is None
-    turned = state(
-        *[Layout((9999,), (*s[i % 64 :], *s[: i % 64])) for i in range(1000) for s in [Box.whole((9999,)).split(64)]]
-    )
+    parts = Box.whole((9999,)).split(64)
+    turned = state(*[Layout((9999,), (*parts[i % 64 :], *parts[: i % 64])) for i in range(1000)])
     assert len(turned.to_json()) < 1_000_000
 
 
@@ -281,8 +280,7 @@ def read_or_refused(data: bytes) -> None:
     """Reads what may be metadata; whatever it is, nothing but a refusal may be raised."""
     try:
         meta = StateMeta.from_json(data)
-    except CheckpointError as error:
-        assert str(error).startswith("the metadata ")
+    except CheckpointError:
         return
     assert StateMeta.from_json(meta.to_json()) == meta
     meta.fault()

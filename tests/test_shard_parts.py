@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +12,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
 from elastic_ext.fsdp.checkpoint.shardfile import Entry, laid_out
 from elastic_ext.fsdp.checkpoint.shardreader import Request, ShardReader
 from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
 from elastic_ext.fsdp.checkpoint.strided import copy_strided, dimensions_of
 from elastic_ext.fsdp.checkpoint.windows import arranged, by_window, parts_of
+from elastic_ext.fsdp.moves import moves_into
+from tests.layouts import apart_or_equal, covering, memory_of, shapes, tensor_of
 from tests.shards import assert_read_back, piece, random_bytes
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -293,3 +298,32 @@ def test_request_that_cannot_be_is_refused_with_the_reason(change: dict[str, obj
     Request(**good)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=words):
         Request(**{**good, **change})  # type: ignore[arg-type]
+
+
+# --- layouts on a disk ----------------------------------------------------------------------------------------------
+
+
+@given(st.data(), shapes)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_tensor_saved_in_any_layout_is_read_in_any_other(
+    tmp_path: Path, data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    old, new = data.draw(apart_or_equal(shape)).shares(least=3, salt="w"), data.draw(covering(shape))
+    meta = StateMeta(len(old.boxes), {"w": TensorMeta("w", "I64", old, "parameter")}, {})
+    old = StateMeta.from_json(meta.to_json()).tensors["w"].layout
+    tensor = tensor_of(shape)
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    with contextlib.ExitStack() as opened:
+        readers = []
+        for rank, box in enumerate(old.boxes):
+            pieces = [] if box.is_empty else [Piece("w", "I64", box.sizes, memory_of(tensor, box).data)]
+            summary = write_shard(folder / str(rank), pieces, generation="g", block_bytes=64)
+            readers.append(opened.enter_context(ShardReader(folder / str(rank), summary=summary, generation="g")))
+        for box in new.boxes:
+            memory = np.zeros(box.num_elements, np.int64)
+            for move in moves_into(box, old, target=-1):
+                target = memory.view(np.uint8).data
+                where = move.source_offset, move.source_strides, target, move.target_offset, move.target_strides
+                readers[move.source].read_into([Request("w", 8, move.sizes, *where)])
+            assert np.array_equal(memory, memory_of(tensor, box))
+        assert sum(reader.bytes_needed for reader in readers) == 8 * sum(box.num_elements for box in new.boxes)

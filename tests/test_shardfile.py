@@ -97,6 +97,15 @@ def test_header_says_whose_the_file_is_and_its_data_begins_on_a_page(tmp_path: P
     assert all(entry.offset % ITEM_BYTES[entry.dtype] == 0 for entry in header.entries.values())
 
 
+def test_one_tensor_is_read_by_its_name(tmp_path: Path) -> None:
+    pieces = [piece("a", "F32", (3, 2)), piece("b", "U8", ()), piece("c", "F64", (0, 2))]
+    summary = write_shard(tmp_path / "shard", pieces, generation="g")
+    with ShardReader(tmp_path / "shard", summary=summary, generation="g") as reader:
+        assert [reader.read(one.name) for one in pieces] == [one.data for one in pieces]
+        with pytest.raises(CheckpointDamaged, match="shard is damaged: it has no tensor 'd'"):
+            reader.read("d")
+
+
 def test_file_without_tensors_is_a_file_like_any_other(tmp_path: Path) -> None:
     summary = write_shard(tmp_path / "shard", [], generation="g")
     assert_read_back(tmp_path / "shard", summary, [])

@@ -77,6 +77,15 @@ class ShardReader:
             for copy in copies:
                 copy.do()
 
+    def read(self, name: str) -> bytearray:
+        """All of one tensor, which is to be small."""
+        entry = self.entries.get(name) or self._refuse_name(name)
+        data, item_bytes = bytearray(entry.num_bytes), ITEM_BYTES[entry.dtype]
+        self.read_into(
+            [Request(name, item_bytes, (entry.num_bytes // item_bytes,), 0, (1,), memoryview(data), 0, (1,))]
+        )
+        return data
+
     def verify(self) -> None:
         """Read all of the file and check it."""
         for start in range(0, self._header.data_bytes, self._window_bytes):
@@ -120,9 +129,7 @@ class ShardReader:
         return header, encoded
 
     def _entry_of(self, request: Request) -> Entry:
-        entry = self.entries.get(request.entry_name)
-        if entry is None:
-            self._refuse(f"it has no tensor {request.entry_name!r}; the checkpoint's metadata says that it has")
+        entry = self.entries.get(request.entry_name) or self._refuse_name(request.entry_name)
         end = request.source_offset * request.item_bytes + request.source_bytes
         if ITEM_BYTES[entry.dtype] != request.item_bytes or end > entry.num_bytes:
             self._refuse(
@@ -175,6 +182,9 @@ class ShardReader:
             waiting = waiting[done:]
             if num_bytes:
                 waiting[0] = waiting[0][num_bytes:]
+
+    def _refuse_name(self, name: str) -> NoReturn:
+        self._refuse(f"it has no tensor {name!r}; the checkpoint's metadata says that it has")
 
     def _refuse_block(self, block: int) -> NoReturn:
         start = block * self._header.block_bytes

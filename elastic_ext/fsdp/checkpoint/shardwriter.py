@@ -137,7 +137,8 @@ def _start_writing_back(file: int, offset: int, num_bytes: int) -> None:
     Linux starts to write pages that it is told are not needed any more; those still to be written stay in memory.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # not everything can be advised
+            os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _remove(path: Path) -> None:
