@@ -66,7 +66,8 @@ class Listing:
             try:
                 found.append(Found.read(path))
             except CheckpointNotFound:
-                unfinished.append(name)
+                if not path.is_symlink():  # which is not made here
+                    unfinished.append(name)
             except (CheckpointError, OSError) as error:
                 unreadable[name] = error
         return cls(found=tuple(sorted(found, key=_age)), unreadable=unreadable, unfinished=tuple(unfinished))
