@@ -98,8 +98,15 @@ class JobFolder:
         return self.checkpoints()[::-1]
 
     def latest(self, chain: Chain | None = None) -> Found | None:
-        """The newest checkpoint, of the runs of ``chain`` if that is given."""
-        return newest_of(self.listing().found, chain)
+        """The newest checkpoint, of the runs of ``chain`` if that is given; what is damaged is passed over.
+
+        OSError where the file system does not let one be read, which may be the newest.
+        """
+        listing = self.listing()
+        for error in listing.unreadable.values():
+            if isinstance(error, OSError):
+                raise error
+        return newest_of(listing.found, chain)
 
     def found(self, name: str) -> Found:
         """The checkpoint ``name``, looked at by its name alone; raises what ``read_commit`` raises."""
