@@ -1,0 +1,316 @@
+"""Layouts: which holder has which part of a tensor. Pure: no tensors, no files, no processes.
+
+Words: a *box* is a part of a tensor, either *flat*, a range of its elements in row-major order, or a *block*, a range
+in each of its dimensions. A *holder* is whatever has memory: a rank, or a file. *Replicas* are holders of equal boxes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .regions import Point, Regions, cut_run, cut_slabs, num_in, row_major
+
+__all__ = ["Block", "Box", "Layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a tensor, and where a box that it belongs to keeps it."""
+
+    start: Point
+    end: Point
+    offset: int
+    """Of the element at ``start`` in the box's own memory."""
+    strides: Point
+    """How far apart neighbours lie there, per dimension of the tensor."""
+
+    @property
+    def num_elements(self) -> int:
+        return num_in(self.start, self.end)
+
+    def offset_of(self, point: Point) -> int:
+        """Where one of its elements lies in the box's own memory."""
+        return self.offset + sum(
+            (at - first) * stride for at, first, stride in zip(point, self.start, self.strides, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: the triplet (original shape, start, end).
+
+    A box can be said that does not lie in its tensor, as metadata may; ``fault`` tells, and everything else takes for
+    granted that there is none.
+    """
+
+    shape: Point
+    """Of the whole tensor."""
+    start: Point
+    """One number: into the flattened tensor. One per dimension: a block of it."""
+    end: Point
+    """Exclusive."""
+
+    @classmethod
+    def flat(cls, shape: Sequence[int], start: int, end: int) -> Box:
+        return cls(tuple(shape), (start,), (end,))
+
+    @classmethod
+    def block(cls, shape: Sequence[int], start: Sequence[int], end: Sequence[int]) -> Box:
+        """The block between two corners; flat if its elements are one run, so that equal parts are equal boxes."""
+        box = cls(tuple(shape), tuple(start), tuple(end))
+        if not len(box.shape) == len(box.start) == len(box.end) or any(map(int.__gt__, box.start, box.end)):
+            return box
+        sizes = tuple(map(int.__sub__, box.end, box.start))
+        if 0 in sizes:
+            return cls.empty(shape)
+        if box.fault() is not None and sizes:
+            return box
+        cut = next((at for at, size in enumerate(sizes) if size != 1), len(sizes))
+        if any(size != full for size, full in zip(sizes[cut + 1 :], box.shape[cut + 1 :], strict=True)):
+            return box
+        first = sum(map(int.__mul__, box.start, row_major(box.shape)))
+        return cls.flat(shape, first, first + math.prod(sizes))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls.flat(shape, 0, math.prod(shape))
+
+    @classmethod
+    def empty(cls, shape: Sequence[int]) -> Box:
+        return cls.flat(shape, 0, 0)
+
+    @property
+    def is_flat(self) -> bool:
+        return len(self.start) == 1
+
+    @property
+    def num_elements(self) -> int:
+        return self.end[0] - self.start[0] if len(self.start) == 1 else num_in(self.start, self.end)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.start == self.end or any(map(int.__eq__, self.start, self.end))
+
+    @property
+    def sizes(self) -> Point:
+        """Of its own memory, which is row-major: one number if it is flat."""
+        return tuple(map(int.__sub__, self.end, self.start))
+
+    @property
+    def hull(self) -> tuple[int, int]:
+        """The smallest flat range that it lies in."""
+        if len(self.start) == 1:
+            return self.start[0], self.end[0]
+        if self.is_empty:
+            return 0, 0
+        strides = row_major(self.shape)
+        last = sum((high - 1) * stride for high, stride in zip(self.end, strides, strict=True))
+        return sum(map(int.__mul__, self.start, strides)), last + 1
+
+    def __str__(self) -> str:
+        ranges = ", ".join(f"{low}:{high}" for low, high in zip(self.start, self.end, strict=False))
+        return f"elements {ranges} of {self.shape}" if self.is_flat else f"[{ranges}] of {self.shape}"
+
+    def fault(self) -> str | None:
+        """Why it is not a part of its tensor, None if it is."""
+        if min(self.shape, default=0) < 0:
+            return f"a tensor cannot have the shape {self.shape}; sizes are 0 or more"
+        limits = (math.prod(self.shape),) if len(self.start) == 1 else self.shape
+        if not len(self.start) == len(self.end) == len(limits) or not self.start:
+            return (
+                f"start {self.start} and end {self.end} do not go with the shape {self.shape}; allowed: one number "
+                "each, into the flattened tensor, or one for each dimension"
+            )
+        if all(0 <= low <= high <= limit for low, high, limit in zip(self.start, self.end, limits, strict=True)):
+            return None
+        return f"{self} lies outside of it; allowed: ranges within " + ", ".join(f"0:{limit}" for limit in limits)
+
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks that it is made of, in order, and where each lies in its own memory: at most 2N - 1."""
+        if self.is_empty:
+            return ()
+        if not self.is_flat or len(self.shape) == 1:
+            return (Block(self.start, self.end, 0, row_major(self.sizes)),)
+        strides = row_major(self.shape)
+        return tuple(
+            Block(start, end, sum(map(int.__mul__, start, strides)) - self.start[0], strides)
+            for start, end in cut_run(self.shape, self.start[0], self.end[0])
+        )
+
+    def blocks_in(self, space: Point) -> tuple[Block, ...]:
+        """The same in one of the spaces that ``space_of`` gives."""
+        if len(space) == 1:
+            return () if self.is_empty else (Block(self.start, self.end, 0, (1,)),)
+        return self.blocks()
+
+    def split(self, num_parts: int) -> tuple[Box, ...]:
+        """Boxes that tile it, in order, as equal as can be: to one element if it is flat. Some may be empty."""
+        box = self if self.is_flat else Box.block(self.shape, self.start, self.end)
+        if box.is_flat:
+            low, size = box.start[0], box.num_elements
+            cuts = [low + size * part // num_parts for part in range(num_parts + 1)]
+            return tuple(Box(self.shape, (cuts[part],), (cuts[part + 1],)) for part in range(num_parts))
+        return tuple(Box.block(self.shape, start, end) for start, end in cut_slabs(self.start, self.end, num_parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where one tensor lies: which part of it each holder has."""
+
+    shape: Point
+    boxes: tuple[Box, ...]
+    """By holder."""
+
+    @property
+    def is_flat(self) -> bool:
+        return all(len(box.start) == 1 for box in self.boxes)
+
+    def holders_of_boxes(self) -> dict[Box, list[int]]:
+        """Who has each box that is not empty; replicas together."""
+        found: dict[Box, list[int]] = {}
+        for holder, box in enumerate(self.boxes):
+            if not box.is_empty:
+                found.setdefault(box, []).append(holder)
+        return found
+
+    def covers(self) -> bool:
+        """Whether every element is held, by one holder or several."""
+        return self.fault(replicas=True) is None
+
+    def fault(self, *, replicas: bool = False) -> str | None:
+        """Why the boxes do not hold each element exactly once, or at least once with ``replicas``; None if they do."""
+        if min(self.shape, default=0) < 0:
+            return f"a tensor cannot have the shape {self.shape}; sizes are 0 or more"
+        size = math.prod(self.shape)
+        for holder, box in enumerate(self.boxes):
+            if box.shape != self.shape:
+                return f"holder {holder} has a part of a tensor of shape {box.shape}; this one has {self.shape}"
+            if len(box.start) == len(box.end) == 1 and 0 <= box.start[0] <= box.end[0] <= size:
+                continue  # as most are
+            fault = box.fault()
+            if fault is not None:
+                return f"holder {holder}: {fault}"
+        if self.is_flat and self._is_one_run(replicas):
+            return None
+        return self._uneven(replicas)
+
+    def _is_one_run(self, replicas: bool) -> bool:
+        reach = 0
+        for low, high in sorted((box.start[0], box.end[0]) for box in self.boxes):
+            if low > reach or (low < reach and low < high and not replicas):
+                return False
+            reach = max(reach, high)
+        return reach == math.prod(self.shape)
+
+    def _uneven(self, replicas: bool) -> str | None:
+        """The first part of the tensor that nobody holds, or more than one."""
+        found = self.holders_of_boxes()
+        holders = list(found.values())
+        space = space_of(self.shape, found)
+        items = [(at, block) for at, box in enumerate(found) for block in box.blocks_in(space)]
+        regions = Regions(space, [(block.start, block.end) for _, block in items])
+        for region in regions.everywhere():
+            who = [holder for at in region.holders for holder in holders[items[at][0]]]
+            where = region.start, region.end
+            if not who:
+                return f"no holder has {box_in(self.shape, *where)}"
+            if len(who) > 1 and not replicas:
+                others = f" and {len(who) - 2} more" if len(who) > 2 else ""
+                return f"holders {who[0]} and {who[1]}{others} have {box_in(self.shape, *where)}; one may"
+        return None
+
+    def shares(self, *, least: int, salt: str = "") -> Layout:
+        """Each element held once: replicas split their box between them.
+
+        ``least`` elements or fewer are not split but left to one of the replicas. ``salt``, such as the tensor's name,
+        says whose turn it is, so that over many tensors the work is spread evenly. Boxes that overlap otherwise are
+        cut down; ValueError where that would leave a holder with what is no box.
+        """
+        shares = [Box.empty(self.shape)] * len(self.boxes)
+        turn = turn_of(salt)
+        found = self.holders_of_boxes()
+        for box, holders in zip(_apart(self.shape, tuple(found)), found.values(), strict=True):
+            if len(holders) == 1:
+                shares[holders[0]] = box
+                continue
+            num_parts = num_worth(box.num_elements, least, len(holders))
+            for part, share in enumerate(box.split(num_parts)):
+                shares[holders[(turn + part) % len(holders)]] = share
+        return Layout(self.shape, tuple(shares))
+
+
+def num_worth(num_elements: int, least: int, num_holders: int) -> int:
+    """Between how many holders so much is split, if ``least`` elements or fewer are not."""
+    return max(1, min(num_holders, -(-num_elements // max(1, least))))
+
+
+def turn_of(salt: str) -> int:
+    """A number that a name always gives, and that many names spread evenly."""
+    return int.from_bytes(hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def space_of(shape: Point, boxes: Iterable[Box]) -> Point:
+    """The sizes of what some boxes of a tensor are compared in: the flattened tensor, where that is enough."""
+    return (math.prod(shape),) if all(len(box.start) == 1 for box in boxes) else shape
+
+
+def box_in(shape: Point, start: Point, end: Point) -> Box:
+    """The box of a block in such a space."""
+    return Box(shape, start, end) if len(start) == 1 else Box.block(shape, start, end)
+
+
+def _apart(shape: Point, boxes: Sequence[Box]) -> list[Box]:
+    """Boxes cut down to what no box before them has; those come before that begin earlier, or there and reach further.
+
+    ValueError where that leaves what is no box, and another order does so too.
+    """
+    if all(len(box.start) == 1 for box in boxes):
+        apart = list(boxes)
+        reach = 0
+        for low, minus_high, at in sorted((box.start[0], -box.end[0], at) for at, box in enumerate(boxes)):
+            if low < reach:
+                apart[at] = Box.flat(shape, min(reach, -minus_high), -minus_high)
+            reach = max(reach, -minus_high)
+        return apart
+    items = [(at, block) for at, box in enumerate(boxes) for block in box.blocks()]
+    regions = list(Regions(shape, [(block.start, block.end) for _, block in items]).everywhere())
+    of_region = [[items[at][0] for at in region.holders] for region in regions]
+    if all(len(places) < 2 for places in of_region):
+        return list(boxes)
+    hulls, sizes = [box.hull for box in boxes], [box.num_elements for box in boxes]
+    orders = (
+        lambda at: (hulls[at][0], -sizes[at]),
+        lambda at: (-sizes[at], at),
+        lambda at: (-hulls[at][1], -sizes[at]),
+    )
+    for order in orders:
+        parts: list[list[tuple[Point, Point]]] = [[] for _ in boxes]
+        for places, region in zip(of_region, regions, strict=True):
+            if places:
+                parts[min(places, key=order)].append((region.start, region.end))
+        cut = [_joined(box, own) for box, own in zip(boxes, parts, strict=True)]
+        if None not in cut:
+            return [box for box in cut if box is not None]
+    odd = boxes[cut.index(None)]
+    raise ValueError(
+        f"{odd} overlaps others so that what is left of it is no box; give holders equal boxes or ones that lie apart"
+    )
+
+
+def _joined(box: Box, parts: Sequence[tuple[Point, Point]]) -> Box | None:
+    """Parts of a box as one, None where they are none."""
+    num_elements = sum(num_in(start, end) for start, end in parts)
+    if num_elements == box.num_elements:
+        return box
+    if not parts:
+        return Box.empty(box.shape)
+    starts, ends = zip(*parts, strict=True)
+    start, end = tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*ends, strict=True)))
+    if num_in(start, end) == num_elements:
+        return Box.block(box.shape, start, end)
+    hulls = [Box(box.shape, *part).hull for part in parts]
+    run = Box.flat(box.shape, min(low for low, _ in hulls), max(high for _, high in hulls))
+    return run if run.num_elements == num_elements else None
