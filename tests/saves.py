@@ -14,14 +14,17 @@ from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.files import write_new
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, FileSummary, chain_after, checksum_of
+from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, chain_after
 from elastic_ext.fsdp.checkpoint.jobfolder import JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import Chain
 from elastic_ext.fsdp.checkpoint.listing import Found, is_name
+from elastic_ext.fsdp.checkpoint.shardreader import ShardReader
+from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
 from tests.syscalls import every_kill
 
 __all__ = ["SCENARIOS", "Run", "assert_loads", "assert_tidy", "killed_everywhere", "runs"]
 
+SHARD = "model_param.00000-00001.safetensors"
 META = b'{"tensors": {}}'
 
 
@@ -55,7 +58,8 @@ class Run:
         checksum = self.folder.put_meta(META)
         self.folder.link_meta(name, "model_meta.json", checksum)
         state = self.folder.put_state(name, "trainer_state.json", generation.encode())
-        write_new(path / "model_param.00000-00001.safetensors", generation.encode() * 100)
+        tensor = memoryview(generation.encode() * 100)
+        shard = write_shard(path / SHARD, [Piece("tensor", "U8", (len(tensor),), tensor)], generation=generation)
         commit = Commit(
             generation=generation,
             lineage=self.chain,
@@ -64,11 +68,7 @@ class Run:
             num_ranks=1,
             metas={"model_meta.json": checksum},
             states={"trainer_state.json": state},
-            shards={
-                "model_param.00000-00001.safetensors": FileSummary(
-                    num_bytes=len(generation) * 100, checksum=checksum_of(generation.encode() * 100)
-                )
-            },
+            shards={SHARD: shard},
             saved_at=f"2026-11-20T19:30:{self._num_saves:02}+00:00",
         )
         return self.folder.commit(name, commit)
@@ -92,8 +92,8 @@ def assert_loads(found: Found) -> None:
     commit = found.commit
     assert found.read_meta("model_meta.json") == META
     assert found.read_state("trainer_state.json") == commit.generation.encode()
-    for file, summary in commit.shards.items():
-        assert checksum_of((found.path / file).read_bytes()) == summary.checksum
+    with ShardReader(found.path / SHARD, summary=commit.shards[SHARD], generation=commit.generation) as reader:
+        assert reader.read("tensor") == commit.generation.encode() * 100
 
 
 def assert_tidy(path: Path) -> None:
@@ -161,7 +161,7 @@ def _prune_and_save(run: Run) -> None:
 
 def _discard(run: Run) -> None:
     path = run.folder.begin("step_2", "g", run.chain)
-    write_new(path / "model_param.00000-00001.safetensors", b"half")
+    write_new(path / SHARD, b"half")
     run.folder.discard("step_2")
 
 

@@ -26,7 +26,7 @@ from elastic_ext.fsdp.checkpoint.commit import COMMIT, chain_after
 from elastic_ext.fsdp.checkpoint.jobfolder import FOLDER, JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import place_in
 from elastic_ext.fsdp.checkpoint.listing import Found
-from tests.saves import SCENARIOS, Run, assert_loads, assert_tidy, recovered, runs
+from tests.saves import SCENARIOS, SHARD, Run, assert_loads, assert_tidy, recovered, runs
 from tests.syscalls import at_call, can_fail, failure, recorded
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
@@ -157,10 +157,11 @@ def test_what_a_commit_vouches_for_is_on_the_disk_before_it_and_it_is_before_com
     run = Run(tmp_path, "a")
     with recorded() as calls:
         run.save("step_1")
-    tail = [name for name in calls.names if name in ("write", "fsync", "link", "mkdir", "replace")]
+    tail = [name for name in calls.names if name in ("write", "writev", "fsync", "link", "mkdir", "replace")]
     meta = ["mkdir", "fsync", "write", "fsync", "replace", "fsync", "link"]
     file = ["write", "fsync", "link"]
-    assert tail == ["mkdir", "fsync", *meta, *file, *file, "fsync", *file, "fsync"]
+    shard = ["writev", "writev", "writev", "fsync", "link"]
+    assert tail == ["mkdir", "fsync", *meta, *file, *shard, "fsync", *file, "fsync"]
 
 
 # ---- lineages ----
@@ -512,7 +513,7 @@ def test_without_locks_the_run_that_comes_last_has_the_folder_and_the_other_is_t
         first = Run(tmp_path, "first")
     first.save("step_1")
     path = first.folder.begin("step_2", "g", first.chain)
-    write_new(path / "model_param.00000-00001.safetensors", b"half")
+    write_new(path / SHARD, b"half")
     second = Run(tmp_path, "second")
     second.go_on(second.folder.latest()).save("step_2")
     for act in (

@@ -224,7 +224,7 @@ class JobFolder:
         return self.path / _META / f"{checksum}.json"
 
     def _check_files(self, path: Path, commit: Commit) -> None:
-        sizes = {file: summary.num_bytes for file, summary in [*commit.states.items(), *commit.shards.items()]}
+        sizes = commit.sizes()
         for file, checksum in commit.metas.items():
             sizes[file] = _size_of(self._meta(checksum))
         for file, expected in sizes.items():
