@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.optim_groups import put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
 from elastic_ext.fsdp.plain import Plain
-from elastic_ext.fsdp.state import Held, Kind, held_of_model, parameters_of
+from elastic_ext.fsdp.state import Held, Kind, box_of, held_of_model, parameters_of
 from tests.ranks import RankPool
 from tests.sharded import WAYS, values_of
 from tests.training import bits_of, make_data, make_model
@@ -82,14 +82,14 @@ def _tensor_and_fully_of_all(model: Any) -> nn.Module:
 
 
 def _compiled(model: Any) -> nn.Module:
-    whole: Any = DistributedDataParallel(model)
-    compiled: nn.Module = torch.compile(whole, backend="eager")
-    return compiled
+    compiled: Any = torch.compile(DistributedDataParallel(model), backend="eager")
+    whole: nn.Module = compiled
+    return whole
 
 
 def _flat(strategy: ShardingStrategy) -> Wrap:
-    def wrap(model: nn.Module) -> nn.Module:
-        model.wide = FullyShardedDataParallel(  # type: ignore[assignment]
+    def wrap(model: Any) -> nn.Module:
+        model.wide = FullyShardedDataParallel(
             model.wide, use_orig_params=True, sharding_strategy=strategy, device_id=torch.device("cpu")
         )
         return FullyShardedDataParallel(
@@ -313,3 +313,117 @@ def test_spread_state_is_the_plain_one_cut_up_and_takes_the_plain_one_in(
     )
     assert alike(later, put_together([after]))
     assert all(state.groups == before.groups for states in per_rank for state in states)
+
+
+# --- placements and wrappers of their own ---------------------------------------------------------------------------
+
+
+class RowMeans(Optimizer):
+    """Keeps a mean per row, of the shape (rows, 1), and the largest gradient of what lies on this rank."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for part in group["params"]:
+                state = self.state[part]
+                state.setdefault("rows", part.new_zeros((part.shape[0], 1))).add_(1)
+                assert isinstance(part.grad, DTensor)
+                state["largest"] = part.grad.to_local().abs().amax(dim=1)
+
+
+def step_with_state_of_its_own_shape(rank: int) -> tuple[list[Saved], list[Saved], list[str]]:
+    model: Any = fully_shard(nn.Linear(6, 7), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = RowMeans([model.weight], lr=0.1)
+    model(torch.randn(3, 6)).sum().backward()
+    optimizer.step()
+    parameters = parameters_of(model)
+    found = copied(held_of_optimizers([optimizer], parameters, rank=rank).tensors)
+    fresh = RowMeans([model.weight], lr=0.1)
+    left = make_missing([fresh], parameters, {one.name: one for one in found}, rank=rank)
+    left += make_missing([fresh], parameters, {f"weight/largest@{1 - rank}": found[1]}, rank=rank)
+    return found, copied(held_of_optimizers([fresh], parameters, rank=rank).tensors), left
+
+
+def test_state_of_its_own_shape_is_whole_and_state_of_one_rank_alone_bears_its_number(ranks: RankPool) -> None:
+    for rank, (found, made, left) in enumerate(ranks.run(2, step_with_state_of_its_own_shape)):
+        described = [(one.name, one.kind, one.box) for one in found]
+        assert described == [
+            ("weight/rows", "own", Box.whole((7, 1))),
+            (f"weight/largest@{rank}", "opaque", Box.whole((4 - rank,))),
+        ]
+        assert [(one.name, one.kind, one.box) for one in made] == described
+        assert left == []
+
+
+def muon_by_fully_shard(rank: int) -> tuple[list[Saved], list[Saved]]:
+    model: Any = fully_shard(nn.Linear(6, 7, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    optimizer: Optimizer = Muon(model.parameters(), lr=0.1)
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    parameters = parameters_of(model)
+    found = copied(held_of_optimizers([optimizer], parameters, rank=rank).tensors)
+    fresh = Muon(model.parameters(), lr=0.1)
+    make_missing([fresh], parameters, {one.name: one for one in found}, rank=rank)
+    return found, copied(held_of_optimizers([fresh], parameters, rank=rank).tensors)
+
+
+def test_state_of_muon_lies_as_its_parameter(ranks: RankPool) -> None:
+    for rank, (found, made) in enumerate(ranks.run(2, muon_by_fully_shard)):
+        box = Box.block((7, 6), (4 * rank, 0), (4 + 3 * rank, 6))
+        assert [(one.name, one.kind, one.box) for one in found] == [("weight/momentum_buffer", "like", box)]
+        assert [(one.name, one.kind, one.box) for one in made] == [("weight/momentum_buffer", "like", box)]
+
+
+def boxes_of_placements(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    half = DeviceMesh("cpu", [0, 1])
+    whole = torch.arange(35).view(7, 5)
+    faults = []
+    across: list[Sequence[Placement]] = [[Replicate(), Shard(-1)], [Shard(1), Replicate()], [Replicate(), Replicate()]]
+    for placements in [[Shard(first), Shard(second)] for first in (0, 1) for second in (0, 1)] + across:
+        tensor = distribute_tensor(whole, mesh, placements)
+        box = box_of("it", tensor)
+        if not torch.equal(tensor.to_local().reshape(-1), places(box)):
+            faults.append(f"{placements}: {box}")
+    if box_of("it", distribute_tensor(whole, half, [Shard(0)])).is_empty != (rank >= 2):
+        faults.append("ranks outside of the mesh")
+    partial = DTensor.from_local(whole, mesh, [Partial(), Shard(0)])
+    try:
+        box_of("it", partial)
+    except ValueError as error:
+        if "redistribute" not in str(error):
+            faults.append(str(error))
+    else:
+        faults.append("partial")
+    return faults
+
+
+def test_boxes_are_where_placements_put_elements(ranks: RankPool) -> None:
+    assert ranks.run(4, boxes_of_placements) == [[], [], [], []]
+
+
+def channels_last() -> nn.Module:
+    model: Any = nn.Conv2d(4, 4, 2)
+    moved: nn.Module = model.to(memory_format=torch.channels_last)
+    return moved
+
+
+def refusals_of_flat(rank: int) -> list[str]:
+    told = []
+    for model, orig in ((nn.Linear(4, 4), False), (channels_last(), True)):
+        whole: Any = model
+        flat = FullyShardedDataParallel(whole, use_orig_params=orig, device_id=torch.device("cpu"))
+        try:
+            held_of_model(flat)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_flat_parameters_without_names_or_in_another_order_are_refused_with_the_reason(ranks: RankPool) -> None:
+    for without_names, in_another_order in ranks.run(2, refusals_of_flat):
+        assert "give use_orig_params=True" in without_names
+        assert in_another_order.startswith("weight was not contiguous when FSDP1 flattened it")
