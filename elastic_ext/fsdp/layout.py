@@ -92,7 +92,7 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        return self.num_elements == 0
+        return self.start == self.end or any(map(int.__eq__, self.start, self.end))
 
     @property
     def sizes(self) -> Point:
@@ -148,12 +148,11 @@ class Box:
 
     def split(self, num_parts: int) -> tuple[Box, ...]:
         """Boxes that tile it, in order, as equal as can be: to one element if it is flat. Some may be empty."""
-        if self.is_flat:
-            low, size = self.start[0], self.num_elements
+        box = self if self.is_flat else Box.block(self.shape, self.start, self.end)
+        if box.is_flat:
+            low, size = box.start[0], box.num_elements
             cuts = [low + size * part // num_parts for part in range(num_parts + 1)]
             return tuple(Box(self.shape, (cuts[part],), (cuts[part + 1],)) for part in range(num_parts))
-        if self.is_empty:
-            return (Box.empty(self.shape),) * num_parts
         return tuple(Box.block(self.shape, start, end) for start, end in cut_slabs(self.start, self.end, num_parts))
 
 
@@ -185,9 +184,12 @@ class Layout:
         """Why the boxes do not hold each element exactly once, or at least once with ``replicas``; None if they do."""
         if min(self.shape, default=0) < 0:
             return f"a tensor cannot have the shape {self.shape}; sizes are 0 or more"
+        size = math.prod(self.shape)
         for holder, box in enumerate(self.boxes):
             if box.shape != self.shape:
                 return f"holder {holder} has a part of a tensor of shape {box.shape}; this one has {self.shape}"
+            if len(box.start) == len(box.end) == 1 and 0 <= box.start[0] <= box.end[0] <= size:
+                continue  # as most are
             fault = box.fault()
             if fault is not None:
                 return f"holder {holder}: {fault}"
@@ -197,8 +199,8 @@ class Layout:
 
     def _is_one_run(self, replicas: bool) -> bool:
         reach = 0
-        for low, high in sorted((box.start[0], box.end[0]) for box in self.boxes):
-            if low > reach or (low < reach and low < high and not replicas):
+        for low, high in sorted((box.start[0], box.end[0]) for box in self.boxes if box.start != box.end):
+            if low > reach or (low < reach and not replicas):
                 return False
             reach = max(reach, high)
         return reach == math.prod(self.shape)
@@ -231,6 +233,9 @@ class Layout:
         turn = turn_of(salt)
         found = self.holders_of_boxes()
         for box, holders in zip(_apart(self.shape, tuple(found)), found.values(), strict=True):
+            if len(holders) == 1:
+                shares[holders[0]] = box
+                continue
             num_parts = num_worth(box.num_elements, least, len(holders))
             for part, share in enumerate(box.split(num_parts)):
                 shares[holders[(turn + part) % len(holders)]] = share
@@ -249,7 +254,7 @@ def turn_of(salt: str) -> int:
 
 def space_of(shape: Point, boxes: Iterable[Box]) -> Point:
     """The sizes of what some boxes of a tensor are compared in: the flattened tensor, where that is enough."""
-    return (math.prod(shape),) if all(box.is_flat for box in boxes) else shape
+    return (math.prod(shape),) if all(len(box.start) == 1 for box in boxes) else shape
 
 
 def box_in(shape: Point, start: Point, end: Point) -> Box:
@@ -258,48 +263,54 @@ def box_in(shape: Point, start: Point, end: Point) -> Box:
 
 
 def _apart(shape: Point, boxes: Sequence[Box]) -> list[Box]:
-    """Boxes cut down to what no box before them has; those come before that begin earlier, or there and are larger."""
-    apart = list(boxes)
-    by_start = sorted(range(len(boxes)), key=lambda at: (boxes[at].hull[0], -boxes[at].num_elements))
-    if all(box.is_flat for box in boxes):
+    """Boxes cut down to what no box before them has; those come before that begin earlier, or there and reach further.
+
+    ValueError where that leaves what is no box, and another order does so too.
+    """
+    if all(len(box.start) == 1 for box in boxes):
+        apart = list(boxes)
         reach = 0
-        for at in by_start:
-            high = boxes[at].end[0]
-            apart[at] = Box(shape, (min(max(boxes[at].start[0], reach), high),), (high,))
-            reach = max(reach, high)
+        for low, minus_high, at in sorted((box.start[0], -box.end[0], at) for at, box in enumerate(boxes)):
+            if low < reach:
+                apart[at] = Box.flat(shape, min(reach, -minus_high), -minus_high)
+            reach = max(reach, -minus_high)
         return apart
-    space = space_of(shape, boxes)
-    items = [(at, block) for at, box in enumerate(boxes) for block in box.blocks_in(space)]
-    rank = {at: place for place, at in enumerate(by_start)}
-    own: list[list[tuple[Point, Point]]] = [[] for _ in boxes]
-    for region in Regions(space, [(block.start, block.end) for _, block in items]).everywhere():
-        if region.holders:
-            first = min((items[at][0] for at in region.holders), key=rank.__getitem__)
-            own[first].append((region.start, region.end))
-    return [_joined(box, parts) for box, parts in zip(boxes, own, strict=True)]
+    items = [(at, block) for at, box in enumerate(boxes) for block in box.blocks()]
+    regions = list(Regions(shape, [(block.start, block.end) for _, block in items]).everywhere())
+    of_region = [[items[at][0] for at in region.holders] for region in regions]
+    if all(len(places) < 2 for places in of_region):
+        return list(boxes)
+    hulls, sizes = [box.hull for box in boxes], [box.num_elements for box in boxes]
+    orders = (
+        lambda at: (hulls[at][0], -sizes[at]),
+        lambda at: (-sizes[at], at),
+        lambda at: (-hulls[at][1], -sizes[at]),
+    )
+    for order in orders:
+        parts: list[list[tuple[Point, Point]]] = [[] for _ in boxes]
+        for places, region in zip(of_region, regions, strict=True):
+            if places:
+                parts[min(places, key=order)].append((region.start, region.end))
+        cut = [_joined(box, own) for box, own in zip(boxes, parts, strict=True)]
+        if None not in cut:
+            return [box for box in cut if box is not None]
+    odd = boxes[cut.index(None)]
+    raise ValueError(
+        f"{odd} overlaps others so that what is left of it is no box; give holders equal boxes or ones that lie apart"
+    )
 
 
-def _joined(box: Box, parts: Sequence[tuple[Point, Point]]) -> Box:
-    """Parts of a box as one."""
+def _joined(box: Box, parts: Sequence[tuple[Point, Point]]) -> Box | None:
+    """Parts of a box as one, None where they are none."""
     num_elements = sum(num_in(start, end) for start, end in parts)
     if num_elements == box.num_elements:
         return box
     if not parts:
         return Box.empty(box.shape)
-    inner = Box(box.shape, *_bounds(parts))
-    low, high = (
-        min(Box(box.shape, *part).hull[0] for part in parts),
-        max(Box(box.shape, *part).hull[1] for part in parts),
-    )
-    if inner.num_elements == num_elements:
-        return Box.block(box.shape, inner.start, inner.end)
-    if high - low == num_elements:
-        return Box.flat(box.shape, low, high)
-    raise ValueError(
-        f"{box} overlaps others so that what is left of it is no box; give holders equal boxes or ones that lie apart"
-    )
-
-
-def _bounds(parts: Sequence[tuple[Point, Point]]) -> tuple[Point, Point]:
     starts, ends = zip(*parts, strict=True)
-    return tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*ends, strict=True)))
+    start, end = tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*ends, strict=True)))
+    if num_in(start, end) == num_elements:
+        return Box.block(box.shape, start, end)
+    hulls = [Box(box.shape, *part).hull for part in parts]
+    run = Box.flat(box.shape, min(low for low, _ in hulls), max(high for _, high in hulls))
+    return run if run.num_elements == num_elements else None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .layout import Block, Box, Layout, box_in, num_worth, space_of, turn_of
-from .regions import Point, Regions, cut_run, num_in
+from .regions import Point, Region, Regions, cut_run, num_in
 
 __all__ = ["Move", "moves", "moves_into"]
 
@@ -61,12 +61,9 @@ def moves_into(
         start, end = held.hull
         if start < high and low < end:
             needed.setdefault(held, []).append(holder)
-    giving = _Giving(old, needed, space_of(old.shape, (box, *needed)))
-    found = giving.own(target, box)
-    if sum(move.num_elements for move in found) < box.num_elements:
-        giving.want(target, box)
-        found += giving.given(least, turn_of(salt) + target, prefers)
-    return _in_order(found)
+    giving = _Giving(old, needed, (box, *needed))
+    found = giving.ask(target, box)
+    return _in_order([*found, *giving.given(least, turn_of(salt) + target, prefers)])
 
 
 def moves(old: Layout, new: Layout, *, least: int = _LEAST, salt: str = "", same_memory: bool = True) -> list[Move]:
@@ -79,14 +76,12 @@ def moves(old: Layout, new: Layout, *, least: int = _LEAST, salt: str = "", same
     """
     found: list[Move] = []
     held = old.holders_of_boxes()
-    giving = _Giving(old, held, space_of(old.shape, (*held, *new.holders_of_boxes())))
+    giving = _Giving(old, held, (*held, *new.boxes))
     for target, box in enumerate(new.boxes):
         if same_memory and target < len(old.boxes) and old.boxes[target] == box:
             continue
-        own = giving.own(target, box)
-        if sum(move.num_elements for move in own) < box.num_elements:
-            giving.want(target, box)
-        found += [move for move in own if not (same_memory and move.stays)]
+        own = giving.ask(target, box)
+        found += [move for move in own if not move.stays] if same_memory else own
     return _in_order([*found, *giving.given(least, turn_of(salt))])
 
 
@@ -96,21 +91,26 @@ class _Piece:
 
     target: int
     into: Block
-    start: Point
-    end: Point
-    parts: tuple[int, ...]
-    """Which blocks of which boxes have it, by their places in ``_Giving``."""
+    """Of the target's box."""
+    region: Region
+
+    def move(self, source: int, held: Block) -> Move:
+        return _move(source, self.target, self.region.start, self.region.end, held, self.into)
 
 
 class _Giving:
     """What the holders of a layout have, and what is asked of them."""
 
-    def __init__(self, old: Layout, held: Mapping[Box, Sequence[int]], space: Point) -> None:
-        self._old = old
-        self._space = space
+    def __init__(self, old: Layout, held: Mapping[Box, Sequence[int]], boxes: Sequence[Box]) -> None:
+        """With the holders of each box that matters, and those boxes together with the ones that will be asked for."""
+        odd = next((box for box in boxes if box.shape != old.shape), None)
+        if odd is not None:
+            raise ValueError(f"{odd} cannot come from a tensor of shape {old.shape}; give parts of one tensor")
+        self._boxes = old.boxes
+        self._space = space_of(old.shape, boxes)
         self._places = {box: place for place, box in enumerate(held)}
         self._holders = list(held.values())
-        self._parts = [(place, block) for box, place in self._places.items() for block in box.blocks_in(space)]
+        self._parts = [(place, block) for box, place in self._places.items() for block in box.blocks_in(self._space)]
         self._wanted: dict[tuple[int, ...], list[_Piece]] = {}
         """By the boxes that have it."""
 
@@ -118,63 +118,78 @@ class _Giving:
     def _regions(self) -> Regions:
         return Regions(self._space, [(block.start, block.end) for _, block in self._parts])
 
-    def own(self, target: int, box: Box) -> list[Move]:
-        """What a target has itself of what it needs."""
-        if not 0 <= target < len(self._old.boxes):
-            return []
-        mine = self._old.boxes[target]
-        return [
-            _move(target, target, start, end, source, into)
-            for into in box.blocks_in(self._space)
-            for source in mine.blocks_in(self._space)
-            for start in (tuple(map(max, into.start, source.start)),)
-            for end in (tuple(map(min, into.end, source.end)),)
-            if all(map(int.__lt__, start, end))
-        ]
+    def ask(self, target: int, box: Box) -> list[Move]:
+        """What a target has itself of what it needs; the rest is asked of the others."""
+        into = box.blocks_in(self._space)
+        mine = self._places.get(self._boxes[target]) if 0 <= target < len(self._boxes) else None
+        own = [] if mine is None else _common(target, self._boxes[target].blocks_in(self._space), into)
+        if sum(move.num_elements for move in own) < box.num_elements:
+            self._want(target, box, into, mine)
+        return own
 
-    def want(self, target: int, box: Box) -> None:
-        """Ask for what a target needs and does not have."""
-        mine = self._places.get(self._old.boxes[target]) if 0 <= target < len(self._old.boxes) else None
-        for into in box.blocks_in(self._space):
+    def _want(self, target: int, box: Box, blocks: Sequence[Block], mine: int | None) -> None:
+        for into in blocks:
             for region in self._regions.within(into.start, into.end):
-                if not region.holders:
+                places = tuple(self._parts[part][0] for part in region.holders)
+                if not places:
                     missing = box_in(box.shape, region.start, region.end)
                     raise ValueError(f"no holder has {missing}, which are needed for {box}")
-                places = tuple(self._parts[part][0] for part in region.holders)
-                if mine is None or mine not in places:
-                    piece = _Piece(target, into, region.start, region.end, region.holders)
-                    self._wanted.setdefault(places, []).append(piece)
+                if mine not in places:
+                    self._wanted.setdefault(places, []).append(_Piece(target, into, region))
 
     def given(self, least: int, turn: int, prefers: Sequence[int] = ()) -> Iterator[Move]:
-        """How that is answered."""
+        """What others give of what was asked for."""
         for places, pieces in self._wanted.items():
-            givers = [(holder, at) for at, place in enumerate(places) for holder in self._holders[place]]
-            if prefers and len(givers) > 1:
-                rank = {holder: place for place, holder in reversed(list(enumerate(prefers)))}
-                best = min(givers, key=lambda giver: rank.get(giver[0], len(prefers)))
-                givers = [best] if best[0] in rank else givers
-            sizes = [num_in(piece.start, piece.end) for piece in pieces]
-            for at, low, high, part in _dealt(sizes, len(givers), least):
-                piece = pieces[at]
-                giver, held_by = givers[(turn + part) % len(givers)]
-                source = self._parts[piece.parts[held_by]][1]
-                if high - low == sizes[at]:
-                    yield _move(giver, piece.target, piece.start, piece.end, source, piece.into)
-                    continue
-                extent = tuple(map(int.__sub__, piece.end, piece.start))
-                for first, last in cut_run(extent, low, high):
-                    start, end = tuple(map(int.__add__, piece.start, first)), tuple(map(int.__add__, piece.start, last))
-                    yield _move(giver, piece.target, start, end, source, piece.into)
+            if len(places) == 1 and len(self._holders[places[0]]) == 1:  # as most are
+                for piece in pieces:
+                    yield piece.move(self._holders[places[0]][0], self._parts[piece.region.holders[0]][1])
+            else:
+                givers = [(holder, at) for at, place in enumerate(places) for holder in self._holders[place]]
+                yield from self._dealt(pieces, _preferred(givers, prefers), least, turn)
+
+    def _dealt(
+        self, pieces: Sequence[_Piece], givers: Sequence[tuple[int, int]], least: int, turn: int
+    ) -> Iterator[Move]:
+        """The same where several can give it: holders, each with the place of its box among those that have it."""
+        sizes = [num_in(piece.region.start, piece.region.end) for piece in pieces]
+        for at, low, high, part in _parts(sizes, len(givers), least):
+            piece = pieces[at]
+            giver, place = givers[(turn + part) % len(givers)]
+            held = self._parts[piece.region.holders[place]][1]
+            if high - low == sizes[at]:
+                yield piece.move(giver, held)
+                continue
+            start, end = piece.region.start, piece.region.end
+            for first, last in cut_run(tuple(map(int.__sub__, end, start)), low, high):
+                corners = tuple(map(int.__add__, start, first)), tuple(map(int.__add__, start, last))
+                yield _move(giver, piece.target, *corners, held, piece.into)
 
 
-def _dealt(sizes: Sequence[int], num_givers: int, least: int) -> Iterator[tuple[int, int, int, int]]:
+def _common(holder: int, held: Sequence[Block], into: Sequence[Block]) -> list[Move]:
+    """What lies in the blocks of both of a holder's boxes."""
+    found = []
+    for new in into:
+        for old in held:
+            start, end = tuple(map(max, new.start, old.start)), tuple(map(min, new.end, old.end))
+            if all(map(int.__lt__, start, end)):
+                found.append(_move(holder, holder, start, end, old, new))
+    return found
+
+
+def _preferred(givers: Sequence[tuple[int, int]], prefers: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """Those of some holders who shall give: the one that is named first, or all of them."""
+    for holder in prefers:
+        named = [giver for giver in givers if giver[0] == holder]
+        if named:
+            return named
+    return givers
+
+
+def _parts(sizes: Sequence[int], num_givers: int, least: int) -> Iterator[tuple[int, int, int, int]]:
     """Pieces laid end to end and dealt out in equal parts: (which piece, from where in it, to where, which part).
 
     A piece is cut between grains of ``least`` elements or a little fewer, so that nobody gives splinters.
     """
-    if num_givers == 1:
-        yield from ((at, 0, size, 0) for at, size in enumerate(sizes))
-        return
     total = sum(sizes)
     grains = [num_worth(size, least, size) for size in sizes]
     num_parts = min(num_givers, sum(grains))
@@ -209,4 +224,22 @@ def _move(source: int, target: int, start: Point, end: Point, held: Block, into:
 
 
 def _in_order(found: Iterable[Move]) -> list[Move]:
-    return sorted(found, key=lambda move: (move.target, move.source, move.target_offset, move.source_offset))
+    """Moves by target and source; what is a run in both memories is one move."""
+    moved: list[Move] = []
+    for move in sorted(found, key=lambda move: (move.target, move.source, move.target_offset)):
+        if moved and _continues(moved[-1], move):
+            sizes = (moved[-1].sizes[0] + move.sizes[0],)
+            moved[-1] = replace(moved[-1], sizes=sizes)
+        else:
+            moved.append(move)
+    return moved
+
+
+def _continues(move: Move, following: Move) -> bool:
+    return (
+        move.target == following.target
+        and move.source == following.source
+        and move.source_strides == move.target_strides == following.source_strides == following.target_strides == (1,)
+        and move.source_offset + move.sizes[0] == following.source_offset
+        and move.target_offset + move.sizes[0] == following.target_offset
+    )

@@ -33,17 +33,15 @@ class _Slabs:
 
 
 class Regions:
-    """A space of so many sizes, as the blocks in it cut it; near-linear in their number where few overlap."""
+    """A space of one dimension or more, as the blocks in it cut it; near-linear in their number where few overlap."""
 
     def __init__(self, sizes: Point, blocks: Sequence[tuple[Point, Point]]) -> None:
         self._sizes = sizes
         self._blocks = blocks
-        held = [at for at, (start, end) in enumerate(blocks) if all(map(int.__lt__, start, end))]
-        self._root = self._cut(0, held)
+        self._root = self._cut(0, [at for at, (start, end) in enumerate(blocks) if all(map(int.__lt__, start, end))])
 
-    def _cut(self, dimension: int, held: Sequence[int]) -> _Slabs | tuple[int, ...]:
-        if dimension == len(self._sizes):
-            return tuple(held)
+    def _cut(self, dimension: int, held: Sequence[int]) -> _Slabs:
+        is_last = dimension == len(self._sizes) - 1
         begin: dict[int, list[int]] = {}
         cease: dict[int, list[int]] = {}
         for at in held:
@@ -56,7 +54,8 @@ class Regions:
             for at in cease.get(low, ()):
                 del active[at]
             active.update(dict.fromkeys(begin.get(low, ())))
-            inner = self._cut(dimension + 1, sorted(active) if len(active) > 1 else tuple(active))
+            holders = tuple(sorted(active)) if len(active) > 1 else tuple(active)
+            inner = holders if is_last else self._cut(dimension + 1, holders)
             if slabs.inner and slabs.inner[-1] == inner:
                 slabs.cuts[-1] = high
             else:
@@ -72,15 +71,15 @@ class Regions:
         return self.within((0,) * len(self._sizes), self._sizes)
 
 
-def _regions(inner: _Slabs | tuple[int, ...], head: Point, tail: Point, start: Point, end: Point) -> Iterator[Region]:
-    if isinstance(inner, tuple):
-        yield Region(head, tail, inner)
-        return
+def _regions(slabs: _Slabs, head: Point, tail: Point, start: Point, end: Point) -> Iterator[Region]:
     low, high = start[len(head)], end[len(head)]
-    at = bisect_right(inner.cuts, low) - 1
+    at = bisect_right(slabs.cuts, low) - 1
     while low < high:
-        upto = min(inner.cuts[at + 1], high)
-        yield from _regions(inner.inner[at], (*head, low), (*tail, upto), start, end)
+        upto, inner = min(slabs.cuts[at + 1], high), slabs.inner[at]
+        if isinstance(inner, tuple):
+            yield Region((*head, low), (*tail, upto), inner)
+        else:
+            yield from _regions(inner, (*head, low), (*tail, upto), start, end)
         low, at = upto, at + 1
 
 
@@ -118,16 +117,17 @@ def cut_run(sizes: Point, low: int, high: int) -> Iterator[tuple[Point, Point]]:
 
 def cut_slabs(start: Point, end: Point, num_parts: int) -> Iterator[tuple[Point, Point]]:
     """A block in so many parts, as equal as cuts across a dimension make them; some are empty where it is small."""
-    if num_parts == 1:
-        yield start, end
-        return
     sizes = tuple(map(int.__sub__, end, start))
     whole = math.prod(sizes)
+    if num_parts == 1 or whole <= 1:
+        yield start, end
+        yield from [(start, start)] * (num_parts - 1)
+        return
 
     def largest(size: int) -> int:
-        return (
-            whole // size * -(-size // num_parts) if size >= num_parts else -(-(whole // size) // (num_parts // size))
-        )
+        """About how large a part is at most, if that dimension is cut."""
+        slab = whole // size
+        return slab * -(-size // num_parts) if size >= num_parts else -(-slab // (num_parts // size))
 
     # Outer cuts leave longer runs: one that comes near the best is taken.
     limit = min(largest(size) for size in sizes if size > 1) * 17 // 16
@@ -137,9 +137,4 @@ def cut_slabs(start: Point, end: Point, num_parts: int) -> Iterator[tuple[Point,
     for slab in range(num_slabs):
         slab_start = (*start[:across], low + size * slab // num_slabs, *start[across + 1 :])
         slab_end = (*end[:across], low + size * (slab + 1) // num_slabs, *end[across + 1 :])
-        num_within = num_parts * (slab + 1) // num_slabs - num_parts * slab // num_slabs
-        if max(map(int.__sub__, slab_end, slab_start)) == 1:
-            yield slab_start, slab_end
-            yield from [(slab_start, slab_start)] * (num_within - 1)
-        else:
-            yield from cut_slabs(slab_start, slab_end, num_within)
+        yield from cut_slabs(slab_start, slab_end, num_parts * (slab + 1) // num_slabs - num_parts * slab // num_slabs)
