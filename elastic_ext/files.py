@@ -7,6 +7,7 @@ bytes mean.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -19,7 +20,20 @@ try:
 except ImportError:  # Windows has no flock; one writer per file is then up to the user
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["FileStamp", "append_line", "exclusive", "read_at_most", "stamp_of", "write_whole"]
+__all__ = [
+    "FileStamp",
+    "append_line",
+    "exclusive",
+    "put_in_place",
+    "read_at_most",
+    "stamp_of",
+    "sync_folder",
+    "temporary_beside",
+    "write_whole",
+]
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL})
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +54,7 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
     """
     target = Path(os.path.realpath(path))
     mode = _mode_of(target)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    temporary = temporary_beside(target)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
     try:
         with open(descriptor, "wb") as file:
@@ -56,7 +70,46 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
             os.unlink(temporary)
         raise
     if durable:
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in the folder of ``path`` that nobody else has; what is left under such a name is garbage."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Give the finished file ``temporary`` the name ``path``, which nothing has yet: FileExistsError otherwise.
+
+    The caller has synced the file, and syncs the folder afterwards, once for all that it puts there. Whatever fails,
+    ``temporary`` stays. Where a file system has no hard links, ``path`` is looked at before the rename: there alone
+    a second writer that comes in between is replaced.
+    """
+    try:
+        os.link(temporary, path, follow_symlinks=False)
+    except FileExistsError:
+        if not os.path.samestat(os.lstat(temporary), os.lstat(path)):  # NFS may answer so to a link that it has made
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.rename(temporary, path)
+        return
+    os.unlink(temporary)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` survive a power cut, where its file system can promise that."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -109,11 +162,3 @@ def _mode_of(target: Path) -> int | None:
     if not stat.S_ISREG(mode):  # a rename would put a file in the place of a device or a pipe
         raise OSError(f"{target} is not a regular file")
     return stat.S_IMODE(mode)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

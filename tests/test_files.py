@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -15,7 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.files import append_line, exclusive, read_at_most, stamp_of, write_whole
+from elastic_ext.files import (
+    append_line,
+    exclusive,
+    put_in_place,
+    read_at_most,
+    stamp_of,
+    sync_folder,
+    temporary_beside,
+    write_whole,
+)
 
 PYTHON = [sys.executable, "-I", "-c"]
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
@@ -45,6 +55,24 @@ try:
     write_whole(Path(sys.argv[2]), b"new" * 1000, durable=sys.argv[3] == "True")
 except OSError as error:
     print(type(error).__name__, error.errno)
+"""
+
+# Every hard link is refused with the error number given, as some file systems do.
+NO_LINKS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from elastic_ext.files import put_in_place
+
+def refuse(event, arguments):
+    if event == "os.link":
+        raise OSError(int(sys.argv[4]), "no")
+
+sys.addaudithook(refuse)
+try:
+    put_in_place(Path(sys.argv[2]), Path(sys.argv[3]))
+except OSError as error:
+    print(type(error).__name__)
 """
 
 COUNTER = """
@@ -188,6 +216,94 @@ def test_a_missing_folder_is_the_file_systems_own_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(NotADirectoryError):
         write_whole(tmp_path / "file" / "config.json", b"new")
+
+
+# ---- put in place ----
+
+
+def test_a_finished_file_gets_its_name_and_loses_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    temporary = temporary_beside(path)
+    temporary.write_bytes(b"new")
+    put_in_place(temporary, path)
+    sync_folder(tmp_path)
+    assert path.read_bytes() == b"new" and path.stat().st_nlink == 1
+    assert only_child(tmp_path) == ["shard"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "an empty file", "a link that leads nowhere", *NOT_FILES])
+def test_what_is_there_already_is_never_replaced(tmp_path: Path, kind: str) -> None:
+    path, temporary = tmp_path / "shard", tmp_path / "new"
+    if kind == "a link that leads nowhere":
+        path.symlink_to("nowhere")
+    elif kind in NOT_FILES:
+        NOT_FILES[kind](path)
+    else:
+        path.write_bytes(b"old" if kind == "a file" else b"")
+    temporary.write_bytes(b"new")
+    before = kinds_in(tmp_path)
+    with pytest.raises(FileExistsError, match="shard"):
+        put_in_place(temporary, path)
+    assert kinds_in(tmp_path) == before
+
+
+def test_a_link_that_was_made_before_it_was_answered_counts_as_made(tmp_path: Path) -> None:
+    path, temporary = tmp_path / "shard", tmp_path / "new"
+    temporary.write_bytes(b"new")
+    os.link(temporary, path)
+    put_in_place(temporary, path)
+    assert only_child(tmp_path) == ["shard"] and path.read_bytes() == b"new"
+
+
+def test_of_many_that_put_a_file_in_one_place_exactly_one_succeeds(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    done: list[int] = []
+
+    def put(number: int) -> None:
+        temporary = temporary_beside(path)
+        temporary.write_bytes(b"%d" % number)
+        try:
+            put_in_place(temporary, path)
+            done.append(number)
+        except FileExistsError:
+            temporary.unlink()
+
+    run_all(lambda number=number: put(number) for number in range(8))  # type: ignore[misc]
+    assert len(done) == 1 and path.read_bytes() == b"%d" % done[0]
+    assert only_child(tmp_path) == ["shard"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK])
+@pytest.mark.parametrize("taken", [False, True])
+def test_without_hard_links_a_file_is_renamed_and_still_replaces_nothing(
+    tmp_path: Path, number: int, taken: bool
+) -> None:
+    path, temporary = tmp_path / "shard", tmp_path / "new"
+    temporary.write_bytes(b"new")
+    if taken:
+        path.write_bytes(b"old")
+    command = [*PYTHON, NO_LINKS, REPOSITORY, str(temporary), str(path), str(number)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=END_SECONDS, check=True)
+    assert done.stdout.split() == (["FileExistsError"] if taken else [])
+    assert path.read_bytes() == (b"old" if taken else b"new")
+    assert temporary.exists() is taken
+
+
+def test_a_disk_that_refuses_a_link_for_another_reason_says_so(tmp_path: Path) -> None:
+    path, temporary = tmp_path / "shard", tmp_path / "new"
+    temporary.write_bytes(b"new")
+    command = [*PYTHON, NO_LINKS, REPOSITORY, str(temporary), str(path), str(errno.ENOSPC)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=END_SECONDS, check=True)
+    assert done.stdout.split() == ["OSError"]
+    assert only_child(tmp_path) == ["new"]
+
+
+def test_a_file_that_is_not_there_cannot_be_put_in_place(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        put_in_place(tmp_path / "new", tmp_path / "shard")
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "no")
+    assert only_child(tmp_path) == []
 
 
 # ---- links and modes ----

@@ -1,0 +1,212 @@
+"""A shard file read: it is opened only as what was saved, and nothing of it counts as read before its checksum is
+right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import NoReturn
+
+import xxhash
+
+from elastic_ext.errors import CheckpointDamaged
+
+from .blocksums import sums_of_table
+from .dtypes import ITEM_BYTES
+from .shardfile import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, ShardSummary, checksum_of, read_header
+from .windows import WINDOW_BYTES, Request, Span, arranged, by_window, parts_of
+
+__all__ = ["Request", "ShardReader"]
+
+_FIRST_READ_BYTES = 16384  # more than most headers; a larger one takes a second read
+_MOST_VIEWS = 1000  # Linux takes 1024
+
+
+class ShardReader:
+    """The tensors of a shard file, for one thread. What is not as it was saved is a CheckpointDamaged that names the
+    file and where in it; OSError, which names the file too, is what the storage says.
+
+    ``bytes_read`` counts all that was read, ``bytes_needed`` what was asked for.
+    """
+
+    def __init__(self, path: Path, *, summary: ShardSummary, generation: str) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self.bytes_needed = 0
+        self._num_bytes = summary.num_bytes
+        self._scratch = memoryview(b"")
+        with contextlib.ExitStack() as undo:
+            try:
+                self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block
+            except FileNotFoundError:
+                raise CheckpointDamaged(f"{path} is missing; the checkpoint was saved with it") from None
+            undo.callback(self.close)
+            _read_ahead(self._file)
+            header, encoded = self._read_header(generation)
+            table = self._read(len(encoded) + header.data_bytes, header.num_blocks * 8)
+            if checksum_of(encoded, table) != summary.checksum:
+                self._refuse("its header or its table of checksums is not what was saved")
+            undo.pop_all()
+        self.generation = generation
+        self.entries: Mapping[str, Entry] = MappingProxyType(dict(header.entries))
+        self._header = header
+        self._data_start = len(encoded)
+        self._sums = sums_of_table(table)
+        self._window_bytes = max(WINDOW_BYTES // header.block_bytes, 1) * header.block_bytes
+
+    def read_into(self, requests: Iterable[Request]) -> None:
+        """Put what ``requests`` want where they want it; each block that they touch is read once.
+
+        Their targets hold something in between, and after an error too: bytes arrive before they are checked.
+        """
+        block_bytes, window_bytes = self._header.block_bytes, self._window_bytes
+        parts = []
+        for request in requests:
+            entry = self._entry_of(request)
+            self.bytes_needed += request.num_bytes
+            parts.append(parts_of(request, entry.offset, block_bytes=block_bytes, window_bytes=window_bytes))
+        for base, wanted in by_window(parts, window_bytes):
+            spans, copies = arranged(
+                wanted, self._memory(), base, block_bytes=block_bytes, data_bytes=self._header.data_bytes
+            )
+            for span in spans:
+                self._fill(span)
+            for copy in copies:
+                copy.do()
+
+    def read(self, name: str) -> bytearray:
+        """All of one tensor, which is to be small."""
+        entry = self.entries.get(name) or self._refuse_name(name)
+        data, item_bytes = bytearray(entry.num_bytes), ITEM_BYTES[entry.dtype]
+        self.read_into(
+            [Request(name, item_bytes, (entry.num_bytes // item_bytes,), 0, (1,), memoryview(data), 0, (1,))]
+        )
+        return data
+
+    def verify(self) -> None:
+        """Read all of the file and check it."""
+        for start in range(0, self._header.data_bytes, self._window_bytes):
+            length = min(self._window_bytes, self._header.data_bytes - start)
+            self._fill(Span(start, [self._memory()[:length]]))
+
+    def close(self) -> None:
+        """Close the file; nothing can be read after that. Closing twice does nothing."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_header(self, generation: str) -> tuple[Header, bytes]:
+        """What the header says, not checked yet, and its bytes with all that comes before the data."""
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode):
+            self._refuse("it is not a regular file")
+        if status.st_size != self._num_bytes:
+            self._refuse(f"it has {status.st_size} bytes; {self._num_bytes} were saved")
+        encoded = self._read(0, min(_FIRST_READ_BYTES, self._num_bytes))
+        length = LENGTH_BYTES + int.from_bytes(encoded[:LENGTH_BYTES], "little")
+        if length > min(self._num_bytes, LENGTH_BYTES + MAX_HEADER_BYTES):
+            self._refuse(f"a header of {length} bytes cannot be in a file of {self._num_bytes}")
+        if length > len(encoded):
+            encoded += self._read(len(encoded), length - len(encoded))
+        encoded = encoded[:length]
+        try:
+            header = read_header(encoded[LENGTH_BYTES:], self._num_bytes - length)
+        except ValueError as error:
+            self._refuse(str(error))
+        if header.generation != generation:
+            self._refuse(f"it was written by another save, {header.generation!r}; this checkpoint is of {generation!r}")
+        return header, encoded
+
+    def _entry_of(self, request: Request) -> Entry:
+        entry = self.entries.get(request.entry_name) or self._refuse_name(request.entry_name)
+        end = request.source_offset * request.item_bytes + request.source_bytes
+        if ITEM_BYTES[entry.dtype] != request.item_bytes or end > entry.num_bytes:
+            self._refuse(
+                f"its tensor {request.entry_name!r} is of {entry.num_bytes} bytes, {ITEM_BYTES[entry.dtype]} each; "
+                f"the checkpoint's metadata says that it reaches to byte {end}, {request.item_bytes} each"
+            )
+        return entry
+
+    def _memory(self) -> memoryview:
+        """The scratch buffer, made when it is first needed and kept."""
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(min(self._window_bytes, self._header.data_bytes)))
+        return self._scratch
+
+    def _fill(self, span: Span) -> None:
+        """Read whole blocks and check them."""
+        self._read_to(self._data_start + span.start, span.views)
+        digest, sums, block_bytes = xxhash.xxh3_64_intdigest, self._sums, self._header.block_bytes
+        block = span.start // block_bytes
+        for view in span.views:
+            for at in range(0, len(view), block_bytes):
+                if digest(view[at : at + block_bytes]) != sums[block]:
+                    self._refuse_block(block)
+                block += 1
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        data = bytearray(num_bytes)
+        self._read_to(start, [memoryview(data)] if num_bytes else [])
+        return bytes(data)
+
+    def _read_to(self, start: int, views: Sequence[memoryview]) -> None:
+        """Fill ``views`` with the file's bytes from ``start`` on, however few the system gives at a time."""
+        waiting = list(views)
+        while waiting:
+            try:
+                num_bytes = os.preadv(self._file, waiting[:_MOST_VIEWS], start)
+            except OSError as error:
+                error.filename = str(self.path)  # calls on descriptors do not name the file
+                raise
+            if not num_bytes:
+                self._refuse(
+                    f"it ends at byte {start}; {self._num_bytes} were saved, and were there when it was opened"
+                )
+            self.bytes_read += num_bytes
+            start += num_bytes
+            done = 0
+            while done < len(waiting) and num_bytes >= len(waiting[done]):
+                num_bytes -= len(waiting[done])
+                done += 1
+            waiting = waiting[done:]
+            if num_bytes:
+                waiting[0] = waiting[0][num_bytes:]
+
+    def _refuse_name(self, name: str) -> NoReturn:
+        self._refuse(f"it has no tensor {name!r}; the checkpoint's metadata says that it has")
+
+    def _refuse_block(self, block: int) -> NoReturn:
+        start = block * self._header.block_bytes
+        end = min(start + self._header.block_bytes, self._header.data_bytes)
+        names = [
+            repr(name)
+            for name, entry in self.entries.items()
+            if entry.offset < end and entry.offset + entry.num_bytes > start
+        ]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        self._refuse(
+            f"block {block}, bytes {self._data_start + start} to {self._data_start + end - 1}, "
+            f"is not what was saved; it holds {', '.join(names[:5])}{more}"
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CheckpointDamaged(f"{self.path} is damaged: {what}")
+
+
+def _read_ahead(file: int) -> None:
+    """Let the system read further ahead than it does by itself: what is not in memory yet then comes half as fast again."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # not everything can be advised
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -1,0 +1,146 @@
+"""A shard file written: from memory as it lies there, checksums made as the bytes go by, and put in place once durable.
+
+What is in the file is decided in `shardfile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ext.files import put_in_place, temporary_beside
+
+from .blocksums import BlockSums
+from .dtypes import ITEM_BYTES
+from .shardfile import BLOCK_BYTES, ShardSummary, checksum_of, laid_out
+
+__all__ = ["Piece", "write_shard"]
+
+_BATCH_BYTES = 4 << 20  # written at once, just after it has gone through the processor's cache for its checksums
+_BATCH_VIEWS = 1000  # Linux takes 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor to be written: ``data`` is its memory, row-major and without gaps; nothing changes it until it is."""
+
+    name: str
+    dtype: str
+    sizes: tuple[int, ...]
+    data: memoryview
+
+
+def write_shard(
+    path: Path, pieces: Sequence[Piece], *, generation: str, block_bytes: int = BLOCK_BYTES
+) -> ShardSummary:
+    """Write ``pieces`` as the file ``path`` of the save ``generation``; the summary is what makes the file trusted.
+
+    Once this returns the contents are durable. The name is, when the caller has synced the folder, which it does once
+    for all that it puts there. A file that is there already is not replaced: FileExistsError. OSError names the file
+    that could not be written and leaves nothing behind; ValueError says which piece cannot be in such a file.
+    """
+    header = laid_out(
+        ((piece.name, piece.dtype, piece.sizes) for piece in pieces), generation=generation, block_bytes=block_bytes
+    )
+    memory = {piece.name: _bytes_of(piece) for piece in pieces}
+    for name, entry in header.entries.items():
+        if len(memory[name]) != entry.num_bytes:
+            raise ValueError(
+                f"the piece {name!r} has {len(memory[name])} bytes of memory; sizes {entry.sizes} of {entry.dtype}, "
+                f"{ITEM_BYTES[entry.dtype]} bytes each, take {entry.num_bytes}"
+            )
+    first = header.encoded()
+    temporary = temporary_beside(path)
+    with contextlib.ExitStack() as undo:
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+        undo.callback(_remove, temporary)
+        try:
+            table = _write_all(file, first, [memory[name] for name in header.entries], block_bytes)
+        except OSError as error:
+            error.filename = error.filename or str(path)  # calls on descriptors do not name the file
+            raise
+        finally:
+            os.close(file)
+        put_in_place(temporary, path)
+        undo.pop_all()
+    return ShardSummary(num_bytes=len(first) + header.data_bytes + len(table), checksum=checksum_of(first, table))
+
+
+def _bytes_of(piece: Piece) -> memoryview:
+    if not piece.data.c_contiguous:
+        raise ValueError(f"the memory of the piece {piece.name!r} has gaps; give memory that is row-major")
+    return piece.data.cast("B") if piece.data.nbytes else memoryview(b"")  # what is empty cannot be cast
+
+
+def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_bytes: int) -> bytes:
+    """Write the file from its beginning to its end, and have it on the disk; gives the table of checksums."""
+    _write(file, [memoryview(header)])
+    sums = BlockSums(block_bytes)
+    offset = len(header)
+    for batch in _batches(memory):
+        for view in batch:
+            sums.add(view)
+        num_bytes = _write(file, batch)
+        _start_writing_back(file, offset, num_bytes)
+        offset += num_bytes
+    table = sums.table()
+    _write(file, [memoryview(table)])
+    os.fsync(file)
+    return table
+
+
+def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """All of ``memory`` in its order, cut into what is written at once; batches end where blocks do, mostly."""
+    batch: list[memoryview] = []
+    room = _BATCH_BYTES
+    for view in memory:
+        start = 0
+        while start < len(view):
+            part = view[start : start + room]
+            batch.append(part)
+            start += len(part)
+            room -= len(part)
+            if not room or len(batch) == _BATCH_VIEWS:
+                yield batch
+                batch = []
+                room = room or _BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _write(file: int, views: Sequence[memoryview]) -> int:
+    """Write all of ``views``, however little the system takes at a time; the number of bytes."""
+    waiting = [view for view in views if view]
+    total = 0
+    while waiting:
+        num_bytes = os.writev(file, waiting)
+        if not num_bytes:
+            raise OSError(errno.EIO, "nothing was written, and no reason was given")
+        total += num_bytes
+        done = 0
+        while done < len(waiting) and num_bytes >= len(waiting[done]):
+            num_bytes -= len(waiting[done])
+            done += 1
+        waiting = waiting[done:]
+        if num_bytes:
+            waiting[0] = waiting[0][num_bytes:]
+    return total
+
+
+def _start_writing_back(file: int, offset: int, num_bytes: int) -> None:
+    """Let the disk begin with what was just written, while the next batch is on its way.
+
+    Linux starts to write pages that it is told are not needed any more; those still to be written stay in memory.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # not everything can be advised
+            os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
