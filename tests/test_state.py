@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from elastic_ext.errors import CheckpointMismatch
+from elastic_ext.errors import CheckpointMismatch, ElasticError
+from elastic_ext.fsdp import internals
 from elastic_ext.fsdp.dtypes import DTYPES, dtype_of, name_of
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.names import named_tensors
@@ -683,3 +684,9 @@ def test_generators_that_are_not_here_are_named_and_strange_states_refused() -> 
         with pytest.raises(ValueError, match=f"the random state '{name}' is not one that was saved"):
             restore_random({name: torch.zeros(3, dtype=torch.uint8)})
     assert random.getstate() == before
+
+
+def test_a_torch_that_keeps_things_elsewhere_is_declined_by_name() -> None:
+    strange: Any = object()
+    with pytest.raises(ElasticError, match="keeps _non_persistent_buffers_set of a object in another place"):
+        internals.transient_buffers(strange)
