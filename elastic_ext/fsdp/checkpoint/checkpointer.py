@@ -241,6 +241,7 @@ class ShardCheckpointer:
             folder = JobFolder.find_or_make(self._storage, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
             claims.append(folder.claim(run_id))
+            folder.prune_garbage()
             self._folder = folder
             return str(folder.path), run_id
 
@@ -340,7 +341,7 @@ class ShardCheckpointer:
                 return []
             listing = folder.listing()
             for name, error in listing.unreadable.items():
-                if not falls_back or not listing.found:
+                if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
                     raise error
                 _logger.warning("%s is passed over: %s", name, error)
             return [str(found.path) for found in reversed(listing.found)]
