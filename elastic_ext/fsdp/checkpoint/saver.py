@@ -56,7 +56,7 @@ class Saver:
     def save(self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit) -> Path:
         """Write the checkpoint ``name``; on return it exists, for every rank. All ranks call this between two steps.
 
-        ``collect`` gives what this rank has, and may raise on some ranks. ``draft`` is the first rank's: what COMMIT says
+        ``collect`` gives what this rank has, and may raise on some. ``draft`` is the first rank's: what COMMIT says
         besides the names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint
         of this name.
         """
