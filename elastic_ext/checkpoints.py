@@ -159,6 +159,7 @@ class Checkpoints:
             "ranks": self._num_ranks,
             "sharding": self._sharing.name,
             "global batch": self._batches.global_batch,
+            "config version": self._config()["config"].get("version"),
         }
 
     # ---- resuming ----
