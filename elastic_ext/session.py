@@ -112,7 +112,10 @@ class Session:
 
     def load_checkpoint(self) -> bool:
         """Go on from the newest checkpoint, with all ranks; whether there is one."""
-        is_there = self._saving().resume(self.resume)
+        checkpoints = self._saving()
+        if self._counts.num_boundaries > 0:
+            raise StepError("a checkpoint is loaded before the first step; to go back to one, start the job again")
+        is_there = checkpoints.resume(self.resume)
         self._plan_saving()
         return is_there
 
@@ -190,6 +193,8 @@ class Session:
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
         self._progress.end()
         self._gradients.release()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         self.follower.close()
 
     def _saving(self) -> Checkpoints:

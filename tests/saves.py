@@ -39,7 +39,7 @@ class Run:
         self._num_saves = 0
 
     def go_on(self, found: Found | None) -> Run:
-        self.chain = chain_after(found and found.commit, run_id=self.id)
+        self.chain = chain_after(None if found is None else found.commit, run_id=self.id)
         return self
 
     def save(self, name: str, *, step: int | None = None, epoch: int = 0) -> Found:
@@ -215,7 +215,7 @@ def recovered(path: Path) -> str | None:
     assert_loads(latest)
     assert not run.folder.listing().unreadable and not run.folder.listing().unfinished
     run.end()
-    return newest and newest.commit.generation
+    return None if newest is None else newest.commit.generation
 
 
 if __name__ == "__main__":

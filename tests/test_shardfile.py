@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -24,11 +25,9 @@ from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
 from elastic_ext.fsdp.checkpoint.shardfile import CHECKSUMS, ShardSummary, read_header
 from elastic_ext.fsdp.checkpoint.shardreader import Request, ShardReader
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
+from elastic_ext.fsdp.checkpoint.shardwriter import Piece, _write, write_shard
 from elastic_ext.fsdp.checkpoint.windows import WINDOW_BYTES
-from tests.shards import assert_read_back, piece, read_whole
-
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+from tests.shards import assert_read_back, piece, random_bytes, read_whole
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
 NUM_DAMAGES = 1000
@@ -38,7 +37,7 @@ WRITES_TOO_MUCH = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
+from elastic_ext.fsdp.checkpoint.shardwriter import Piece, _write, write_shard
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 pieces = [Piece(f"p{i}", "U8", (50_001,), memoryview(bytes(50_001))) for i in range(200)]
 try:
@@ -190,6 +189,33 @@ def test_full_disk_is_an_error_that_names_the_file_and_leaves_nothing_behind(tmp
     assert os.strerror(int(number)) == "File too large"  # what a limit on a file's size gives in a full disk's place
     assert name == str(path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_writes_that_the_system_cuts_short_go_on_where_they_ended() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    arrived = bytearray()
+
+    def drain(*_: object) -> None:  # the signal ends a write that waits for room, with what it has written so far
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(reading, 1 << 16):
+                arrived.extend(part)
+
+    data = random_bytes(700_001)
+    views = [memoryview(data)[:3], memoryview(data)[3:3], memoryview(data)[3:400_000], memoryview(data)[400_000:]]
+    before = signal.signal(signal.SIGALRM, drain)
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    try:
+        assert _write(writing, views) == len(data)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    drain_ended = len(arrived)
+    os.close(writing)
+    drain()
+    os.close(reading)
+    assert arrived == data
+    assert drain_ended, "no write was cut short"
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------

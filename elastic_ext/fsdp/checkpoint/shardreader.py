@@ -206,7 +206,7 @@ class ShardReader:
 
 
 def _read_ahead(file: int) -> None:
-    """Let the system read further ahead than it does by itself: what is not in memory yet then comes half as fast again."""
+    """Let the system read further ahead than by itself: what is not in memory yet comes half as fast again."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # not everything can be advised
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
