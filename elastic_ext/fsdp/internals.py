@@ -56,20 +56,25 @@ def num_outer(placement: Placement) -> int:
 
 
 def reshard_flat(module: FullyShardedDataParallel) -> None:
-    """Have FSDP1 give back what it has gathered for a pass that is over, so that parameters are their shards again."""
+    """Have FSDP1 give back what it has gathered for passes that are over.
+
+    Its parameters are then their shards again, and what is written into these is gathered for the next pass: after a
+    pass without one backwards FSDP1 keeps what it gathered for the outermost module, and would go on with that.
+    """
     for handle in _handles(module):
         flat = _found(handle, "flat_param")
-        if _found(handle, "uses_sharded_strategy") and not _found(handle, "is_sharded")(flat):
-            state = str(_found(_found(handle, "_training_state"), "name"))
-            if state != "IDLE":
-                raise ElasticError(
-                    f"FSDP1 is in the middle of a pass ({state}), where its parameters cannot be saved or loaded; "
-                    "do it after backward()"
-                )
-            _found(handle, "reshard")(True)
-            _found(handle, "post_reshard")()
-            _found(handle, "_prefetched")
-            handle._prefetched = False
+        if not _found(handle, "uses_sharded_strategy") or not hasattr(flat, "_local_shard"):  # which a first pass makes
+            continue
+        state = str(_found(_found(handle, "_training_state"), "name"))
+        if state != "IDLE":
+            raise ElasticError(
+                f"FSDP1 is in the middle of a pass ({state}), where its parameters cannot be saved or loaded; "
+                "do it after backward()"
+            )
+        reshard, after, _ = _found(handle, "reshard"), _found(handle, "post_reshard"), _found(handle, "_prefetched")
+        reshard(True)
+        after()
+        handle._prefetched = False
 
 
 def flat_parts(module: FullyShardedDataParallel) -> Iterator[FlatPart]:
