@@ -1,13 +1,12 @@
-"""A model of all that a checkpoint has to hold, spread over ranks in every way, and what is whole of it: for tests.
+"""A model of all that a checkpoint has to hold, spread over ranks in every way, and its state put together: for tests.
 
-What a rank is to have is told by torch's own means (``full_tensor``, ``summon_full_params``), never by the library.
+Which elements a rank has is not asked of the library, but seen: a model whose elements are their own numbers is spread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-__all__ = ["SPREADS", "Everything", "Spread", "any_bits", "differences", "overwrite", "train", "whole_state"]
+__all__ = ["SPREADS", "Everything", "Spread", "any_bits", "State", "differences", "overwrite", "places_in", "put_together", "state_here", "train"]
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -169,46 +168,88 @@ def overwrite(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(77)
 
 
-def whole_state(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
-    """Every tensor of the model and its optimizers, whole, and other state, by names; all ranks call this."""
-    with _summoned(model), torch.no_grad():
-        found: dict[str, Any] = {name: _whole(tensor) for name, tensor in _parameters(model)}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
+@torch.no_grad()
+def places_in(spread: Spread) -> dict[str, torch.Tensor]:
+    """The numbers of the elements that this rank has of each parameter."""
+    model = Everything(0)
+    for parameter in model.parameters():
+        parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+    return {name: _local(tensor).reshape(-1).long() for name, tensor in _parameters(spread.wrap(model)).items()}
+
+
+State = dict[str, Any]
+"""By names, tensors of a model and its optimizers, as (elements' numbers, elements), and other values as they are."""
+
+
+def state_here(model: nn.Module, optimizers: Sequence[Optimizer], places: Mapping[str, torch.Tensor]) -> State:
+    """What this rank has."""
+    found: State = {name: (places[name], _copy(tensor)) for name, tensor in _parameters(model).items()}
+    for name, buffer in model.named_buffers():
         if not name.endswith("passing"):
-            found[_bare(name)] = _whole(buffer)
+            found[_bare(name)] = _all_of(buffer)
     for number, optimizer in enumerate(optimizers):
         found[f"groups {number}"] = [_values_of(group) for group in optimizer.param_groups]
-    states = {key: state for optimizer in optimizers for key, state in optimizer.state.items()}
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return {**found, **_flat_states(model, states)}
-    for name, parameter in _tied_once(model).items():
-        found.update((f"{name}/{key}", _whole(value)) for key, value in states.get(parameter, {}).items())
+        for name, parameter in _parameters(model).items():
+            if parameter not in optimizer.state or _is_elsewhere(model, parameter):
+                continue
+            for key, value in optimizer.state[parameter].items():
+                is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                found[f"{name}/{key}"] = (places[name], _copy(value)) if is_like else _all_of(value)
     return found
 
 
-def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """What is not the same, bit for bit."""
-    told = [f"{name} is in one of them alone" for name in sorted(found.keys() ^ expected.keys())]
-    for name in sorted(found.keys() & expected.keys()):
-        mine, other = found[name], expected[name]
-        if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
-            if type(mine) is not type(other) or mine != other:
-                told.append(f"{name} is {mine}, expected {other}")
-        elif (mine.shape, mine.dtype) != (other.shape, other.dtype):
-            told.append(f"{name} is {mine.dtype} {mine.shape}, expected {other.dtype} {other.shape}")
-        elif not torch.equal(_bytes_of(mine), _bytes_of(other)):
-            told.append(f"{name} is {mine}, expected {other}")
+def put_together(states: Sequence[State]) -> State:
+    """The same for all ranks' states: whole tensors. What several ranks have of one has to be the same."""
+    whole: State = {}
+    for state in states:
+        for name, value in state.items():
+            if not isinstance(value, tuple):
+                assert whole.setdefault(name, value) == value
+                continue
+            parts = [other[name] for other in states if name in other]
+            places = torch.cat([places for places, _ in parts])
+            elements = torch.empty(len(places.unique()), dtype=value[1].dtype)
+            elements[places] = torch.cat([elements for _, elements in parts])
+            whole[name] = (torch.arange(len(elements)), elements)
+    for state in states:
+        assert differences(state, whole) == []
+    return whole
+
+
+def differences(here: State, whole: State) -> list[str]:
+    """What is not as it is in the whole, bit for bit."""
+    told = [f"{name} is in it alone" for name in sorted(here.keys() - whole.keys())]
+    for name in sorted(here.keys() & whole.keys()):
+        mine, expected = here[name], whole[name]
+        if isinstance(mine, tuple):
+            mine, expected = mine[1], expected[1][mine[0]]
+            is_same = mine.dtype == expected.dtype and torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))
+        else:
+            is_same = type(mine) is type(expected) and mine == expected
+        if not is_same:
+            told.append(f"{name} is {mine}, expected {expected}")
     return told
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _whole(value: Any) -> Any:
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return _local(tensor).clone(memory_format=torch.contiguous_format).reshape(-1)
+
+
+def _all_of(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return (torch.arange(value.numel()), _copy(value)) if isinstance(value, torch.Tensor) else value
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Once each, by the name that comes first in the alphabet."""
+    names = [(_bare(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    own = {parameter: name for name, parameter in sorted(names, key=lambda named: named[0], reverse=True)}
+    return {name: parameter for parameter, name in own.items()}
 
 
 def _bare(name: str) -> str:
@@ -217,46 +258,10 @@ def _bare(name: str) -> str:
     return name.removeprefix("module.")  # of DDP; no model here calls a part of itself so
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(_bare(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
-
-
-def _tied_once(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the name that comes first in the alphabet."""
-    names = {id(parameter): name for name, parameter in sorted(_parameters(model), key=lambda named: named[0], reverse=True)}
-    return {name: parameter for name, parameter in _parameters(model) if names[id(parameter)] == name}
-
-
-def _summoned(model: nn.Module) -> AbstractContextManager[Any]:
-    is_flat = isinstance(model, FullyShardedDataParallel)
-    return FullyShardedDataParallel.summon_full_params(model, writeback=False) if is_flat else nullcontext()
+def _is_elsewhere(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """FSDP1 has the optimizer pass over what a rank has nothing of."""
+    return isinstance(model, FullyShardedDataParallel) and parameter.numel() == 0
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "foreach", "fused")}
-
-
-@torch.no_grad()
-def _flat_states(model: nn.Module, states: Mapping[Any, Mapping[str, Any]]) -> dict[str, Any]:
-    """State of FSDP1's parameters, made whole as parameters are: it is put in their place for a moment."""
-    parameters = _tied_once(model)
-    mine = {
-        f"{name}/{key}": value
-        for name, parameter in parameters.items()
-        if parameter.numel()
-        for key, value in states.get(parameter, {}).items()
-    }
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {name: value.dim() == 0 and value for name, value in mine.items()})
-    everywhere = {name: value for of_rank in of_ranks for name, value in of_rank.items()}
-    found = {name: value for name, value in everywhere.items() if isinstance(value, torch.Tensor)}
-    kept = {name: parameter.clone() for name, parameter in parameters.items()}
-    for key in sorted({name.rpartition("/")[2] for name in everywhere.keys() - found.keys()}):
-        for name, parameter in parameters.items():
-            parameter.copy_(mine.get(f"{name}/{key}", torch.zeros(())))
-        with _summoned(model):
-            whole = {f"{name}/{key}": _whole(parameter) for name, parameter in _parameters(model)}
-        found.update((name, tensor) for name, tensor in whole.items() if name in everywhere)
-    for name, parameter in parameters.items():
-        parameter.copy_(kept[name])
-    return found
