@@ -40,6 +40,8 @@ _logger = logging.getLogger(__name__)
 
 Resume = Literal["auto", "strict", "never"]
 WhenSaveFails = Literal["raise", "warn"]
+_OF_PARTS = ("the dataloader's state", "schedulers", "scaler")
+"""What tensors in the state of these are named after."""
 _Registered = dict[str, Mapping[str, torch.Tensor]]
 
 
@@ -64,8 +66,6 @@ class Checkpoints:
         num_ranks: int,
         config: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.save_at = math.inf
-        """The next ``global_step`` at which there is something to do, if not before."""
         self._checkpointer = checkpointer
         self._model = model
         self._parts = parts
@@ -84,25 +84,24 @@ class Checkpoints:
 
     # ---- saving ----
 
-    def follow(self, config: ElasticConfig, *, is_asked: bool) -> None:
-        """See when the next checkpoint is due, after ``config`` came into force or a save was asked for."""
+    def next_due(self, config: ElasticConfig) -> float:
+        """The next ``global_step`` after which to save, now that ``config`` is in force."""
         wanted = config.checkpoint
         self._interval = self._given
         if wanted.steps is not None or wanted.epochs is not None:
             self._interval = CheckpointInterval(steps=wanted.steps, epochs=wanted.epochs)
-        self._plan(is_asked=is_asked)
+        steps = self._interval.steps
+        return math.inf if steps is None else (self._counts.global_step // steps + 1) * steps
 
     def save_due(self) -> None:
-        """Save after the step that ended; called when ``save_at`` is reached."""
-        try:
-            self._save_unless_there(f"step_{self._counts.global_step}")
-        finally:
-            self._plan()
+        """Save after the step that ended, unless that was done."""
+        if self._saved_at != self._counts.global_step:
+            self._save_or_warn(f"step_{self._counts.global_step}")
 
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
         if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_unless_there(f"epoch_{self._counts.epoch}")
+            self._save_or_warn(f"epoch_{self._counts.epoch}")
 
     def save(self, name: str) -> Path:
         """Save now, on all ranks; raises where it cannot."""
@@ -122,12 +121,14 @@ class Checkpoints:
             ],
             "scaler": None if scaler is None else pack(scaler.state_dict(), "scaler", tensors),
         }
+        own = self._checkpointer.own_buffers(self._model)
+        own |= {f"random/{self._rank}/{name}": tensor for name, tensor in random_tensors().items()}
         contents = contents_of(
             self._model,
             [optimizer.inner for optimizer in self._parts.optimizers],
             rank=self._rank,
             tensors=tensors,
-            own={f"random/{self._rank}/{name}": tensor for name, tensor in random_tensors().items()},
+            own=own,
             state=state,
         )
         counts = self._counts
@@ -137,9 +138,7 @@ class Checkpoints:
         self._saved_at = counts.global_step
         return path
 
-    def _save_unless_there(self, name: str) -> None:
-        if self._saved_at == self._counts.global_step and name.startswith("step"):
-            return
+    def _save_or_warn(self, name: str) -> None:
         try:
             self.save(name)
         except CheckpointFenced:
@@ -149,13 +148,6 @@ class Checkpoints:
                 raise
             if self._rank == 0:
                 _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
-
-    def _plan(self, *, is_asked: bool = False) -> None:
-        step, steps = self._counts.global_step, self._interval.steps
-        if is_asked:
-            self.save_at = step
-        else:
-            self.save_at = math.inf if steps is None else (step // steps + 1) * steps
 
     def _about(self) -> dict[str, Any]:
         """What somebody who resumes is told of this run."""
@@ -196,7 +188,7 @@ class Checkpoints:
     def _load(self, opened: Opened) -> _Found:
         """Fill all tensors, and give what is taken up once every rank has come so far."""
         parts, state = self._parts, opened.state
-        load_model(opened, self._model, strict=True)
+        load_model(opened, self._model, strict=True, rank=self._rank, num_ranks=self._num_ranks)
         load: Callable[[], object] = partial(
             load_optimizers,
             opened,
@@ -209,7 +201,7 @@ class Checkpoints:
         for optimizer in parts.optimizers:
             load = partial(optimizer.rates.load, load)
         load()
-        own = {name for name in opened.names("extra") if not name.startswith(("registered/", "random/"))}
+        own = {name for name in opened.names("extra") if name.startswith(_OF_PARTS)}
         tensors = {name: opened.read_whole("extra", name) for name in own}
         if len(state["schedulers"]) != len(parts.schedulers) or (state["scaler"] is None) != (parts.scaler is None):
             raise CheckpointMismatch(

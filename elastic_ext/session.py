@@ -112,24 +112,27 @@ class Session:
 
     def load_checkpoint(self) -> bool:
         """Go on from the newest checkpoint, with all ranks; whether there is one."""
-        is_there = self._saving().resume(self.resume)
+        checkpoints = self._saving()
+        if self._counts.num_boundaries > 0:
+            raise StepError("a checkpoint is loaded before the first step; to go back to one, start the job again")
+        is_there = checkpoints.resume(self.resume)
         self._plan_saving()
         return is_there
 
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
         step, backwards = self._counts.global_step, self.steps.num_backwards
+        is_due = step >= self._save_at
         if not self.follower.pass_quietly(step, backwards):
             boundary = self.follower.boundary(step=step, backwards=backwards)
             self.should_stop = boundary.stop
-            self._plan_saving(is_asked=boundary.save)
+            self._plan_saving()
+            is_due |= boundary.save
         if self._progress.is_shown:
             self._progress.advance()
-        if step >= self._save_at and self.checkpoints is not None:
-            try:
-                self.checkpoints.save_due()
-            finally:
-                self._save_at = self.checkpoints.save_at
+        if is_due and self.checkpoints is not None:
+            self._plan_saving()
+            self.checkpoints.save_due()
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
@@ -199,10 +202,9 @@ class Session:
             raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
         return self.checkpoints
 
-    def _plan_saving(self, *, is_asked: bool = False) -> None:
+    def _plan_saving(self) -> None:
         if self.checkpoints is not None:
-            self.checkpoints.follow(self.follower.config, is_asked=is_asked)
-            self._save_at = self.checkpoints.save_at
+            self._save_at = self.checkpoints.next_due(self.follower.config)
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""

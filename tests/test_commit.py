@@ -27,6 +27,7 @@ from elastic_ext.fsdp.checkpoint.commit import (
 )
 from elastic_ext.fsdp.checkpoint.jobname import check_job, folder_name, job_name, newest_folder
 from elastic_ext.fsdp.checkpoint.lineage import Lineage, check_chain, place_in
+from elastic_ext.fsdp.checkpoint.shardfile import ShardSummary
 
 NOW = datetime(2026, 11, 20, 19, 30, 5)
 RANDOM_ID = "6f1c2b34-9d1e-4c77-8a52-0a1b2c3d4e5f"
@@ -43,7 +44,7 @@ def a_commit(**changes: Any) -> Commit:
         "metas": {"model_meta.json": CHECKSUM},
         "states": {"trainer_state.json": FileSummary(num_bytes=17, checksum=CHECKSUM)},
         "shards": {
-            f"model_param.{rank:05}-00002.safetensors": FileSummary(num_bytes=4096, checksum=CHECKSUM)
+            f"model_param.{rank:05}-00002.safetensors": ShardSummary(num_bytes=4096, checksum=CHECKSUM)
             for rank in range(2)
         },
         "saved_at": "2026-11-20T19:30:05+00:00",
@@ -68,11 +69,8 @@ def record_of(commit: Commit) -> dict[str, Any]:
 # ---- the file ----
 
 ids = st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=64)
-summaries = st.builds(
-    FileSummary,
-    num_bytes=st.integers(0, 1 << 63),
-    checksum=st.integers(0, (1 << 128) - 1).map(lambda number: f"{number:032x}"),
-)
+sizes = st.integers(0, 1 << 63)
+checksums = st.integers(0, (1 << 128) - 1).map(lambda number: f"{number:032x}")
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -85,7 +83,6 @@ def commits(draw: st.DrawFn) -> Commit:
     steps = sorted(draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=5)))
     runs = draw(st.lists(ids, min_size=len(steps), max_size=len(steps), unique=True))
     files = draw(st.lists(st.from_regex(r"[0-9A-Za-z][0-9A-Za-z._-]{0,30}", fullmatch=True), unique=True, max_size=6))
-    values = [draw(summaries) for _ in files]
     return a_commit(
         generation=draw(ids),
         lineage=tuple(
@@ -93,9 +90,9 @@ def commits(draw: st.DrawFn) -> Commit:
             for run, step in zip(runs, steps, strict=True)
         ),
         global_step=steps[-1] + draw(st.integers(0, 1000)),
-        metas={file: value.checksum for file, value in zip(files[:2], values[:2], strict=True)},
-        states=dict(zip(files[2:4], values[2:4], strict=True)),
-        shards=dict(zip(files[4:], values[4:], strict=True)),
+        metas={file: draw(checksums) for file in files[:2]},
+        states={file: FileSummary(num_bytes=draw(sizes), checksum=draw(checksums)) for file in files[2:4]},
+        shards={file: ShardSummary(num_bytes=draw(sizes), checksum=draw(checksums)) for file in files[4:]},
         versions=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
         about=draw(st.dictionaries(st.text(), plain, max_size=4)),
     )
@@ -223,7 +220,7 @@ def test_what_is_not_json_cannot_be_said_about_a_save() -> None:
 
 def test_a_thousand_ranks_fit_into_a_commit_that_is_read_whole() -> None:
     shards = {
-        f"{part}_param.{rank:05}-01024.safetensors": FileSummary(num_bytes=rank, checksum=checksum_of(b"%d" % rank))
+        f"{part}_param.{rank:05}-01024.safetensors": ShardSummary(num_bytes=rank, checksum=checksum_of(b"%d" % rank))
         for part in ("model", "optim", "extra")
         for rank in range(1024)
     }

@@ -19,12 +19,20 @@ import pytest
 from elastic_ext.files import (
     append_line,
     exclusive,
+    is_taken,
+    is_temporary,
+    make_folder,
+    move_folder,
     put_in_place,
     read_at_most,
+    remove_folder,
     stamp_of,
     sync_folder,
     temporary_beside,
+    try_lock,
+    write_new,
     write_whole,
+    written_beside,
 )
 
 PYTHON = [sys.executable, "-I", "-c"]
@@ -304,6 +312,64 @@ def test_a_file_that_is_not_there_cannot_be_put_in_place(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "no")
     assert only_child(tmp_path) == []
+
+
+# ---- new files and folders ----
+
+
+def test_a_new_file_replaces_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_new(tmp_path / "state", b"new")
+    with pytest.raises(FileExistsError, match="state"):
+        write_new(tmp_path / "state", b"newer")
+    with written_beside(tmp_path / "other", b"x") as temporary:  # and not put anywhere
+        assert temporary.read_bytes() == b"x" and is_temporary(temporary.name)
+    assert (tmp_path / "state").read_bytes() == b"new" and only_child(tmp_path) == ["state"]
+
+
+def test_a_file_cannot_be_put_into_a_folder_that_took_the_place_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "step_1"
+    make_folder(folder)
+    with written_beside(folder / "COMMIT", b"x") as temporary:
+        move_folder(folder, tmp_path / "aside")
+        make_folder(folder)
+        with pytest.raises(FileNotFoundError):
+            put_in_place(temporary, folder / "COMMIT")
+    assert only_child(folder) == []
+
+
+def test_a_folder_is_moved_and_made_only_where_there_is_nothing_not_even_an_empty_one(tmp_path: Path) -> None:
+    for name in ("folder", "empty"):
+        make_folder(tmp_path / name)
+    (tmp_path / "nowhere").symlink_to("no")
+    for name in ("empty", "nowhere"):
+        assert is_taken(tmp_path / name)
+        with pytest.raises(FileExistsError, match=name):
+            move_folder(tmp_path / "folder", tmp_path / name)
+        with pytest.raises(FileExistsError, match=name):
+            make_folder(tmp_path / name)
+    assert not is_taken(tmp_path / "no") and not is_taken(tmp_path / "folder" / "no" / "no")
+    with pytest.raises(OSError, match="too long"):
+        is_taken(tmp_path / ("x" * 300))  # what cannot be told is not taken for absent
+
+
+def test_a_removed_folder_takes_no_file_with_it_that_it_only_leads_to(tmp_path: Path) -> None:
+    make_folder(tmp_path / "kept")
+    (tmp_path / "kept" / "file").touch()
+    make_folder(tmp_path / "folder")
+    (tmp_path / "folder" / "link").symlink_to("../kept")
+    remove_folder(tmp_path / "folder")
+    assert only_child(tmp_path) == ["kept"] and only_child(tmp_path / "kept") == ["file"]
+
+
+def test_a_lock_that_is_tried_is_given_to_one_until_it_is_closed(tmp_path: Path) -> None:
+    descriptors = num_descriptors()
+    first = try_lock(tmp_path / "lock")
+    assert first is not None and try_lock(tmp_path / "lock") is None
+    os.close(first)
+    second = try_lock(tmp_path / "lock")
+    assert second is not None
+    os.close(second)
+    assert num_descriptors() == descriptors
 
 
 # ---- links and modes ----

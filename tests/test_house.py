@@ -76,6 +76,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.regions": 1,
     "fsdp.checkpoint.blocksums": 1,
     "fsdp.checkpoint.claim": 1,
+    "fsdp.checkpoint.clearing": 1,
     "fsdp.checkpoint.commit": 1,
     "fsdp.checkpoint.inventory": 1,
     "fsdp.checkpoint.jobfolder": 1,

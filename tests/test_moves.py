@@ -179,6 +179,15 @@ def test_the_error_for_missing_elements_in_full() -> None:
         moves_into(Box.block((4, 6), (1, 2), (3, 5)), old, target=0)
 
 
+def test_a_target_whose_own_block_lies_elsewhere_takes_ranges_from_others() -> None:
+    shape = (4, 4)
+    column = Box.block(shape, (2, 0), (4, 1))
+    old = Layout(shape, (column, Box.flat(shape, 0, 8)))
+    assert moves_into(Box.flat(shape, 2, 6), old, target=0) == [Move(1, 0, (4,), 2, (1,), 0, (1,))]
+    with pytest.raises(ValueError, match="no holder has elements 9:11"):
+        moves_into(Box.flat(shape, 9, 11), Layout(shape, (column,)), target=0)
+
+
 def test_parts_of_another_tensor_are_refused() -> None:
     old = Layout((4, 6), (Box.whole((4, 6)),))
     message = re.escape("elements 0:24 of (6, 4) cannot come from a tensor of shape (4, 6); give parts of one tensor")

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from elastic_ext.errors import CheckpointMismatch
+from elastic_ext.errors import CheckpointMismatch, ElasticError
+from elastic_ext.fsdp import internals
 from elastic_ext.fsdp.dtypes import DTYPES, dtype_of, name_of
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.names import named_tensors
@@ -256,18 +257,35 @@ def test_extra_state_is_found_and_given_back_by_the_names_of_state_dict() -> Non
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=3), st.data())
 def test_cuts_leave_what_chunking_leaves(size: int, sizes: list[tuple[int, int]], data: st.DataObject) -> None:
+    cuts = [Cut(0, num_parts, data.draw(st.integers(0, num_parts - 1)), outer) for num_parts, outer in sizes]
+    came_last = [math.prod(later.num_parts for later in cuts[at + 1 :]) == cut.num_outer for at, cut in enumerate(cuts)]
+    assume(not any(last and cut.num_outer > 1 for last, cut in zip(came_last, cuts, strict=True)))
     kept = torch.arange(size)
-    cuts = []
-    for num_parts, num_outer in sizes:
-        part = data.draw(st.integers(0, num_parts - 1))
-        cuts.append(Cut(0, num_parts, part, num_outer))
-        kept = torch.cat([chunk_of(outer, num_parts, part) for outer in all_chunks(kept, num_outer)])
-    box = box_after((size, 3), cuts)
-    is_one_run = kept.numel() == 0 or kept.tolist() == list(range(int(kept[0]), int(kept[-1]) + 1))
-    assert (box is not None) == is_one_run
-    if box is not None:
-        expected = Box.block((size, 3), (int(kept[0]), 0), (int(kept[-1]) + 1, 3)) if kept.numel() else None
-        assert box == (expected or Box.empty((size, 3)))
+    for cut in cuts:
+        parts = [chunk_of(outer, cut.num_parts, cut.part) for outer in all_chunks(kept, cut.num_outer)]
+        kept = torch.cat(parts)
+    assert box_after((size, 3), cuts) == box_of_rows(size, kept)
+
+
+@given(st.integers(0, 60), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_cuts_made_from_the_last_mesh_dimension_to_the_first_leave_what_chunking_in_that_order_leaves(
+    size: int, num_parts: list[int], data: st.DataObject
+) -> None:
+    kept = torch.arange(size)
+    cuts: list[Cut] = []
+    for num in reversed(num_parts):
+        part = data.draw(st.integers(0, num - 1))
+        cuts.insert(0, Cut(0, num, part, math.prod(cut.num_parts for cut in cuts)))
+        kept = chunk_of(kept, num, part)
+    assert box_after((size, 3), cuts) == box_of_rows(size, kept)
+
+
+def box_of_rows(size: int, rows: torch.Tensor) -> Box | None:
+    """The box of these rows, None if there are others between them."""
+    if rows.numel() == 0:
+        return Box.empty((size, 3))
+    first, end = int(rows[0]), int(rows[-1]) + 1
+    return Box.block((size, 3), (first, 0), (end, 3)) if rows.tolist() == list(range(first, end)) else None
 
 
 def all_chunks(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
@@ -666,3 +684,9 @@ def test_generators_that_are_not_here_are_named_and_strange_states_refused() -> 
         with pytest.raises(ValueError, match=f"the random state '{name}' is not one that was saved"):
             restore_random({name: torch.zeros(3, dtype=torch.uint8)})
     assert random.getstate() == before
+
+
+def test_a_torch_that_keeps_things_elsewhere_is_declined_by_name() -> None:
+    strange: Any = object()
+    with pytest.raises(ElasticError, match="keeps _non_persistent_buffers_set of a object in another place"):
+        internals.transient_buffers(strange)

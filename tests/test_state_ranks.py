@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
@@ -99,6 +100,17 @@ def _flat(strategy: ShardingStrategy) -> Wrap:
     return wrap
 
 
+def _flat_hybrid(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return FullyShardedDataParallel(
+        model,
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+    )
+
+
 def _plain_make() -> nn.Module:
     return make_model(torch.float64)
 
@@ -124,6 +136,7 @@ SPREAD: Mapping[str, Spread] = {
     "compiled DDP": Spread(2, _compiled),
     "FSDP1 of odd shapes": Spread(3, _flat(ShardingStrategy.FULL_SHARD)),
     "FSDP1 that keeps what it gathers": Spread(2, _flat(ShardingStrategy.SHARD_GRAD_OP)),
+    "FSDP1, hybrid": Spread(4, _flat_hybrid),
     "FSDP1 without sharding": Spread(2, _flat(ShardingStrategy.NO_SHARD)),
 }
 
@@ -376,6 +389,7 @@ def boxes_of_placements(rank: int) -> list[str]:
     whole = torch.arange(35).view(7, 5)
     faults = []
     across: list[Sequence[Placement]] = [[Replicate(), Shard(-1)], [Shard(1), Replicate()], [Replicate(), Replicate()]]
+    in_two: Any = _StridedShard(0, split_factor=2)
     for placements in [[Shard(first), Shard(second)] for first in (0, 1) for second in (0, 1)] + across:
         tensor = distribute_tensor(whole, mesh, placements)
         box = box_of("it", tensor)
@@ -383,19 +397,35 @@ def boxes_of_placements(rank: int) -> list[str]:
             faults.append(f"{placements}: {box}")
     if box_of("it", distribute_tensor(whole, half, [Shard(0)])).is_empty != (rank >= 2):
         faults.append("ranks outside of the mesh")
-    partial = DTensor.from_local(whole, mesh, [Partial(), Shard(0)])
-    try:
-        box_of("it", partial)
-    except ValueError as error:
-        if "redistribute" not in str(error):
-            faults.append(str(error))
-    else:
-        faults.append("partial")
+    for placements, words in (([Partial(), Shard(0)], "redistribute"), ([in_two, Replicate()], "several blocks")):
+        try:
+            box_of("it", DTensor.from_local(whole, mesh, placements, run_check=False))
+        except ValueError as error:
+            if words not in str(error):
+                faults.append(str(error))
+        else:
+            faults.append(str(placements))
     return faults
 
 
 def test_boxes_are_where_placements_put_elements(ranks: RankPool) -> None:
     assert ranks.run(4, boxes_of_placements) == [[], [], [], []]
+
+
+def uneven_in_both(rank: int) -> list[float]:
+    """Rows of one's own of a weight of 7, cut in 2 by tensor parallelism and each part in 3 by fully_shard."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
+    model: Any = nn.Sequential(nn.Linear(1, 7, bias=False))
+    model[0].weight.data = torch.arange(7.0).view(7, 1)
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    (one,) = held_of_model(model)
+    assert torch.equal(one.tensor.view(-1), places(one.box).float())
+    return [float(value) for value in one.tensor.view(-1)]
+
+
+def test_uneven_parts_of_uneven_parts_are_where_they_were_put(ranks: RankPool) -> None:
+    assert ranks.run(6, uneven_in_both) == [[0, 1], [4], [2, 3], [5], [], [6]]
 
 
 def channels_last() -> nn.Module:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from elastic_ext import BatchPlan, ElasticTrainer, StepPlan
 
-__all__ = ["Slices", "bits_of", "make_data", "make_model", "plain_losses", "shared", "trainer_of"]
+__all__ = ["ResumableSlices", "Slices", "bits_of", "make_data", "make_model", "plain_losses", "shared", "trainer_of"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -74,8 +74,12 @@ class Slices:
         self._handed = []
         self._num_cuts += 1
 
+    def _begin(self) -> int:
+        """Where the next loop starts."""
+        return 0
+
     def __iter__(self) -> Iterator[Batch]:
-        self._position = 0
+        self._position = self._begin()
         self.rollback()
         assert self._plan is not None, "the loader was not told its sizes"
         while (step := self._plan.next_step(self.remaining)) is not None:
@@ -92,6 +96,24 @@ class Slices:
                     break
             else:
                 raise AssertionError("a step was handed out whole, and neither committed nor rolled back")
+
+
+class ResumableSlices(Slices):
+    """One whose position is kept in checkpoints: a number, whatever the number of ranks."""
+
+    def __init__(self, data: Batch, batch_size: int, **options: bool) -> None:
+        super().__init__(data, batch_size, **options)
+        self._start = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = self._position = state["position"]
+
+    def _begin(self) -> int:
+        start, self._start = self._start, 0
+        return start
 
 
 def trainer_of(folder: Path, model: nn.Module, dataloader: Any = None, *, rank: int = 0, **arguments: Any) -> Any:

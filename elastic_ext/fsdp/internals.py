@@ -61,9 +61,10 @@ def reshard_flat(module: FullyShardedDataParallel) -> None:
     Its parameters are then their shards again, and what is written into these is gathered for the next pass: after a
     pass without one backwards FSDP1 keeps what it gathered for the outermost module, and would go on with that.
     """
+    if _found(module, "_is_root") is None:  # it was never called
+        return
     for handle in _handles(module):
-        flat = _found(handle, "flat_param")
-        if not _found(handle, "uses_sharded_strategy") or not hasattr(flat, "_local_shard"):  # which a first pass makes
+        if not _found(handle, "uses_sharded_strategy"):
             continue
         state = str(_found(_found(handle, "_training_state"), "name"))
         if state != "IDLE":

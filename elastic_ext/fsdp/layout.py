@@ -126,7 +126,7 @@ class Box:
             )
         if all(0 <= low <= high <= limit for low, high, limit in zip(self.start, self.end, limits, strict=True)):
             return None
-        return f"{self} lies outside of it; allowed: ranges within " + ", ".join(f"0:{limit}" for limit in limits)
+        return f"outside of the tensor: {self}; allowed: ranges within " + ", ".join(f"0:{limit}" for limit in limits)
 
     def blocks(self) -> tuple[Block, ...]:
         """The blocks that it is made of, in order, and where each lies in its own memory: at most 2N - 1."""
@@ -148,12 +148,11 @@ class Box:
 
     def split(self, num_parts: int) -> tuple[Box, ...]:
         """Boxes that tile it, in order, as equal as can be: to one element if it is flat. Some may be empty."""
-        if self.is_flat:
-            low, size = self.start[0], self.num_elements
+        box = self if self.is_flat else Box.block(self.shape, self.start, self.end)
+        if box.is_flat:
+            low, size = box.start[0], box.num_elements
             cuts = [low + size * part // num_parts for part in range(num_parts + 1)]
             return tuple(Box(self.shape, (cuts[part],), (cuts[part + 1],)) for part in range(num_parts))
-        if self.is_empty:
-            return (Box.empty(self.shape),) * num_parts
         return tuple(Box.block(self.shape, start, end) for start, end in cut_slabs(self.start, self.end, num_parts))
 
 
@@ -200,8 +199,8 @@ class Layout:
 
     def _is_one_run(self, replicas: bool) -> bool:
         reach = 0
-        for low, high in sorted((box.start[0], box.end[0]) for box in self.boxes):
-            if low > reach or (low < reach and low < high and not replicas):
+        for low, high in sorted((box.start[0], box.end[0]) for box in self.boxes if box.start != box.end):
+            if low > reach or (low < reach and not replicas):
                 return False
             reach = max(reach, high)
         return reach == math.prod(self.shape)

@@ -12,7 +12,7 @@ from .regions import Point, Region, Regions, cut_run, num_in
 
 __all__ = ["Move", "moves", "moves_into"]
 
-_LEAST = 1 << 14  # elements; a message with fewer costs about as much as this one
+_LEAST = 1 << 14  # elements; fewer are not worth another message
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class _Giving:
     """What the holders of a layout have, and what is asked of them."""
 
     def __init__(self, old: Layout, held: Mapping[Box, Sequence[int]], boxes: Sequence[Box]) -> None:
-        """With the holders of each box that matters, and all boxes that have a part in it."""
+        """With the holders of each box that matters, and those boxes together with the ones that will be asked for."""
         odd = next((box for box in boxes if box.shape != old.shape), None)
         if odd is not None:
             raise ValueError(f"{odd} cannot come from a tensor of shape {old.shape}; give parts of one tensor")
@@ -121,13 +121,10 @@ class _Giving:
     def ask(self, target: int, box: Box) -> list[Move]:
         """What a target has itself of what it needs; the rest is asked of the others."""
         into = box.blocks_in(self._space)
-        if not 0 <= target < len(self._boxes):
-            self._want(target, box, into, None)
-            return []
-        mine = self._boxes[target]
-        own = _common(target, mine.blocks_in(self._space), into)
+        mine = self._places.get(self._boxes[target]) if 0 <= target < len(self._boxes) else None
+        own = [] if mine is None else _common(target, self._boxes[target].blocks_in(self._space), into)
         if sum(move.num_elements for move in own) < box.num_elements:
-            self._want(target, box, into, self._places.get(mine))
+            self._want(target, box, into, mine)
         return own
 
     def _want(self, target: int, box: Box, blocks: Sequence[Block], mine: int | None) -> None:

@@ -164,11 +164,11 @@ class _Kinds:
 
     def held(self, parameter: Parameter, key: str, value: torch.Tensor, rank: int) -> Held:
         name = f"{parameter.name}/{key}"
+        if key not in self._unlike and not (value.dim() == 0 and key in self._scalars):
+            return held(name, value, parameter.box, "like")
         box = box_of(name, value)
         if value.dim() == 0 and key in self._scalars:
             return held(name, value, box, "scalar")
-        if key not in self._unlike:
-            return held(name, value, parameter.box, "like")
         is_whole = parameter.box == Box.whole(parameter.box.shape) and not parameter.is_range
         if is_whole or isinstance(value, DTensor) or tuple(value.shape) == parameter.box.shape:
             return held(name, value, box, "own")
@@ -181,7 +181,7 @@ def _is_like(value: torch.Tensor, parameter: Parameter) -> bool:
             isinstance(parameter.tensor, DTensor)
             and value.shape == parameter.tensor.shape
             and value.placements == parameter.tensor.placements
-            and value.device_mesh == parameter.tensor.device_mesh
+            and (value.device_mesh is parameter.tensor.device_mesh or value.device_mesh == parameter.tensor.device_mesh)
         )
     return value.shape == local_of(parameter.tensor).shape
 

@@ -6,8 +6,9 @@ tensor's dimension; what a rank has of it is one run, or several where cuts are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from .layout import Box
 
@@ -25,20 +26,36 @@ class Cut:
     part: int
     """This rank's."""
     num_outer: int = 1
-    """Into how many others were cut before, by mesh dimensions that come after this one: tensor parallelism first, then
-    fully_shard, on a mesh that has them the other way round."""
+    """Into how many parts the dimension was cut before, each of which is cut by this: torch's ``split_factor``. It is
+    more than one where mesh dimensions that come later have cut first, as fully_shard of tensor parallelism does."""
 
 
-def box_after(shape: Sequence[int], cuts: Iterable[Cut]) -> Box | None:
+def box_after(shape: Sequence[int], cuts: Sequence[Cut]) -> Box | None:
     """What cuts leave of a tensor, in the order of the mesh's dimensions; None if that is not one block."""
-    runs: list[_Runs] = [[(0, size)] for size in shape]
-    for cut in cuts:
-        runs[cut.dim] = _part_of(runs[cut.dim], cut)
+    runs: list[_Runs] = []
+    for dim, size in enumerate(shape):
+        kept = [(0, size)] if size else []
+        for cut in _in_order([cut for cut in cuts if cut.dim == dim]):
+            kept = _part_of(kept, cut)
+        runs.append(kept)
     if any(len(of_dim) > 1 for of_dim in runs):
         return None
     if not all(runs):
         return Box.empty(shape)
     return Box.block(shape, [of_dim[0][0] for of_dim in runs], [of_dim[0][1] for of_dim in runs])
+
+
+def _in_order(cuts: Sequence[Cut]) -> list[Cut]:
+    """Cuts of one dimension as they were made: one that came after all the later ones is put after them.
+
+    Where sizes do not divide evenly, ``split_factor`` by itself says otherwise; this is what fully_shard does.
+    """
+    if len(cuts) < 2:
+        return list(cuts)
+    first, later = cuts[0], _in_order(cuts[1:])
+    if first.num_outer == math.prod(cut.num_parts for cut in later) > 1:
+        return [*later, replace(first, num_outer=1)]
+    return [first, *later]
 
 
 def _part_of(runs: _Runs, cut: Cut) -> _Runs:

@@ -117,16 +117,17 @@ def cut_run(sizes: Point, low: int, high: int) -> Iterator[tuple[Point, Point]]:
 
 def cut_slabs(start: Point, end: Point, num_parts: int) -> Iterator[tuple[Point, Point]]:
     """A block in so many parts, as equal as cuts across a dimension make them; some are empty where it is small."""
-    if num_parts == 1:
-        yield start, end
-        return
     sizes = tuple(map(int.__sub__, end, start))
     whole = math.prod(sizes)
+    if num_parts == 1 or whole <= 1:
+        yield start, end
+        yield from [(start, start)] * (num_parts - 1)
+        return
 
     def largest(size: int) -> int:
-        return (
-            whole // size * -(-size // num_parts) if size >= num_parts else -(-(whole // size) // (num_parts // size))
-        )
+        """About how large a part is at most, if that dimension is cut."""
+        slab = whole // size
+        return slab * -(-size // num_parts) if size >= num_parts else -(-slab // (num_parts // size))
 
     # Outer cuts leave longer runs: one that comes near the best is taken.
     limit = min(largest(size) for size in sizes if size > 1) * 17 // 16
@@ -136,9 +137,4 @@ def cut_slabs(start: Point, end: Point, num_parts: int) -> Iterator[tuple[Point,
     for slab in range(num_slabs):
         slab_start = (*start[:across], low + size * slab // num_slabs, *start[across + 1 :])
         slab_end = (*end[:across], low + size * (slab + 1) // num_slabs, *end[across + 1 :])
-        num_within = num_parts * (slab + 1) // num_slabs - num_parts * slab // num_slabs
-        if max(map(int.__sub__, slab_end, slab_start)) == 1:
-            yield slab_start, slab_end
-            yield from [(slab_start, slab_start)] * (num_within - 1)
-        else:
-            yield from cut_slabs(slab_start, slab_end, num_within)
+        yield from cut_slabs(slab_start, slab_end, num_parts * (slab + 1) // num_slabs - num_parts * slab // num_slabs)

@@ -124,12 +124,16 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
         dim = internals.sharded_dim(placement)
         if dim is not None:
             cuts.append(Cut(dim % tensor.ndim, num_parts, part, internals.num_outer(placement)))
+        elif not placement.is_replicate():
+            raise ValueError(
+                f"{name} is placed {placement}; allowed: Shard and Replicate; redistribute it before saving"
+            )
     box = box_after(tuple(tensor.shape), cuts)
     if box is None:
         raise ValueError(
             f"{name}, of shape {tuple(tensor.shape)}, is placed {tensor.placements} on the mesh "
             f"{tuple(tensor.device_mesh.shape)}, which leaves this rank several blocks; allowed: placements that "
-            "leave one, as fully_shard of tensor parallelism does where sizes divide evenly"
+            "leave one, as Shard does, and fully_shard of tensor parallelism"
         )
     if box.num_elements != local_of(tensor).numel():
         raise ElasticError(

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
@@ -39,7 +40,8 @@ from .jobfolder import JobFolder
 from .jobname import job_name
 from .lineage import Chain
 from .listing import Found
-from .loader import EXTRA_STATES, GROUPS, load_model, load_optimizers
+from .loader import EXTRA_STATES, GROUPS, load_model, load_optimizers, own_prefix
+from .memory import part_of
 from .opened import Opened
 from .saver import Saver
 from .together import gather_or_raise, within
@@ -137,7 +139,12 @@ class ShardCheckpointer:
         tensors: dict[str, torch.Tensor] = {}
         packed = pack(extra, _EXTRA, tensors)
         contents = contents_of(
-            model, _as_list(optimizer), rank=self._ranks.rank, tensors=tensors, state={_EXTRA: packed}
+            model,
+            _as_list(optimizer),
+            rank=self._ranks.rank,
+            tensors=tensors,
+            own=self.own_buffers(model),
+            state={_EXTRA: packed},
         )
         return self.save_contents(f"step_{step}", contents, step=step, epoch=epoch)
 
@@ -157,7 +164,7 @@ class ShardCheckpointer:
         optimizers = _as_list(optimizer)
 
         def act(opened: Opened) -> Loaded:
-            load_model(opened, model, strict=strict)
+            load_model(opened, model, strict=strict, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
             if optimizers:
                 load_optimizers(
                     opened,
@@ -234,6 +241,7 @@ class ShardCheckpointer:
             folder = JobFolder.find_or_make(self._storage, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
             claims.append(folder.claim(run_id))
+            folder.prune_garbage()
             self._folder = folder
             return str(folder.path), run_id
 
@@ -241,6 +249,22 @@ class ShardCheckpointer:
         self._claim = claims[0] if claims else None
         if self._folder is None:
             self._folder = JobFolder(Path(path))
+
+    def own_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """This rank's buffers, where ranks that share a model have come to different ones, as running means may be.
+
+        In the model's own place are those of the first rank; as many ranks as there are now get back their own.
+        """
+        if self._ranks.world_size == 1:
+            return {}
+        buffers = [each for each in held_of_model(model) if each.kind == "buffer" and each.is_alias_of is None]
+        digest = xxhash.xxh3_64()
+        for each in buffers:
+            digest.update(part_of(each.tensor, each.box, each.box))
+        answers = self._ranks.gather(digest.digest(), "comparing buffers")
+        if len(set(answers)) == 1:
+            return {}
+        return {f"{own_prefix(self._ranks.rank)}{each.name}": each.tensor for each in buffers}
 
     def save_contents(
         self, name: str, contents: Contents, *, step: int, epoch: int, about: Mapping[str, Any] | None = None
@@ -317,7 +341,7 @@ class ShardCheckpointer:
                 return []
             listing = folder.listing()
             for name, error in listing.unreadable.items():
-                if not falls_back or not listing.found:
+                if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
                     raise error
                 _logger.warning("%s is passed over: %s", name, error)
             return [str(found.path) for found in reversed(listing.found)]

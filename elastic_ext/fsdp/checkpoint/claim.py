@@ -84,6 +84,7 @@ class Claim:
         )
         try:
             write_whole(folder / _HOLDER, json.dumps(asdict(holder), indent=1).encode() + b"\n")
+            self.since_ns = os.stat(folder / _HOLDER).st_mtime_ns  # by the file system's clock
         except OSError:
             self.release()
             raise

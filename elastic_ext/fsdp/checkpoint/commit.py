@@ -20,6 +20,7 @@ from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNot
 from elastic_ext.files import read_at_most
 
 from .lineage import Chain, Lineage, check_chain, check_id
+from .shardfile import ShardSummary
 
 __all__ = ["COMMIT", "FORMAT", "Commit", "FileSummary", "chain_after", "checksum_of", "read_checked", "read_commit"]
 
@@ -34,15 +35,10 @@ _FILE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,199}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSummary:
-    """What has to be known of a file to trust it: its size, and the xxh3_128 (in hex) of what it is checked by."""
+    """What has to be known of a file that is checked as a whole to trust it."""
 
     num_bytes: int
-    checksum: str
-
-    def __post_init__(self) -> None:
-        if type(self.num_bytes) is not int or self.num_bytes < 0:
-            raise ValueError(f"num_bytes is {self.num_bytes!r}; allowed: an integer >= 0")
-        _check_checksum(self.checksum)
+    checksum: str  # xxh3_128, in hex, of all its contents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +56,9 @@ class Commit:
     metas: Mapping[str, str]
     """Files that describe tensors, with the checksum of their contents, which is their name among the job's too."""
     states: Mapping[str, FileSummary]
-    """Files of plain values, checked by all their contents."""
-    shards: Mapping[str, FileSummary]
-    """Files of tensors, checked by their header and their table of checksums."""
+    """Files of plain values."""
+    shards: Mapping[str, ShardSummary]
+    """Files of tensors."""
     saved_at: str
     """ISO 8601, by the clock of the rank that committed."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +81,11 @@ class Commit:
                 )
         if len(set(names)) < len(names):
             raise ValueError("a file is named twice; allowed: each once among metas, states and shards")
-        for checksum in self.metas.values():
+        for file, num_bytes in self.sizes().items():
+            if type(num_bytes) is not int or num_bytes < 0:
+                raise ValueError(f"num_bytes of {file} is {num_bytes!r}; allowed: an integer >= 0")
+        summaries: list[FileSummary | ShardSummary] = [*self.states.values(), *self.shards.values()]
+        for checksum in [*self.metas.values(), *(summary.checksum for summary in summaries)]:
             _check_checksum(checksum)
         datetime.fromisoformat(self.saved_at)
         for name, version in self.versions.items():
@@ -96,6 +96,11 @@ class Commit:
     def run_id(self) -> str:
         """The run that saved it."""
         return self.lineage[-1].id
+
+    def sizes(self) -> dict[str, int]:
+        """How many bytes each file has, but for ``metas``."""
+        states = {file: summary.num_bytes for file, summary in self.states.items()}
+        return states | {file: summary.num_bytes for file, summary in self.shards.items()}
 
     def to_json(self) -> bytes:
         """The contents of the file COMMIT; TypeError or ValueError if ``about`` is not JSON."""
@@ -203,13 +208,9 @@ def _commit_of(record: dict[str, Any]) -> Commit:
     try:
         return Commit(
             lineage=tuple(Lineage(**_as_record("a run of lineage", one)) for one in lineage),
-            states=_summaries(record.pop("states")),
-            shards=_summaries(record.pop("shards")),
+            states={name: FileSummary(**_as_record(name, one)) for name, one in record.pop("states").items()},
+            shards={name: ShardSummary(**_as_record(name, one)) for name, one in record.pop("shards").items()},
             **record,
         )
     except TypeError as error:  # keys that are missing or unknown
         raise ValueError(str(error)) from None
-
-
-def _summaries(values: dict[str, Any]) -> dict[str, FileSummary]:
-    return {file: FileSummary(**_as_record(file, value)) for file, value in values.items()}

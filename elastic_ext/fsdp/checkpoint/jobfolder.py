@@ -14,26 +14,18 @@ write their shard files into the folder that it has begun, and read what they li
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import logging
 import os
-import secrets
-import stat
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointError, CheckpointNotFound
+from elastic_ext.errors import CheckpointError
 from elastic_ext.files import (
     is_taken,
-    is_temporary,
     link_or_copy,
     make_folder,
-    move_folder,
     put_in_place,
     read_at_most,
-    remove_folder,
     sync_folder,
     write_new,
     write_whole,
@@ -41,18 +33,16 @@ from elastic_ext.files import (
 )
 
 from .claim import PATIENCE_SECONDS, Claim
-from .commit import COMMIT, Commit, FileSummary, checksum_of, read_commit
+from .clearing import Clearing
+from .commit import COMMIT, Commit, FileSummary, checksum_of
 from .jobname import check_job, folder_name, newest_folder
-from .lineage import Chain, Lineage, check_chain, place_in
-from .listing import Found, Listing, check_name, is_name, newest_of
+from .lineage import Chain, check_chain
+from .listing import Found, Listing, check_name, newest_of
 
 __all__ = ["FOLDER", "JobFolder"]
 
-_logger = logging.getLogger(__name__)
-
 FOLDER = "fsdp_checkpoint"
 _META = "meta"
-_GARBAGE = ".garbage-"
 
 
 class JobFolder:
@@ -108,8 +98,15 @@ class JobFolder:
         return self.checkpoints()[::-1]
 
     def latest(self, chain: Chain | None = None) -> Found | None:
-        """The newest checkpoint, of the runs of ``chain`` if that is given."""
-        return newest_of(self.listing().found, chain)
+        """The newest checkpoint, of the runs of ``chain`` if that is given; what is damaged is passed over.
+
+        OSError where the file system does not let one be read, which may be the newest.
+        """
+        listing = self.listing()
+        for error in listing.unreadable.values():
+            if isinstance(error, OSError):
+                raise error
+        return newest_of(listing.found, chain)
 
     def found(self, name: str) -> Found:
         """The checkpoint ``name``, looked at by its name alone; raises what ``read_commit`` raises."""
@@ -123,12 +120,18 @@ class JobFolder:
         What earlier runs have not finished is put aside, so that no commit of a run that is fenced from now on can
         appear after the look. CheckpointFenced if another run is alive.
         """
-        self._claim = Claim(self.path, run_id, patience_seconds=patience_seconds)
+        claim = Claim(self.path, run_id, patience_seconds=patience_seconds)
+        try:
+            clearing = Clearing(claim)
+            for name in self.listing().unfinished:
+                clearing.put_aside(name)
+        except (OSError, CheckpointError):
+            claim.release()
+            raise
+        self._claim = claim
         self._settled = None
         self._begun.clear()
-        for name in self.listing().unfinished:
-            self._put_aside(name)
-        return self._claim
+        return claim
 
     def begin(self, name: str, generation: str, lineage: Chain) -> Path:
         """Make the folder of a new checkpoint, for all ranks to write into; its path.
@@ -138,11 +141,15 @@ class JobFolder:
         """
         check_name(name)
         check_chain(lineage)
-        self._check_claim()
+        clearing = self._clearing()
         if name in self._begun:
             raise CheckpointError(f"{self.path / name} is being saved already; wait for that, or discard it")
-        self._vacate(name, lineage)
-        make_folder(self.path / name)
+        clearing.vacate(name, lineage)
+        try:
+            make_folder(self.path / name)
+        except FileExistsError:
+            self._clearing()
+            raise
         self._begun[name] = generation
         return self.path / name
 
@@ -180,16 +187,15 @@ class JobFolder:
         path = self.path / name
         self._check_files(path, commit)
         sync_folder(path)
-        self._check_claim()
         if self._settled != commit.run_id:
-            self._abandon(commit.lineage)
+            self._clearing().abandon(commit.lineage)
         try:
             with written_beside(path / COMMIT, commit.to_json()) as temporary:
-                self._check_claim()  # a run that comes after this puts the folder aside, and the file with it
+                self._clearing()  # a run that comes after this puts the folder aside, and the file with it
                 put_in_place(temporary, path / COMMIT)
             sync_folder(path)
         except (FileNotFoundError, FileExistsError):
-            self._check_claim()
+            self._clearing()
             raise
         self._settled = commit.run_id
         del self._begun[name]
@@ -203,40 +209,26 @@ class JobFolder:
         """Give up a begun checkpoint; it is removed, or left to be pruned. CheckpointFenced where it is not ours."""
         assert name in self._begun
         del self._begun[name]
-        self._check_claim()
-        path = self.path / name
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path / COMMIT)  # there if it could not be made durable
-        aside = self._put_aside(name)
-        if aside is not None:
-            self._remove(aside)
+        self._clearing().give_up(name)  # it may have a COMMIT that could not be made durable
 
     def prune_garbage(self) -> list[str]:
         """Remove what killed saves have left, and no committed checkpoint, abandoned or not; the names of all that.
 
         What cannot be removed is a warning, and is tried again the next time.
         """
-        self._check_claim()
-        for name in self.listing().unfinished:
-            if name not in self._begun:
-                self._put_aside(name)
-        names = sorted(os.listdir(self.path))
-        garbage = [self.path / name for name in names if name.startswith(_GARBAGE)]
-        folders = [self.path, self.path / _META, *(self.path / name for name in names if is_name(name))]
-        for folder in folders:
-            if folder.is_dir() and folder.name not in self._begun:
-                garbage += [folder / name for name in sorted(os.listdir(folder)) if is_temporary(name)]
-        return [str(path.relative_to(self.path)) for path in garbage if self._remove(path)]
+        return self._clearing().prune(begun=self._begun)
 
-    def _check_claim(self) -> None:
+    def _clearing(self) -> Clearing:
+        """What may change names here; CheckpointFenced if this run may not any more."""
         assert self._claim is not None, "claim() comes before anything that changes names"
         self._claim.check()
+        return Clearing(self._claim)
 
     def _meta(self, checksum: str) -> Path:
         return self.path / _META / f"{checksum}.json"
 
     def _check_files(self, path: Path, commit: Commit) -> None:
-        sizes = {file: summary.num_bytes for file, summary in [*commit.states.items(), *commit.shards.items()]}
+        sizes = commit.sizes()
         for file, checksum in commit.metas.items():
             sizes[file] = _size_of(self._meta(checksum))
         for file, expected in sizes.items():
@@ -244,79 +236,6 @@ class JobFolder:
             if size != expected or size < 0:
                 seen = f"has {size} bytes where {expected} were written" if size >= 0 else "is missing"
                 raise CheckpointError(f"{path / file} {seen}: the checkpoint is not committed")
-
-    def _vacate(self, name: str, lineage: Chain) -> None:
-        """See that nothing has the name of a checkpoint which is to begin."""
-        path = self.path / name
-        if not is_taken(path):
-            return
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path} is no folder, and a checkpoint is to be saved there; move it away")
-        try:
-            commit = read_commit(path)
-        except CheckpointNotFound:
-            if self._put_aside(name) is None:
-                raise CheckpointError(f"{path} was completed by another run just now; end one of the two") from None
-        except CheckpointError:
-            self._rename(name, "unreadable")
-        else:
-            if _is_kept(commit, lineage):
-                raise CheckpointError(
-                    f"{path} holds a checkpoint already, saved at step {commit.global_step} by run {commit.run_id}, "
-                    "and no checkpoint is written twice; move it away, or save at another step"
-                )
-            self._rename(name, f"abandoned-{commit.run_id}")
-
-    def _abandon(self, chain: Chain) -> None:
-        """Rename all that does not lead to the state of ``chain``."""
-        listing = self.listing()
-        for found in reversed(listing.found):
-            if place_in(chain, run_id=found.commit.run_id, global_step=found.commit.global_step) is None:
-                self._rename(found.name, f"abandoned-{found.commit.run_id}")
-        for name, error in listing.unreadable.items():
-            if isinstance(error, CheckpointError):  # an OSError is the file system's, and may pass
-                self._rename(name, "unreadable")
-
-    def _rename(self, name: str, why: str) -> None:
-        number = 1
-        target = self.path / f"{name}.{why}"
-        while is_taken(target):
-            number += 1
-            target = self.path / f"{name}.{why}-{number}"
-        move_folder(self.path / name, target)
-        _logger.warning("%s is now named %s: training went on without it", self.path / name, target.name)
-
-    def _put_aside(self, name: str) -> Path | None:
-        """Where the unfinished checkpoint ``name`` lies now; None if it stays, having been finished this moment."""
-        aside = self.path / f"{_GARBAGE}{secrets.token_hex(8)}-{name}"
-        move_folder(self.path / name, aside)
-        if not is_taken(aside / COMMIT):
-            return aside
-        move_folder(aside, self.path / name)
-        return None
-
-    def _remove(self, path: Path) -> bool:
-        try:
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                remove_folder(path)
-            else:
-                os.unlink(path)
-        except OSError as error:
-            _logger.warning("%s cannot be removed, and will be tried again: %s", path, error)
-            return False
-        return True
-
-
-def _is_kept(commit: Commit, chain: Sequence[Lineage]) -> bool:
-    """Whether a checkpoint is the work of ``chain``, whose last run must not put another in its place.
-
-    Of what was saved at the very step from which that run went on, only the one that it went on from is.
-    """
-    last = chain[-1]
-    if commit.run_id == last.id or commit.generation == last.from_generation:
-        return True
-    place = place_in(chain, run_id=commit.run_id, global_step=commit.global_step)
-    return place is not None and commit.global_step < last.from_step
 
 
 def _size_of(path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +62,13 @@ class Listing:
         unreadable: dict[str, CheckpointError | OSError] = {}
         for name in sorted(os.listdir(folder)):
             path = folder / name
-            if not (is_name(name) and path.is_dir()):
+            if not is_name(name):
                 continue
             try:
                 found.append(Found.read(path))
             except CheckpointNotFound:
-                unfinished.append(name)
+                if _is_folder(path):
+                    unfinished.append(name)
             except (CheckpointError, OSError) as error:
                 unreadable[name] = error
         return cls(found=tuple(sorted(found, key=_age)), unreadable=unreadable, unfinished=tuple(unfinished))
@@ -93,6 +95,14 @@ def newest_of(found: Sequence[Found], chain: Sequence[Lineage] | None = None) ->
         if place is not None:
             places[one.path] = (place, one)
     return max(places.values(), key=lambda pair: (pair[0], _age(pair[1])), default=(0, None))[1]
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder; a link to one is somebody's own. OSError where that cannot be told."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:  # renamed since its name was read
+        return False
 
 
 def _age(found: Found) -> tuple[int, int, int, str, str]:

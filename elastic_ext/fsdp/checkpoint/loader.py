@@ -20,21 +20,33 @@ from elastic_ext.fsdp.trained import by_name_of, place_of, trained_by
 from .contents import VALUES, FileKind
 from .opened import Opened, Wanted
 
-__all__ = ["EXTRA_STATES", "GROUPS", "load_model", "load_optimizers"]
+__all__ = ["EXTRA_STATES", "GROUPS", "load_model", "load_optimizers", "own_prefix"]
 
 GROUPS = "optimizer_groups"
 EXTRA_STATES = "model_extra_states"
 
 
-def load_model(opened: Opened, model: nn.Module, *, strict: bool) -> None:
+def own_prefix(rank: int) -> str:
+    """What the names of a rank's own buffers begin with, where ranks had different ones."""
+    return f"buffers/{rank}/"
+
+
+def load_model(opened: Opened, model: nn.Module, *, strict: bool, rank: int, num_ranks: int) -> None:
     """Put the saved parameters and buffers in place; CheckpointMismatch, with all names, where they are not the
-    model's. Without ``strict`` what fits is loaded, and the rest stays as it is."""
+    model's. Without ``strict`` what fits is loaded, and the rest stays as it is.
+
+    Buffers are the first rank's where ranks had different ones, or one's own if there are as many ranks as there were.
+    """
     held = held_of_model(model)
     own = {each.name for each in held}
     meta = opened.metas["model"]
     known = {name for name in meta.tensors if name in own} | {meta.aliases[name] for name in own & meta.aliases.keys()}
     extra = sorted(meta.tensors.keys() - known)
     _fill(opened, "model", held, extra, strict=strict, what="the model and the checkpoint do not go together")
+    if num_ranks == opened.num_ranks:
+        names = {each.name: f"{own_prefix(rank)}{each.name}" for each in held}
+        kept = [each for each in held if opened.tensor("extra", names[each.name]) is not None]
+        opened.read("extra", [Wanted(names[each.name], each.tensor, each.box) for each in kept])
     packed = opened.state.get(EXTRA_STATES, {})
     put_extra_states(model, {name: unpack(value) for name, value in packed.items()})
 

@@ -127,7 +127,7 @@ class StateMeta:
             raise CheckpointDamaged(f"{where} is damaged: it nests too deeply") from None
         except ValueError as error:  # of JSON, of UTF-8, of one of the hooks
             raise CheckpointDamaged(f"{where} is damaged: {error}") from None
-        if value.get("format") != _FORMAT:
+        if type(value.get("format")) is not int or value["format"] != _FORMAT:
             raise CheckpointError(
                 f"{where} has the format {shown(value.get('format'))}; this version of elastic_ext reads {_FORMAT}: "
                 "use the version that wrote it"

@@ -24,7 +24,6 @@ from .dtypes import ITEM_BYTES
 from .listing import Found
 from .memory import bytes_of, is_plain
 from .meta import StateMeta, TensorMeta
-from .shardfile import ShardSummary
 from .shardreader import Request, ShardReader
 
 __all__ = ["Opened", "Wanted"]
@@ -139,8 +138,7 @@ class Opened:
             summary = commit.shards.get(file)
             if summary is None:
                 raise CheckpointDamaged(f"{self.found.path}: COMMIT does not name {file}, which its metadata tells of")
-            expected = ShardSummary(num_bytes=summary.num_bytes, checksum=summary.checksum)
-            reader = ShardReader(self.found.path / file, summary=expected, generation=commit.generation)
+            reader = ShardReader(self.found.path / file, summary=summary, generation=commit.generation)
             self._readers[file] = reader
         return reader
 

@@ -25,6 +25,7 @@ from .inventory import Inventory, meta_of
 from .jobfolder import JobFolder
 from .memory import part_of
 from .meta import StateMeta
+from .shardfile import ShardSummary
 from .shardwriter import Piece, write_shard
 from .together import gather_or_raise, within
 
@@ -81,7 +82,7 @@ class Saver:
             pieces = {kind: _pieces(agreed.metas[kind], held, ranks.rank) for kind, held in contents.by_kind()}
             written = self._together(lambda: self._write(path, pieces, generation), f"writing checkpoint {name}")
             shards = {
-                file: FileSummary(num_bytes=num_bytes, checksum=checksum)
+                file: ShardSummary(num_bytes=num_bytes, checksum=checksum)
                 for of_rank in written
                 for file, (num_bytes, checksum) in of_rank.items()
             }

@@ -114,7 +114,7 @@ def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _write(file: int, views: Sequence[memoryview]) -> int:
     """Write all of ``views``, however little the system takes at a time; the number of bytes."""
-    waiting = list(views)
+    waiting = [view for view in views if view]
     total = 0
     while waiting:
         num_bytes = os.writev(file, waiting)
@@ -137,7 +137,8 @@ def _start_writing_back(file: int, offset: int, num_bytes: int) -> None:
     Linux starts to write pages that it is told are not needed any more; those still to be written stay in memory.
     """
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # not everything can be advised
+            os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _remove(path: Path) -> None:

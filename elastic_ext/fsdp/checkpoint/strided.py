@@ -34,11 +34,12 @@ def dimensions_of(
     sizes: Sequence[int], source_strides: Sequence[int], target_strides: Sequence[int], item_bytes: int
 ) -> tuple[tuple[Dimension, ...], int]:
     """The dimensions, as few as can be and in the order of the source, and the bytes of a run; strides are in items."""
-    given = sorted(
+    given = [
         (source * item_bytes, target * item_bytes, size)
         for size, source, target in zip(sizes, source_strides, target_strides, strict=True)
         if size != 1
-    )
+    ]
+    given.sort()
     run = item_bytes
     dimensions: list[Dimension] = []  # innermost first
     for source, target, size in given:

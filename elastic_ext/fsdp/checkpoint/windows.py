@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .strided import Dimension, copy_strided, dimensions_of, extent_of
@@ -39,6 +39,11 @@ class Request:
     target_offset: int
     target_strides: tuple[int, ...]
 
+    num_bytes: int = field(init=False, repr=False)
+    dimensions: tuple[Dimension, ...] = field(init=False, repr=False)  # with `run`: what is wanted, in bytes
+    run: int = field(init=False, repr=False)
+    source_bytes: int = field(init=False, repr=False)  # in the file, from the first byte to the last
+
     def __post_init__(self) -> None:
         if not len(self.sizes) == len(self.source_strides) == len(self.target_strides):
             raise ValueError(
@@ -47,23 +52,22 @@ class Request:
             )
         if min((self.source_offset, self.target_offset, *self.sizes, *self.source_strides, *self.target_strides)) < 0:
             raise ValueError(f"sizes, offsets and strides of {self.entry_name!r} must not be negative: {self}")
-        if self.num_bytes and (self.target.readonly or self.target.format != "B" or self.target.ndim != 1):
+        num_bytes = math.prod(self.sizes) * self.item_bytes
+        dimensions, run = dimensions_of(self.sizes, self.source_strides, self.target_strides, self.item_bytes)
+        source_bytes, target_bytes = extent_of(dimensions, run) if num_bytes else (0, 0)
+        if num_bytes and (self.target.readonly or self.target.format != "B" or self.target.ndim != 1):
             raise ValueError(f"the target of {self.entry_name!r} must be writable memory, as bytes without gaps")
-        if self.num_bytes and self.target_offset * self.item_bytes + self.extents[1] > len(self.target):
+        if self.target_offset * self.item_bytes + target_bytes > len(self.target):
             raise ValueError(f"the target of {self.entry_name!r} has {len(self.target)} bytes, too few for {self}")
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.sizes) * self.item_bytes
-
-    @property
-    def extents(self) -> tuple[int, int]:
-        """From the first byte to the last, in the file and in the target."""
-        return extent_of(*self.dimensions)
-
-    @property
-    def dimensions(self) -> tuple[tuple[Dimension, ...], int]:
-        return dimensions_of(self.sizes, self.source_strides, self.target_strides, self.item_bytes)
+        inner = run
+        for size, source, _ in reversed(dimensions if num_bytes else ()):
+            if source < inner:
+                raise ValueError(f"two steps of {self} lead to the same element of the file")
+            inner += (size - 1) * source
+        for name, value in zip(
+            ("num_bytes", "dimensions", "run", "source_bytes"), (num_bytes, dimensions, run, source_bytes), strict=True
+        ):
+            object.__setattr__(self, name, value)
 
 
 class Part(NamedTuple):
@@ -104,11 +108,9 @@ def parts_of(request: Request, offset: int, *, block_bytes: int, window_bytes: i
     data."""
     if not request.num_bytes:
         return
-    dimensions, run = request.dimensions
+    dimensions, run = request.dimensions, request.run
     extents = [run]  # of the runs, then of what is inside of each dimension, from the innermost on
     for dimension in reversed(dimensions):
-        if dimension.source < extents[-1]:
-            raise ValueError(f"two steps of {request} lead to the same element of the file")
         extents.append(extents[-1] + (dimension.size - 1) * dimension.source)
     extents.reverse()
     # From which dimension on no gap holds a block, and all may be read together.

@@ -1,0 +1,162 @@
+"""Clearing: what is in the way in a job's folder gets another name there, or is removed if it never was a checkpoint.
+
+Everything is done under the run's claim. Where a file system has no locks another run may come between the look at the
+claim and what follows it; so the claim is looked at again afterwards, and a name that was taken from another is given
+back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from elastic_ext.errors import CheckpointError, CheckpointFenced, CheckpointNotFound
+from elastic_ext.files import is_taken, is_temporary, move_folder, remove_folder
+
+from .claim import Claim
+from .commit import COMMIT, Commit, read_commit
+from .lineage import Lineage, place_in
+from .listing import Listing, is_name
+
+__all__ = ["GARBAGE", "Clearing"]
+
+_logger = logging.getLogger(__name__)
+
+GARBAGE = ".garbage-"
+
+
+class Clearing:
+    """The hand of the run that has ``claim``, on the names in its folder."""
+
+    def __init__(self, claim: Claim) -> None:
+        self._claim = claim
+        self._path = claim.folder
+
+    def vacate(self, name: str, chain: Sequence[Lineage]) -> None:
+        """See that nothing has the name of a checkpoint which is to begin; CheckpointError if it is to stay."""
+        path = self._path / name
+        if not is_taken(path):
+            return
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise CheckpointError(f"{path} is no folder, and a checkpoint is to be saved there; move it away")
+        try:
+            commit = read_commit(path)
+        except CheckpointNotFound:
+            if self.put_aside(name) is None:
+                raise CheckpointError(f"{path} was completed by another run just now; end one of the two") from None
+        except CheckpointError:
+            self._rename(name, "unreadable", None)
+        else:
+            if _is_kept(commit, chain):
+                raise CheckpointError(
+                    f"{path} holds a checkpoint already, saved at step {commit.global_step} by run {commit.run_id}, "
+                    "and no checkpoint is written twice; move it away, or save at another step"
+                )
+            self._rename(name, f"abandoned-{commit.run_id}", commit.generation)
+
+    def abandon(self, chain: Sequence[Lineage]) -> None:
+        """Rename all that does not lead to the state of ``chain``, newest first: what is left is one to go on from."""
+        listing = Listing.read(self._path)
+        for name, error in listing.unreadable.items():
+            if isinstance(error, OSError):  # of the file system, which says nothing of the checkpoint and may pass
+                raise CheckpointError(
+                    f"{self._path / name} cannot be read ({error}), so that it is not known whether it was abandoned; "
+                    "save again when it can be, or move it away"
+                ) from error
+        for found in reversed(listing.found):
+            if place_in(chain, run_id=found.commit.run_id, global_step=found.commit.global_step) is None:
+                self._rename(found.name, f"abandoned-{found.commit.run_id}", found.commit.generation)
+        for name in listing.unreadable:
+            self._rename(name, "unreadable", None)
+
+    def put_aside(self, name: str) -> Path | None:
+        """Where the unfinished checkpoint ``name`` lies now; None if it stays, having been finished this moment."""
+        aside = self._to_garbage(name)
+        if not is_taken(aside / COMMIT):
+            return aside
+        move_folder(aside, self._path / name)
+        return None
+
+    def give_up(self, name: str) -> None:
+        """Remove the checkpoint ``name`` that was begun here, with a COMMIT or without."""
+        self.remove(self._to_garbage(name))
+
+    def remove(self, path: Path) -> bool:
+        """Remove a file or a folder; a warning, and False, if it cannot be now."""
+        try:
+            if stat.S_ISDIR(os.lstat(path).st_mode):
+                remove_folder(path)
+            else:
+                os.unlink(path)
+        except OSError as error:
+            _logger.warning("%s cannot be removed, and will be tried again: %s", path, error)
+            return False
+        return True
+
+    def prune(self, *, begun: Collection[str]) -> list[str]:
+        """Remove what was never committed and is not in ``begun``, with what was being written before the claim."""
+        for name in Listing.read(self._path).unfinished:
+            if name not in begun:
+                self.put_aside(name)
+        names = sorted(os.listdir(self._path))
+        garbage = [self._path / name for name in names if name.startswith(GARBAGE)]
+        others = [self._path / name for name in names if name == "meta" or (is_name(name) and name not in begun)]
+        for folder in [self._path, *others]:
+            if folder.is_dir():
+                garbage += [folder / name for name in sorted(os.listdir(folder)) if self._is_left(folder / name)]
+        return [str(path.relative_to(self._path)) for path in garbage if self.remove(path)]
+
+    def _is_left(self, path: Path) -> bool:
+        """Whether a file is one that an earlier run was writing. By the file system's clock, as the claim's time is."""
+        return is_temporary(path.name) and os.lstat(path).st_mtime_ns <= self._claim.since_ns
+
+    def _to_garbage(self, name: str) -> Path:
+        aside = self._path / f"{GARBAGE}{secrets.token_hex(8)}-{name}"
+        self._move(self._path / name, aside, is_meant=lambda _: False)
+        return aside
+
+    def _rename(self, name: str, why: str, generation: str | None) -> None:
+        """Put ``why`` to the name of the checkpoint that was saved as ``generation``, or that cannot be read."""
+        number = 1
+        target = self._path / f"{name}.{why}"
+        while is_taken(target):
+            number += 1
+            target = self._path / f"{name}.{why}-{number}"
+        self._move(self._path / name, target, is_meant=lambda folder: _generation_of(folder) == generation)
+        _logger.warning("%s is now named %s: training went on without it", self._path / name, target.name)
+
+    def _move(self, path: Path, target: Path, *, is_meant: Callable[[Path], bool]) -> None:
+        """Move a folder; back, if another run has come and what was moved may be its own."""
+        self._claim.check()
+        move_folder(path, target)
+        try:
+            self._claim.check()
+        except CheckpointFenced:
+            if not is_meant(target):
+                with contextlib.suppress(FileExistsError):
+                    move_folder(target, path)
+            raise
+
+
+def _generation_of(folder: Path) -> str | None:
+    try:
+        return read_commit(folder).generation
+    except CheckpointError:
+        return None
+
+
+def _is_kept(commit: Commit, chain: Sequence[Lineage]) -> bool:
+    """Whether a checkpoint is the work of ``chain``, whose last run must not put another in its place.
+
+    Of what was saved at the very step from which that run went on, only the one that it went on from is.
+    """
+    last = chain[-1]
+    if commit.run_id == last.id or commit.generation == last.from_generation:
+        return True
+    place = place_in(chain, run_id=commit.run_id, global_step=commit.global_step)
+    return place is not None and commit.global_step < last.from_step

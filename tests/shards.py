@@ -1,0 +1,43 @@
+"""Shard files for tests: pieces with random contents, requests for all of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
+from elastic_ext.fsdp.checkpoint.shardfile import ShardSummary
+from elastic_ext.fsdp.checkpoint.shardreader import Request, ShardReader
+from elastic_ext.fsdp.checkpoint.shardwriter import Piece
+
+
+def random_bytes(num_bytes: int, seed: int = 0) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(num_bytes))
+
+
+def piece(name: str, dtype: str, sizes: tuple[int, ...], seed: int = 0) -> Piece:
+    return Piece(name, dtype, sizes, memoryview(random_bytes(math.prod(sizes) * ITEM_BYTES[dtype], seed)))
+
+
+def whole(one: Piece, target: bytearray) -> Request:
+    """A request for all of a tensor, as one dimension."""
+    item_bytes = ITEM_BYTES[one.dtype]
+    return Request(one.name, item_bytes, (math.prod(one.sizes),), 0, (1,), memoryview(target), 0, (1,))
+
+
+def read_whole(reader: ShardReader, pieces: Sequence[Piece]) -> list[bytearray]:
+    targets = [bytearray(one.data.nbytes) for one in pieces]
+    reader.read_into([whole(one, target) for one, target in zip(pieces, targets, strict=True)])
+    return targets
+
+
+def assert_read_back(path: Path, summary: ShardSummary, pieces: Sequence[Piece], generation: str = "g") -> None:
+    with ShardReader(path, summary=summary, generation=generation) as reader:
+        assert {name: (entry.dtype, entry.sizes) for name, entry in reader.entries.items()} == {
+            one.name: (one.dtype, one.sizes) for one in pieces
+        }
+        targets = read_whole(reader, pieces)
+        reader.verify()
+    assert all(target == one.data for target, one in zip(targets, pieces, strict=True))
