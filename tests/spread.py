@@ -20,7 +20,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-__all__ = ["SPREADS", "Everything", "Spread", "any_bits", "State", "differences", "overwrite", "places_in", "put_together", "state_here", "train"]
+__all__ = [
+    "SPREADS",
+    "Everything",
+    "Spread",
+    "State",
+    "any_bits",
+    "differences",
+    "overwrite",
+    "places_in",
+    "put_together",
+    "state_here",
+    "train",
+]
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 

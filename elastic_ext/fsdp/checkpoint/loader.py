@@ -7,11 +7,13 @@ both calls ``check`` before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointMismatch
+from elastic_ext.fsdp.dtypes import name_of
 from elastic_ext.fsdp.optim_groups import matching_groups, put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
 from elastic_ext.fsdp.plain import unpack
@@ -19,6 +21,7 @@ from elastic_ext.fsdp.state import Held, Parameter, held_of_model, parameters_of
 from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
 
 from .contents import VALUES, FileKind
+from .meta import TensorMeta
 from .opened import Opened, Wanted
 
 __all__ = ["EXTRA_STATES", "GROUPS", "check", "load_model", "load_optimizers", "own_prefix"]
@@ -54,7 +57,8 @@ def load_optimizers(
 ) -> None:
     """Put the saved state in place, made where an optimizer has none so far, and the groups' values.
 
-    What belonged to the layout that it was saved in goes to as many ranks alone.
+    What belonged to the layout that it was saved in goes to as many ranks alone. State that is made has the dtype that
+    was saved, or its parameter's where it had that of its parameter.
     """
     parameters = parameters_of(model)
     if strict:
@@ -66,7 +70,10 @@ def load_optimizers(
             raise
     by_name = by_name_of(trained_by(optimizers, parameters))
     odd = {each.parameter.name for each in _misshaped(opened, by_name).values()}
-    saved = {name: meta for name, meta in opened.metas["optim"].tensors.items() if _owner(name, by_name) not in odd}
+    tensors = opened.metas["optim"].tensors
+    saved = {
+        name: _as_here(opened, meta, by_name) for name, meta in tensors.items() if _owner(name, by_name) not in odd
+    }
     values = {name: value for name, value in opened.state[VALUES].items() if _owner(name, by_name) not in odd}
     extra = make_missing(optimizers, parameters, saved, rank=rank)
     extra += put_values(optimizers, parameters, values)
@@ -75,9 +82,7 @@ def load_optimizers(
     opened.read("optim", _fit(opened, "optim", held, sorted(extra), strict=strict, what=_OPTIMIZERS))
 
 
-def check(
-    opened: Opened, model: nn.Module, optimizers: Sequence[Optimizer], *, rank: int, num_ranks: int
-) -> None:
+def check(opened: Opened, model: nn.Module, optimizers: Sequence[Optimizer], *, rank: int, num_ranks: int) -> None:
     """CheckpointMismatch where a strict load of the model or its optimizers would raise it; nothing is touched."""
     _fit_of_model(opened, held_of_model(model), strict=True)
     if optimizers:
@@ -111,6 +116,14 @@ def _owner(name: str, by_name: Mapping[str, Trained]) -> str | None:
     """The parameter that a state's name belongs to; the name of an opaque one says its rank after its key."""
     place = place_of(name, by_name)
     return None if place is None else place[0].parameter.name
+
+
+def _as_here(opened: Opened, meta: TensorMeta, by_name: Mapping[str, Trained]) -> TensorMeta:
+    """With the dtype of the parameter that it belongs to, where it was saved with that which the parameter then had."""
+    owner = _owner(meta.name, by_name)
+    then = None if owner is None or meta.kind == "scalar" else opened.tensor("model", owner)
+    now = None if owner is None else name_of(by_name[owner].parameter.tensor.dtype)
+    return meta if then is None or now is None or then.dtype != meta.dtype else replace(meta, dtype=now)
 
 
 def _misshaped(opened: Opened, by_name: Mapping[str, Trained]) -> dict[str, Trained]:
