@@ -220,7 +220,7 @@ def put_together(states: Sequence[State]) -> State:
                 continue
             parts = [other[name] for other in states if name in other]
             places = torch.cat([places for places, _ in parts])
-            elements = torch.empty(len(places.unique()), dtype=value[1].dtype)
+            elements = torch.empty(len(set(places.tolist())), dtype=value[1].dtype)
             elements[places] = torch.cat([elements for _, elements in parts])
             whole[name] = (torch.arange(len(elements)), elements)
     for state in states:

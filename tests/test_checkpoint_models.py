@@ -300,7 +300,7 @@ def test_wrapped_models_load_what_any_other_has_saved(tmp_path: Path) -> None:
             assert list(bits(state_of(other, fresh)).values()) == expected
 
 
-def sharded_and_wrapped(rank: int, folder: Path) -> list[list[object]]:
+def sharded_and_wrapped(rank: int, folder: Path) -> list[list[tuple[object, ...]]]:
     """What a model that is checkpointed, sharded and compiled saves, and what one that is only sharded loads of it."""
     found = []
     for seed, is_wrapped in ((0, True), (1, False)):
@@ -380,7 +380,7 @@ def test_an_optimizer_of_other_ties_is_refused_or_loaded_as_far_as_it_fits(tmp_p
 # --- what does not go together --------------------------------------------------------------------------------------
 
 
-def of_sizes(sizes: Sequence[int], seed: int) -> nn.Sequential:
+def of_sizes(sizes: Sequence[int], seed: int) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(before, after) for before, after in itertools.pairwise(sizes)))
 
