@@ -41,8 +41,8 @@ def within(seconds: float, act: Callable[[], _Result], doing: str) -> _Result:
         raise raised[0]
     if not results:
         raise CheckpointError(
-            f"the storage has not answered for {seconds:g} seconds while {doing}; look after it, or allow it more "
-            "with storage_timeout_seconds"
+            f"the storage took longer than {seconds:g} seconds while {doing}; look after it, or allow it more with "
+            "storage_timeout_seconds"
         )
     return results[0]
 
