@@ -26,7 +26,7 @@ from .errors import CheckpointError, CheckpointFenced, CheckpointMismatch
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer, contents_of
 from .fsdp.checkpoint.commit import Commit
 from .fsdp.checkpoint.contents import Contents
-from .fsdp.checkpoint.loader import load_model, load_optimizers
+from .fsdp.checkpoint.loader import check, load_model, load_optimizers
 from .fsdp.checkpoint.opened import Opened, Wanted
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
@@ -193,12 +193,14 @@ class Checkpoints:
     def _load(self, opened: Opened) -> _Found:
         """Fill all tensors, and give what is taken up once every rank has come so far."""
         parts, state = self._parts, opened.state
+        optimizers = [optimizer.inner for optimizer in parts.optimizers]
+        check(opened, self._model, optimizers, rank=self._rank, num_ranks=self._num_ranks)
         load_model(opened, self._model, strict=True, rank=self._rank, num_ranks=self._num_ranks)
         load: Callable[[], object] = partial(
             load_optimizers,
             opened,
             self._model,
-            [optimizer.inner for optimizer in parts.optimizers],
+            optimizers,
             rank=self._rank,
             num_ranks=self._num_ranks,
             strict=True,

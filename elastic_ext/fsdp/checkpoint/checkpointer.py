@@ -40,7 +40,7 @@ from .jobfolder import JobFolder
 from .jobname import job_name
 from .lineage import Chain
 from .listing import Found
-from .loader import EXTRA_STATES, GROUPS, load_model, load_optimizers, own_prefix
+from .loader import EXTRA_STATES, GROUPS, check, load_model, load_optimizers, own_prefix
 from .memory import part_of
 from .opened import Opened
 from .saver import Saver
@@ -163,6 +163,8 @@ class ShardCheckpointer:
         optimizers = _as_list(optimizer)
 
         def act(opened: Opened) -> Loaded:
+            if strict:
+                check(opened, model, optimizers, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
             load_model(opened, model, strict=strict, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
             if optimizers:
                 load_optimizers(
