@@ -27,7 +27,7 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ElasticError
 from elastic_ext.fsdp.optim_state import held_of_optimizers
 from elastic_ext.fsdp.plain import pack, unpack
 from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, parameters_of
@@ -120,6 +120,7 @@ class ShardCheckpointer:
         self._claim: Claim | None = None  # on the first rank
         self._run_id = ""
         self._came_from: Commit | None = None  # what this run went on from
+        self._has_saved = False  # this run, under its id
 
     # ---- for users ----
 
@@ -213,9 +214,7 @@ class ShardCheckpointer:
 
     def close(self) -> None:
         """Let another run of the job have the folder. Twice is allowed."""
-        if self._claim is not None:
-            self._claim.release()
-        self._claim = self._folder = None
+        self._end_run()
         if self._owns_ranks:
             self._owns_ranks = False
             self._ranks.close()
@@ -246,7 +245,13 @@ class ShardCheckpointer:
             self._folder = folder
             return str(folder.path), run_id
 
-        path, self._run_id = self._together(take, "claiming the job's folder of checkpoints")[0]
+        try:
+            path, self._run_id = self._together(take, "claiming the job's folder of checkpoints")[0]
+        except ElasticError:  # another try must not find the folder held by this very process
+            self._folder = None
+            for claim in claims:
+                claim.release()
+            raise
         self._claim = claims[0] if claims else None
         if self._folder is None:
             self._folder = JobFolder(Path(path))
@@ -298,6 +303,7 @@ class ShardCheckpointer:
             about=dict(about or {}),
         )
         path = self._saver.save(self._folder, name, collect, draft)
+        self._has_saved = True
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
@@ -332,10 +338,19 @@ class ShardCheckpointer:
             if len(set(generations)) > 1:
                 raise CheckpointError(f"ranks see different checkpoints in {candidate}: look after the storage")
             self._came_from = commits[0]
+            if self._has_saved:  # what it saves from here on is not what leads from there to what it has saved
+                self._end_run()
             return results[0]
         return None
 
     # ---- within ----
+
+    def _end_run(self) -> None:
+        """Give the folder back; the next save claims it for a run with an id of its own."""
+        if self._claim is not None:
+            self._claim.release()
+        self._claim = self._folder = None
+        self._has_saved = False
 
     def _chain(self) -> Chain:
         return chain_after(self._came_from, run_id=self._run_id)
