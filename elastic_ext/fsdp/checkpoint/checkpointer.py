@@ -159,7 +159,8 @@ class ShardCheckpointer:
         """Load the checkpoint in the folder ``path``, or the job's newest one; all ranks raise where one cannot.
 
         A newest one that is damaged is passed over with a warning, for the one before it. Without ``strict`` what fits
-        is loaded, and what the model has besides stays as it is. CheckpointNotFound where there is none.
+        is loaded, what the model has besides stays as it is, and its optimizer state begins anew. CheckpointNotFound
+        where there is none.
         """
         optimizers = _as_list(optimizer)
 
