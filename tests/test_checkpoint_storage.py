@@ -90,14 +90,15 @@ def fail_each_operation(
                 num_failed += 1
                 checkpointer.save(step, model, optimizer, extra_of(step))
         assert newest_of(storage) == step
-        if rank == 0:  # what is left of the operations would be more each time
-            shutil.rmtree(job_folder(storage) / f"step_{step - 1}")
         step += 1
         struck = torch.tensor(int(rank != victim or at < len(seen)))
         dist.all_reduce(struck, dist.ReduceOp.MIN)
         if not struck.item():
             return num_tried, num_failed
         num_tried += 1
+        if rank == 0:  # or there would be more operations each time
+            shutil.rmtree(job_folder(storage) / f"step_{step - 2}")
+        dist.barrier()
 
 
 @pytest.mark.slow
