@@ -25,7 +25,8 @@ from .counts import Counts
 from .errors import CheckpointError, CheckpointFenced, CheckpointMismatch
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer, contents_of
 from .fsdp.checkpoint.commit import Commit
-from .fsdp.checkpoint.loader import load_model, load_optimizers
+from .fsdp.checkpoint.contents import Contents
+from .fsdp.checkpoint.loader import check, load_model, load_optimizers
 from .fsdp.checkpoint.opened import Opened, Wanted
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
@@ -105,6 +106,16 @@ class Checkpoints:
 
     def save(self, name: str) -> Path:
         """Save now, on all ranks; raises where it cannot."""
+        own = self._checkpointer.own_buffers(self._model)
+        counts = self._counts
+        path = self._checkpointer.save_contents(
+            name, lambda: self._collect(own), step=counts.global_step, epoch=counts.epoch, about=self._about()
+        )
+        self._saved_at = counts.global_step
+        return path
+
+    def _collect(self, own_buffers: Mapping[str, torch.Tensor]) -> Contents:
+        """All that this rank has."""
         tensors: dict[str, torch.Tensor] = {
             f"registered/{name}/{key}": tensor
             for name, held in self._registered.items()
@@ -121,22 +132,15 @@ class Checkpoints:
             ],
             "scaler": None if scaler is None else pack(scaler.state_dict(), "scaler", tensors),
         }
-        own = self._checkpointer.own_buffers(self._model)
-        own |= {f"random/{self._rank}/{name}": tensor for name, tensor in random_tensors().items()}
-        contents = contents_of(
+        drawn = {f"random/{self._rank}/{name}": tensor for name, tensor in random_tensors().items()}
+        return contents_of(
             self._model,
             [optimizer.inner for optimizer in self._parts.optimizers],
             rank=self._rank,
             tensors=tensors,
-            own=own,
+            own={**own_buffers, **drawn},
             state=state,
         )
-        counts = self._counts
-        path = self._checkpointer.save_contents(
-            name, contents, step=counts.global_step, epoch=counts.epoch, about=self._about()
-        )
-        self._saved_at = counts.global_step
-        return path
 
     def _save_or_warn(self, name: str) -> None:
         try:
@@ -155,6 +159,7 @@ class Checkpoints:
             "ranks": self._num_ranks,
             "sharding": self._sharing.name,
             "global batch": self._batches.global_batch,
+            "config version": self._config()["config"].get("version"),
         }
 
     # ---- resuming ----
@@ -188,12 +193,14 @@ class Checkpoints:
     def _load(self, opened: Opened) -> _Found:
         """Fill all tensors, and give what is taken up once every rank has come so far."""
         parts, state = self._parts, opened.state
+        optimizers = [optimizer.inner for optimizer in parts.optimizers]
+        check(opened, self._model, optimizers, rank=self._rank, num_ranks=self._num_ranks)
         load_model(opened, self._model, strict=True, rank=self._rank, num_ranks=self._num_ranks)
         load: Callable[[], object] = partial(
             load_optimizers,
             opened,
             self._model,
-            [optimizer.inner for optimizer in parts.optimizers],
+            optimizers,
             rank=self._rank,
             num_ranks=self._num_ranks,
             strict=True,

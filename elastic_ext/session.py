@@ -193,6 +193,8 @@ class Session:
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
         self._progress.end()
         self._gradients.release()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         self.follower.close()
 
     def _saving(self) -> Checkpoints:

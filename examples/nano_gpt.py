@@ -4,6 +4,9 @@
     elastic-ext config set --file /tmp/nano_gpt.json optimizer.learning_rate=0.0003 user.dropout=0.2
     elastic-ext config set --file /tmp/nano_gpt.json dataloader.batch_size=4
 
+With ``--checkpoints FOLDER`` it saves every hundred steps; started again, with any number of processes and whatever
+``--by``, it goes on from the newest.
+
 It runs with one process (``python examples/nano_gpt.py``) or many, with gloo or NCCL, and needs no data: the text is
 made here. ``--by`` says how the model is wrapped: plain, ddp, fully-shard, accelerate; or dlrover, whose loop this is
 then.
@@ -29,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_ext import BatchPlan, ElasticTrainer
+from elastic_ext import BatchPlan, CheckpointInterval, ElasticTrainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +135,12 @@ class Windows:
     def rollback(self) -> None:
         self._is_cut = True
 
+    def state_dict(self) -> dict[str, int]:
+        return {"num_steps": self._num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._num_steps = state["num_steps"]
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while True:
             step = self._plan.full_step
@@ -180,14 +189,21 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
         accelerator=accelerator,
         config_file=options.config_file,
         agree_every_steps=options.agree_every_steps,
+        shared_storage_path=options.checkpoints,
+        checkpoint_interval=CheckpointInterval(steps=options.checkpoint_every) if options.checkpoints else None,
     )
     optimizer = trainer.prepare(optimizer)
     if options.by == "dlrover":
         trainer.reset()  # at the beginning of an epoch, and there is one
     num_windows = 0  # this rank's, of the step under way
     began = time.monotonic()
+    loss = torch.tensor(math.nan)
     with trainer:
         for inputs, targets in windows:
+            if trainer.global_step >= trainer.knob(
+                "steps", options.steps
+            ):  # a run that is resumed may be there already
+                break
             gpt.set_dropout(trainer.knob("dropout", 0.0))
             with trainer.step():
                 logits = model(inputs.to(device))
@@ -209,7 +225,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
                     flush=True,
                 )
             num_windows = 0
-            if trainer.should_stop or step >= trainer.knob("steps", options.steps):
+            if trainer.should_stop:
                 break
     if rank == 0:
         uniform = math.log(len(windows.alphabet))
@@ -228,6 +244,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="characters per window")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--agree-every-steps", type=lambda text: text if text == "auto" else int(text), default="auto")
+    parser.add_argument("--checkpoints", type=Path, help="a folder that all processes share; default: none are saved")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps")
     parser.add_argument("--log-every", type=int, default=50)
     return parser.parse_args()
 

@@ -12,15 +12,19 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "examples" / "nano_gpt.py"
 
 
-def losses_of(folder: Path, by: str, num_processes: int) -> list[float]:
+def losses_of(folder: Path, by: str, num_processes: int, *more: str, steps: int = 6) -> list[float]:
     """What it prints of some steps."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    options = ["--by", by, "--steps", "6", "--log-every", "2", "--config-file", str(folder / "config.json")]
+    options = ["--by", by, "--steps", str(steps), "--log-every", "2", "--config-file", str(folder / "config.json")]
     done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *options], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *launcher, str(SCRIPT), *options, *more],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "trained 6 steps" in done.stdout
+    assert f"trained {steps} steps" in done.stdout
     return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", done.stdout, re.MULTILINE)]
 
 
@@ -34,3 +38,15 @@ def test_the_example_trains_alike_however_its_model_is_wrapped(tmp_path: Path, b
         assert losses_of(tmp_path, by, 1) == pytest.approx(expected, abs=0.1)
     else:
         assert losses_of(tmp_path, by, 2) == pytest.approx(expected, abs=0.002)
+
+
+@pytest.mark.slow
+def test_the_example_goes_on_from_its_checkpoints_with_other_processes_and_sharding(tmp_path: Path) -> None:
+    saves = ("--checkpoints", str(tmp_path / "storage"), "--checkpoint-every", "2")
+    expected = losses_of(tmp_path, "ddp", 2)
+    first = losses_of(tmp_path, "fully-shard", 2, *saves, steps=2)
+    second = losses_of(tmp_path, "ddp", 2, *saves, steps=4)
+    third = losses_of(tmp_path, "fully-shard", 2, *saves, steps=6)
+    assert [len(first), len(second), len(third)] == [1, 1, 1]
+    assert [*first, *second, *third] == pytest.approx(expected, abs=0.002)
+    assert losses_of(tmp_path, "plain", 1, *saves, steps=6) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import os
 import random
 import re
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticError, StepError
-from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced, CheckpointMismatch
 from elastic_ext.files import write_whole
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, values_of
@@ -329,6 +331,19 @@ def test_without_storage_there_are_no_checkpoints(tmp_path: Path) -> None:
         trainer.save_checkpoint()
 
 
+def test_a_trainer_that_was_dropped_leaves_the_folder_to_the_next(tmp_path: Path) -> None:
+    trainer, model, optimizer = small(tmp_path, "a")
+    take(trainer, model, optimizer)
+    trainer.save_checkpoint()
+    with pytest.raises(CheckpointFenced, match=f"in use by another run of this job .process {os.getpid()} on"):
+        small(tmp_path, "b")
+    del trainer, optimizer
+    gc.collect()
+    later, _, _ = small(tmp_path, "c")
+    assert later.global_step == 1
+    later.close()
+
+
 # --- what is resumed, and how ---------------------------------------------------------------------------------------
 
 
@@ -367,6 +382,13 @@ def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.Lo
     trainer.close()
     (line,) = resuming_lines(caplog)
     assert line.endswith("at step 1: nothing has changed since")
+    (make(tmp_path, "c") / "0").mkdir()
+    put(tmp_path / "c" / "0", version=7, optimizer={"learning_rate": 0.5})
+    caplog.clear()
+    trainer, _, _ = small(tmp_path, "c")
+    trainer.close()
+    (line,) = resuming_lines(caplog)
+    assert line.endswith("at step 1: config version 0 -> 7")
 
 
 def resuming_lines(caplog: pytest.LogCaptureFixture) -> list[str]:

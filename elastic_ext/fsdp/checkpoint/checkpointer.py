@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ElasticError
 from elastic_ext.fsdp.optim_state import held_of_optimizers
 from elastic_ext.fsdp.plain import pack, unpack
-from elastic_ext.fsdp.state import box_of, extra_states, held, held_of_model, parameters_of
+from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, parameters_of
 from elastic_ext.ranks import Ranks
 
 from .claim import Claim
@@ -40,7 +40,7 @@ from .jobfolder import JobFolder
 from .jobname import job_name
 from .lineage import Chain
 from .listing import Found
-from .loader import EXTRA_STATES, GROUPS, load_model, load_optimizers, own_prefix
+from .loader import EXTRA_STATES, GROUPS, check, load_model, load_optimizers, own_prefix
 from .memory import part_of
 from .opened import Opened
 from .saver import Saver
@@ -137,17 +137,16 @@ class ShardCheckpointer:
 
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        packed = pack(extra, _EXTRA, tensors)
-        contents = contents_of(
-            model,
-            _as_list(optimizer),
-            rank=self._ranks.rank,
-            tensors=tensors,
-            own=self.own_buffers(model),
-            state={_EXTRA: packed},
-        )
-        return self.save_contents(f"step_{step}", contents, step=step, epoch=epoch)
+        own = self.own_buffers(model)
+
+        def collect() -> Contents:
+            tensors: dict[str, torch.Tensor] = {}
+            packed = pack(extra, _EXTRA, tensors)
+            optimizers = _as_list(optimizer)
+            rank = self._ranks.rank
+            return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
+
+        return self.save_contents(f"step_{step}", collect, step=step, epoch=epoch)
 
     def load(
         self,
@@ -165,6 +164,8 @@ class ShardCheckpointer:
         optimizers = _as_list(optimizer)
 
         def act(opened: Opened) -> Loaded:
+            if strict:
+                check(opened, model, optimizers, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
             load_model(opened, model, strict=strict, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
             if optimizers:
                 load_optimizers(
@@ -262,19 +263,29 @@ class ShardCheckpointer:
         """
         if self._ranks.world_size == 1:
             return {}
-        buffers = [each for each in held_of_model(model) if each.kind == "buffer" and each.is_alias_of is None]
-        digest = xxhash.xxh3_64()
-        for each in buffers:
-            digest.update(part_of(each.tensor, each.box, each.box))
-        answers = self._ranks.gather(digest.digest(), "comparing buffers")
-        if len(set(answers)) == 1:
+        buffers: list[Held] = []
+
+        def compare() -> str:
+            buffers.extend(each for each in held_of_model(model) if each.kind == "buffer" and each.is_alias_of is None)
+            digest = xxhash.xxh3_64()
+            for each in buffers:
+                digest.update(part_of(each.tensor, each.box, each.box))
+            return digest.hexdigest()
+
+        if len(set(gather_or_raise(self._ranks, compare, "comparing buffers"))) == 1:
             return {}
         return {f"{own_prefix(self._ranks.rank)}{each.name}": each.tensor for each in buffers}
 
     def save_contents(
-        self, name: str, contents: Contents, *, step: int, epoch: int, about: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        collect: Callable[[], Contents],
+        *,
+        step: int,
+        epoch: int,
+        about: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save what ``contents_of`` gave on each rank."""
+        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
         self.claim()
         assert self._folder is not None
         began = time.perf_counter()
@@ -291,7 +302,7 @@ class ShardCheckpointer:
             versions=_versions(),
             about=dict(about or {}),
         )
-        path = self._saver.save(self._folder, name, contents, draft)
+        path = self._saver.save(self._folder, name, collect, draft)
         self._has_saved = True
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)

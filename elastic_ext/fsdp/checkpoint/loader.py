@@ -1,29 +1,34 @@
 """Loader: puts an opened checkpoint into a model and its optimizers, on one rank.
 
-First everything is compared, by names and shapes, and nothing is touched where something does not fit.
+First everything is compared, by names and shapes, and nothing is touched where something does not fit: whoever loads
+both calls ``check`` before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointMismatch
-from elastic_ext.fsdp.optim_groups import put_groups
+from elastic_ext.fsdp.dtypes import name_of
+from elastic_ext.fsdp.optim_groups import matching_groups, put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
 from elastic_ext.fsdp.plain import unpack
 from elastic_ext.fsdp.state import Held, Parameter, held_of_model, parameters_of, put_extra_states
-from elastic_ext.fsdp.trained import by_name_of, place_of, trained_by
+from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
 
 from .contents import VALUES, FileKind
+from .meta import TensorMeta
 from .opened import Opened, Wanted
 
-__all__ = ["EXTRA_STATES", "GROUPS", "load_model", "load_optimizers", "own_prefix"]
+__all__ = ["EXTRA_STATES", "GROUPS", "check", "load_model", "load_optimizers", "own_prefix"]
 
 GROUPS = "optimizer_groups"
 EXTRA_STATES = "model_extra_states"
+_OPTIMIZERS = "the optimizers' state and the checkpoint's do not go together"
 
 
 def own_prefix(rank: int) -> str:
@@ -38,11 +43,7 @@ def load_model(opened: Opened, model: nn.Module, *, strict: bool, rank: int, num
     Buffers are the first rank's where ranks had different ones, or one's own if there are as many ranks as there were.
     """
     held = held_of_model(model)
-    own = {each.name for each in held}
-    meta = opened.metas["model"]
-    known = {name for name in meta.tensors if name in own} | {meta.aliases[name] for name in own & meta.aliases.keys()}
-    extra = sorted(meta.tensors.keys() - known)
-    _fill(opened, "model", held, extra, strict=strict, what="the model and the checkpoint do not go together")
+    opened.read("model", _fit_of_model(opened, held, strict=strict))
     if num_ranks == opened.num_ranks:
         names = {each.name: f"{own_prefix(rank)}{each.name}" for each in held}
         kept = [each for each in held if opened.tensor("extra", names[each.name]) is not None]
@@ -56,31 +57,97 @@ def load_optimizers(
 ) -> None:
     """Put the saved state in place, made where an optimizer has none so far, and the groups' values.
 
-    What belonged to the layout that it was saved in goes to as many ranks alone.
+    What belonged to the layout that it was saved in goes to as many ranks alone. State that is made has the dtype that
+    was saved, or its parameter's where it had that of its parameter.
     """
-    what = "the optimizers' state and the checkpoint's do not go together"
     parameters = parameters_of(model)
-    saved = opened.metas["optim"].tensors
-    bound = sorted(name for name, meta in saved.items() if meta.kind == "opaque")
-    if bound and strict and num_ranks != opened.num_ranks:
-        why = f"{what}: some of it is bound to how {opened.num_ranks} ranks held it, and here are {num_ranks}"
-        raise CheckpointMismatch(why, extra=bound)
+    if strict:
+        _check_optimizers(opened, optimizers, parameters, rank=rank, num_ranks=num_ranks)
     try:
         put_groups(optimizers, parameters, opened.state[GROUPS])
     except CheckpointMismatch:
         if strict:
             raise
+    by_name = by_name_of(trained_by(optimizers, parameters))
+    odd = {each.parameter.name for each in _misshaped(opened, by_name).values()}
+    tensors = opened.metas["optim"].tensors
+    saved = {
+        name: _as_here(opened, meta, by_name) for name, meta in tensors.items() if _owner(name, by_name) not in odd
+    }
+    values = {name: value for name, value in opened.state[VALUES].items() if _owner(name, by_name) not in odd}
     extra = make_missing(optimizers, parameters, saved, rank=rank)
-    extra += put_values(optimizers, parameters, opened.state[VALUES])
-    _drop_unsaved(opened, optimizers, parameters)
+    extra += put_values(optimizers, parameters, values)
+    _drop_unsaved({*saved, *values}, by_name)
     held = held_of_optimizers(optimizers, parameters, rank=rank).tensors
-    _fill(opened, "optim", held, sorted(extra), strict=strict, what=what)
+    opened.read("optim", _fit(opened, "optim", held, sorted(extra), strict=strict, what=_OPTIMIZERS))
 
 
-def _fill(
-    opened: Opened, kind: FileKind, held: Sequence[Held], extra: Sequence[str], *, strict: bool, what: str
+def check(opened: Opened, model: nn.Module, optimizers: Sequence[Optimizer], *, rank: int, num_ranks: int) -> None:
+    """CheckpointMismatch where a strict load of the model or its optimizers would raise it; nothing is touched."""
+    _fit_of_model(opened, held_of_model(model), strict=True)
+    if optimizers:
+        _check_optimizers(opened, optimizers, parameters_of(model), rank=rank, num_ranks=num_ranks)
+
+
+def _check_optimizers(
+    opened: Opened, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], *, rank: int, num_ranks: int
 ) -> None:
-    """Fill what is held with what was saved under its name, or under one of its other names."""
+    saved = opened.metas["optim"].tensors
+    bound = sorted(name for name, meta in saved.items() if meta.kind == "opaque")
+    if bound and num_ranks != opened.num_ranks:
+        why = f"{_OPTIMIZERS}: some of it is bound to how {opened.num_ranks} ranks held it, and here are {num_ranks}"
+        raise CheckpointMismatch(why, extra=bound)
+    matching_groups(optimizers, parameters, opened.state[GROUPS])
+    by_name = by_name_of(trained_by(optimizers, parameters))
+    names = {*saved, *opened.state[VALUES]}
+    extra = sorted(name for name in names if _owner(name, by_name) is None)
+    filled = {_owner(name, by_name) for name in names}
+    held = held_of_optimizers(optimizers, parameters, rank=rank).tensors
+    missing = [each.name for each in held if each.name not in names and _owner(each.name, by_name) in filled]
+    misshaped = {
+        name: f"{each.parameter.box.shape} here, {saved[name].layout.shape} in the checkpoint"
+        for name, each in _misshaped(opened, by_name).items()
+    }
+    if missing or extra or misshaped:
+        raise CheckpointMismatch(_OPTIMIZERS, missing=missing, extra=extra, misshaped=misshaped)
+
+
+def _owner(name: str, by_name: Mapping[str, Trained]) -> str | None:
+    """The parameter that a state's name belongs to; the name of an opaque one says its rank after its key."""
+    place = place_of(name, by_name)
+    return None if place is None else place[0].parameter.name
+
+
+def _as_here(opened: Opened, meta: TensorMeta, by_name: Mapping[str, Trained]) -> TensorMeta:
+    """With the dtype of the parameter that it belongs to, where it was saved with that which the parameter then had."""
+    owner = _owner(meta.name, by_name)
+    then = None if owner is None or meta.kind == "scalar" else opened.tensor("model", owner)
+    now = None if owner is None else name_of(by_name[owner].parameter.tensor.dtype)
+    return meta if then is None or now is None or then.dtype != meta.dtype else replace(meta, dtype=now)
+
+
+def _misshaped(opened: Opened, by_name: Mapping[str, Trained]) -> dict[str, Trained]:
+    """State that was saved of parameters of another shape than they have."""
+    found = {}
+    for name, meta in opened.metas["optim"].tensors.items():
+        place = place_of(name, by_name)
+        if place is not None and meta.kind == "like" and place[0].parameter.box.shape != meta.layout.shape:
+            found[name] = place[0]
+    return found
+
+
+def _fit_of_model(opened: Opened, held: Sequence[Held], *, strict: bool) -> list[Wanted]:
+    own = {each.name for each in held}
+    meta = opened.metas["model"]
+    known = {name for name in meta.tensors if name in own} | {meta.aliases[name] for name in own & meta.aliases.keys()}
+    extra = sorted(meta.tensors.keys() - known)
+    return _fit(opened, "model", held, extra, strict=strict, what="the model and the checkpoint do not go together")
+
+
+def _fit(
+    opened: Opened, kind: FileKind, held: Sequence[Held], extra: Sequence[str], *, strict: bool, what: str
+) -> list[Wanted]:
+    """What is held, to be filled with what was saved under its name, or under one of its other names."""
     names: dict[str, list[str]] = {each.name: [each.name] for each in held if each.is_alias_of is None}
     for each in held:
         if each.is_alias_of is not None:
@@ -98,17 +165,13 @@ def _fill(
         else:
             wanted.append(Wanted(name, each.tensor, each.box))
     if strict and (missing or extra or misshaped):
-        raise CheckpointMismatch(what, missing=missing, extra=extra, misshaped=misshaped)
-    opened.read(kind, wanted)
+        raise CheckpointMismatch(what, missing=sorted(missing), extra=extra, misshaped=misshaped)
+    return wanted
 
 
-def _drop_unsaved(opened: Opened, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> None:
+def _drop_unsaved(names: Iterable[str], by_name: Mapping[str, Trained]) -> None:
     """A parameter that had no state when it was saved has none afterwards: its first step is still to come."""
-    by_name = by_name_of(trained_by(optimizers, parameters))
-    tensors = opened.metas["optim"].tensors
-    names = [name.rpartition("@")[0] if meta.kind == "opaque" else name for name, meta in tensors.items()]
-    places = [place_of(name, by_name) for name in (*names, *opened.state[VALUES])]
-    saved = {place[0].parameter.name for place in places if place is not None}
+    saved = {_owner(name, by_name) for name in names}
     for name, each in by_name.items():
         if name not in saved and each.state:
             each.optimizer.state.pop(each.parameter.tensor, None)

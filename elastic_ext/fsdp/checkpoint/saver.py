@@ -53,15 +53,15 @@ class Saver:
         self._seconds = storage_timeout_seconds
         self._agreed: _Agreed | None = None
 
-    def save(self, folder: JobFolder, name: str, contents: Contents, draft: Commit) -> Path:
+    def save(self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit) -> Path:
         """Write the checkpoint ``name``; on return it exists, for every rank. All ranks call this between two steps.
 
-        ``draft`` is the first rank's: what COMMIT says besides the names of files and the save's generation. Where one
-        rank fails all raise, and there is no checkpoint of this name.
+        ``collect`` gives what this rank has, and may raise on some. ``draft`` is the first rank's: what COMMIT says
+        besides the names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint
+        of this name.
         """
         ranks = self._ranks
-        agreed, values = self._agree(contents, name)
-        state = json.dumps({**contents.state, VALUES: values}, allow_nan=False).encode() if ranks.rank == 0 else b""
+        contents, agreed, values = self._agree(collect, name)
         path = folder.path / name
         metas: dict[str, str] = {}
         states: dict[str, FileSummary] = {}
@@ -74,13 +74,19 @@ class Saver:
             for kind, data in agreed.data.items():
                 checksum = metas[meta_file(kind)] = folder.put_meta(data)
                 folder.link_meta(name, meta_file(kind), checksum)
-            states[STATE_FILE] = folder.put_state(name, STATE_FILE, state)
+            state = json.dumps({**contents.state, VALUES: values}, allow_nan=False)
+            states[STATE_FILE] = folder.put_state(name, STATE_FILE, state.encode())
             return generation
 
         try:
             generation = self._together(begin, f"beginning checkpoint {name}")[0]
-            pieces = {kind: _pieces(agreed.metas[kind], held, ranks.rank) for kind, held in contents.by_kind()}
-            written = self._together(lambda: self._write(path, pieces, generation), f"writing checkpoint {name}")
+            doing = f"writing checkpoint {name}"
+
+            def write() -> dict[str, list[object]]:
+                pieces = {kind: _pieces(agreed.metas[kind], held, ranks.rank) for kind, held in contents.by_kind()}
+                return within(self._seconds, lambda: self._write(path, pieces, generation), doing)
+
+            written: list[dict[str, Any]] = gather_or_raise(ranks, write, doing)
             shards = {
                 file: ShardSummary(num_bytes=num_bytes, checksum=checksum)
                 for of_rank in written
@@ -102,12 +108,15 @@ class Saver:
     def _together(self, act: Callable[[], object], doing: str) -> list[Any]:
         return gather_or_raise(self._ranks, lambda: within(self._seconds, act, doing), doing)
 
-    def _agree(self, contents: Contents, name: str) -> tuple[_Agreed, dict[str, Any]]:
-        """What the ranks hold, and all their values, with the same answer on every rank."""
+    def _agree(self, collect: Callable[[], Contents], name: str) -> tuple[Contents, _Agreed, dict[str, Any]]:
+        """What this rank has; what the ranks hold, and all their values, with the same answer on every rank."""
         doing = f"comparing what ranks hold for checkpoint {name}"
+        found: list[Contents] = []
         inventories: dict[FileKind, Inventory] = {}
 
         def digest() -> list[Any]:
+            contents = collect()
+            found.append(contents)
             inventories.update(contents.inventories())
             own = checksum_of(b"\n".join(inventories[kind].to_json() for kind in KINDS))
             return [name, own, dict(contents.values)]
@@ -125,7 +134,7 @@ class Saver:
                 metas[kind] = meta_of([Inventory.from_json(row) for row in rows])
             data = {kind: meta.to_json() for kind, meta in metas.items()}
             self._agreed = _Agreed(digests, metas, data)
-        return self._agreed, {key: value for _, _, values in answers for key, value in values.items()}
+        return found[0], self._agreed, {key: value for _, _, values in answers for key, value in values.items()}
 
     def _write(
         self, path: Path, pieces: Mapping[FileKind, Sequence[Piece]], generation: str
