@@ -33,7 +33,7 @@ from tests.saving import (
     train,
 )
 
-WIDTH = 3000  # so that files have several blocks
+WIDTH = 1200  # so that files have several blocks
 NUM_STEPS = 2
 
 
