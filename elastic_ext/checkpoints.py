@@ -26,7 +26,7 @@ from .errors import CheckpointError, CheckpointFenced, CheckpointMismatch
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer, contents_of
 from .fsdp.checkpoint.commit import Commit
 from .fsdp.checkpoint.contents import Contents
-from .fsdp.checkpoint.loader import check, load_model, load_optimizers
+from .fsdp.checkpoint.loader import Loader
 from .fsdp.checkpoint.opened import Opened, Wanted
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
@@ -194,17 +194,10 @@ class Checkpoints:
         """Fill all tensors, and give what is taken up once every rank has come so far."""
         parts, state = self._parts, opened.state
         optimizers = [optimizer.inner for optimizer in parts.optimizers]
-        check(opened, self._model, optimizers, rank=self._rank, num_ranks=self._num_ranks)
-        load_model(opened, self._model, strict=True, rank=self._rank, num_ranks=self._num_ranks)
-        load: Callable[[], object] = partial(
-            load_optimizers,
-            opened,
-            self._model,
-            optimizers,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            strict=True,
-        )
+        loader = Loader(self._model, optimizers, rank=self._rank, num_ranks=self._num_ranks)
+        loader.check(opened)
+        loader.load_model(opened)
+        load: Callable[[], object] = partial(loader.load_optimizers, opened)
         for optimizer in parts.optimizers:
             load = partial(optimizer.rates.load, load)
         load()

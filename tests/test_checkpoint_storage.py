@@ -446,3 +446,16 @@ def test_run_that_goes_back_to_its_own_checkpoint_saves_from_there(ranks: RankPo
     names = sorted(path.name.partition("-")[0] for path in job_folder(storage).iterdir() if path.name[:5] == "step_")
     assert names == ["step_1", "step_2", "step_2.abandoned", "step_3", "step_3.abandoned"]
     assert garbage_in(job_folder(storage)) == []
+
+
+def test_latest_is_the_newest_that_leads_to_what_was_loaded(tmp_path: Path) -> None:
+    model, optimizer = make_state()
+    with checkpointer_of(tmp_path / "storage") as checkpointer:
+        first, second = (checkpointer.save(step, model, optimizer, extra_of(step)) for step in (1, 2))
+    with checkpointer_of(tmp_path / "storage") as checkpointer:
+        assert checkpointer.latest() == second
+        checkpointer.load(model, optimizer, first)
+        assert checkpointer.latest() == first
+        third = checkpointer.save(3, model, optimizer, extra_of(3))
+        assert checkpointer.latest() == third
+    assert not second.exists()

@@ -40,7 +40,7 @@ from .jobfolder import JobFolder
 from .jobname import job_name
 from .lineage import Chain
 from .listing import Found
-from .loader import EXTRA_STATES, GROUPS, check, load_model, load_optimizers, own_prefix
+from .loader import EXTRA_STATES, GROUPS, Loader, own_prefix
 from .memory import part_of
 from .opened import Opened
 from .saver import Saver
@@ -165,18 +165,12 @@ class ShardCheckpointer:
         optimizers = _as_list(optimizer)
 
         def act(opened: Opened) -> Loaded:
+            loader = Loader(model, optimizers, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
             if strict:
-                check(opened, model, optimizers, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
-            load_model(opened, model, strict=strict, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
+                loader.check(opened)
+            loader.load_model(opened)
             if optimizers:
-                load_optimizers(
-                    opened,
-                    model,
-                    optimizers,
-                    rank=self._ranks.rank,
-                    num_ranks=self._ranks.world_size,
-                    strict=strict,
-                )
+                loader.load_optimizers(opened)
             commit = opened.found.commit
             names = [name for name in opened.names("extra") if name.startswith(f"{_EXTRA}/") or name == _EXTRA]
             tensors = {name: opened.read_whole("extra", name) for name in names}
@@ -198,7 +192,8 @@ class ShardCheckpointer:
 
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
-        chain = self._chain() if self._folder is not None else None
+        is_somewhere = self._folder is not None or self._came_from is not None
+        chain = self._chain() if is_somewhere else None
 
         def find() -> str | None:
             if self._ranks.rank > 0:
@@ -354,7 +349,7 @@ class ShardCheckpointer:
         self._has_saved = False
 
     def _chain(self) -> Chain:
-        return chain_after(self._came_from, run_id=self._run_id)
+        return chain_after(self._came_from, run_id=self._run_id or "not-begun")
 
     def _found_folder(self) -> JobFolder | None:
         return self._folder or JobFolder.find(self._storage, self._job)
