@@ -23,7 +23,8 @@ from .batches import Batches
 from .config import ElasticConfig
 from .counts import Counts
 from .errors import CheckpointError, CheckpointFenced, CheckpointMismatch
-from .fsdp.checkpoint.checkpointer import ShardCheckpointer, contents_of
+from .fsdp.checkpoint.checkpointer import ShardCheckpointer
+from .fsdp.checkpoint.collecting import contents_of
 from .fsdp.checkpoint.commit import Commit
 from .fsdp.checkpoint.contents import Contents
 from .fsdp.checkpoint.loader import Loader

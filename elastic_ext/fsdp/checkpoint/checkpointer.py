@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,30 +22,25 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ElasticError
-from elastic_ext.fsdp.optim_state import held_of_optimizers
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.plain import pack, unpack
-from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, parameters_of
 from elastic_ext.ranks import Ranks
 
-from .claim import Claim
-from .commit import Commit, chain_after
+from .collecting import contents_of, own_buffers
+from .commit import Commit
 from .contents import Contents
-from .jobfolder import JobFolder
 from .jobname import job_name
-from .lineage import Chain
 from .listing import Found
-from .loader import EXTRA_STATES, GROUPS, Loader, own_prefix
-from .memory import part_of
+from .loader import Loader
 from .opened import Opened
+from .run import Run
 from .saver import Saver
 from .together import gather_or_raise, within
 
-__all__ = ["Loaded", "ShardCheckpointer", "contents_of"]
+__all__ = ["Loaded", "ShardCheckpointer"]
 
 _logger = logging.getLogger(__name__)
 
@@ -65,33 +59,6 @@ class Loaded:
     """What ``save`` was given."""
     num_ranks: int
     """That saved it."""
-
-
-def contents_of(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    *,
-    rank: int,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-    own: Mapping[str, torch.Tensor] | None = None,
-    state: Mapping[str, Any] | None = None,
-) -> Contents:
-    """What this rank has of a model, its optimizers and more for a checkpoint.
-
-    ``tensors`` are the same on every rank, and the first one's are kept, or each rank's part of those that are spread;
-    ``own`` are this rank's alone, under names that no other rank uses.
-    """
-    optim = held_of_optimizers(optimizers, parameters_of(model), rank=rank)
-    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in (tensors or {}).items()]
-    extra += [held(name, tensor, box_of(name, tensor), "opaque") for name, tensor in (own or {}).items()]
-    packed = {name: pack(value, name) for name, value in extra_states(model).items()}
-    return Contents(
-        model=held_of_model(model),
-        optim=optim.tensors,
-        extra=extra,
-        state={**(state or {}), GROUPS: optim.groups, EXTRA_STATES: packed},
-        values=optim.values,
-    )
 
 
 class ShardCheckpointer:
@@ -116,11 +83,7 @@ class ShardCheckpointer:
         self._ranks = Ranks.join(timeout_seconds=timeout_seconds) if ranks is None else ranks
         self._seconds = storage_timeout_seconds
         self._saver = Saver(self._ranks, storage_timeout_seconds=storage_timeout_seconds)
-        self._folder: JobFolder | None = None  # once this run has claimed it
-        self._claim: Claim | None = None  # on the first rank
-        self._run_id = ""
-        self._came_from: Commit | None = None  # what this run went on from
-        self._has_saved = False  # this run, under its id
+        self._run = Run(self._ranks, self._storage, self._job, storage_timeout_seconds=storage_timeout_seconds)
 
     # ---- for users ----
 
@@ -192,25 +155,14 @@ class ShardCheckpointer:
 
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
-        is_somewhere = self._folder is not None or self._came_from is not None
-        chain = self._chain() if is_somewhere else None
-
-        def find() -> str | None:
-            if self._ranks.rank > 0:
-                return None
-            folder = self._found_folder()
-            found = None if folder is None else folder.latest(chain)
-            return None if found is None else str(found.path)
-
-        path = self._together(find, "looking for the newest checkpoint")[0]
-        return None if path is None else Path(path)
+        return self._run.latest()
 
     def wait(self) -> None:
         """Return once what ``save`` has begun is done, which it is."""
 
     def close(self) -> None:
         """Let another run of the job have the folder. Twice is allowed."""
-        self._end_run()
+        self._run.leave()
         if self._owns_ranks:
             self._owns_ranks = False
             self._ranks.close()
@@ -227,50 +179,11 @@ class ShardCheckpointer:
 
     def claim(self) -> None:
         """Make the job's folder this run's own; CheckpointFenced where another run of the job is alive."""
-        if self._folder is not None:
-            return
-        claims: list[Claim] = []
-
-        def take() -> tuple[str, str]:
-            if self._ranks.rank > 0:
-                return "", ""
-            folder = JobFolder.find_or_make(self._storage, self._job, now=datetime.now())
-            run_id = secrets.token_hex(6)
-            claims.append(folder.claim(run_id))
-            folder.prune_garbage()
-            self._folder = folder
-            return str(folder.path), run_id
-
-        try:
-            path, self._run_id = self._together(take, "claiming the job's folder of checkpoints")[0]
-        except ElasticError:  # another try must not find the folder held by this very process
-            self._folder = None
-            for claim in claims:
-                claim.release()
-            raise
-        self._claim = claims[0] if claims else None
-        if self._folder is None:
-            self._folder = JobFolder(Path(path))
+        self._run.claim()
 
     def own_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """This rank's buffers, where ranks that share a model have come to different ones, as running means may be.
-
-        In the model's own place are those of the first rank; as many ranks as there are now get back their own.
-        """
-        if self._ranks.world_size == 1:
-            return {}
-        buffers: list[Held] = []
-
-        def compare() -> str:
-            buffers.extend(each for each in held_of_model(model) if each.kind == "buffer" and each.is_alias_of is None)
-            digest = xxhash.xxh3_64()
-            for each in buffers:
-                digest.update(part_of(each.tensor, each.box, each.box))
-            return digest.hexdigest()
-
-        if len(set(gather_or_raise(self._ranks, compare, "comparing buffers"))) == 1:
-            return {}
-        return {f"{own_prefix(self._ranks.rank)}{each.name}": each.tensor for each in buffers}
+        """This rank's buffers, where ranks that share a model have come to different ones."""
+        return own_buffers(model, self._ranks)
 
     def save_contents(
         self,
@@ -282,12 +195,11 @@ class ShardCheckpointer:
         about: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
-        self.claim()
-        assert self._folder is not None
+        folder = self._run.claim()
         began = time.perf_counter()
         draft = Commit(
             generation="not-begun",
-            lineage=self._chain(),
+            lineage=self._run.chain,
             global_step=step,
             epoch=epoch,
             num_ranks=self._ranks.world_size,
@@ -298,8 +210,8 @@ class ShardCheckpointer:
             versions=_versions(),
             about=dict(about or {}),
         )
-        path = self._saver.save(self._folder, name, collect, draft)
-        self._has_saved = True
+        path = self._saver.save(folder, name, collect, draft)
+        self._run.note_save()
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
@@ -310,7 +222,7 @@ class ShardCheckpointer:
         ``act`` is called on every rank, and may be called again for an older checkpoint where ranks found the newer
         one damaged.
         """
-        candidates = [path] if path is not None else self._candidates(falls_back)
+        candidates = [path] if path is not None else self._run.candidates(falls_back=falls_back)
         for place, candidate in enumerate(candidates):
             results: list[Any] = []
             commits: list[Commit] = []
@@ -333,42 +245,9 @@ class ShardCheckpointer:
                 continue
             if len(set(generations)) > 1:
                 raise CheckpointError(f"ranks see different checkpoints in {candidate}: look after the storage")
-            self._came_from = commits[0]
-            if self._has_saved:  # what it saves from here on is not what leads from there to what it has saved
-                self._end_run()
+            self._run.go_on_from(commits[0])
             return results[0]
         return None
-
-    # ---- within ----
-
-    def _end_run(self) -> None:
-        """Give the folder back; the next save claims it for a run with an id of its own."""
-        if self._claim is not None:
-            self._claim.release()
-        self._claim = self._folder = None
-        self._has_saved = False
-
-    def _chain(self) -> Chain:
-        return chain_after(self._came_from, run_id=self._run_id or "not-begun")
-
-    def _found_folder(self) -> JobFolder | None:
-        return self._folder or JobFolder.find(self._storage, self._job)
-
-    def _candidates(self, falls_back: bool) -> list[Path]:
-        """The job's checkpoints, newest first, as the first rank finds them."""
-
-        def find() -> list[str]:
-            folder = self._found_folder() if self._ranks.rank == 0 else None
-            if folder is None:
-                return []
-            listing = folder.listing()
-            for name, error in listing.unreadable.items():
-                if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
-                    raise error
-                _logger.warning("%s is passed over: %s", name, error)
-            return [str(found.path) for found in reversed(listing.found)]
-
-        return [Path(path) for path in self._together(find, "looking for checkpoints")[0]]
 
     def _together(self, act: Callable[[], object], doing: str) -> list[Any]:
         return gather_or_raise(self._ranks, lambda: within(self._seconds, act, doing), doing)

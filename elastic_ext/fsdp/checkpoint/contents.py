@@ -10,13 +10,26 @@ from elastic_ext.fsdp.state import Held
 
 from .inventory import Inventory, Item
 
-__all__ = ["KINDS", "STATE_FILE", "VALUES", "Contents", "FileKind", "meta_file", "shard_file"]
+__all__ = [
+    "EXTRA_STATES",
+    "GROUPS",
+    "KINDS",
+    "STATE_FILE",
+    "VALUES",
+    "Contents",
+    "FileKind",
+    "meta_file",
+    "own_prefix",
+    "shard_file",
+]
 
 FileKind = Literal["model", "optim", "extra"]
 KINDS: tuple[FileKind, ...] = ("model", "optim", "extra")
 STATE_FILE = "trainer_state.json"
+GROUPS = "optimizer_groups"
+EXTRA_STATES = "model_extra_states"
 VALUES = "optimizer_values"
-"""In that file: what ``Contents.values`` of all ranks came to."""
+"""Keys of that file; under the last one is what ``Contents.values`` of all ranks came to."""
 
 
 def meta_file(kind: FileKind) -> str:
@@ -27,6 +40,11 @@ def meta_file(kind: FileKind) -> str:
 def shard_file(kind: FileKind, rank: int, num_ranks: int) -> str:
     """The file of one rank's part of them."""
     return f"{kind}_param.{rank:05d}-{num_ranks:05d}.safetensors"
+
+
+def own_prefix(rank: int) -> str:
+    """What the names of a rank's own buffers begin with, where ranks had different ones."""
+    return f"buffers/{rank}/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

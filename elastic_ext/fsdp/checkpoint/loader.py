@@ -20,20 +20,13 @@ from elastic_ext.fsdp.plain import unpack
 from elastic_ext.fsdp.state import Held, held_of_model, parameters_of, put_extra_states
 from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
 
-from .contents import VALUES, FileKind
+from .contents import EXTRA_STATES, GROUPS, VALUES, FileKind, own_prefix
 from .meta import TensorMeta
 from .opened import Opened, Wanted
 
-__all__ = ["EXTRA_STATES", "GROUPS", "Loader", "own_prefix"]
+__all__ = ["Loader"]
 
-GROUPS = "optimizer_groups"
-EXTRA_STATES = "model_extra_states"
 _OPTIMIZERS = "the optimizers' state and the checkpoint's do not go together"
-
-
-def own_prefix(rank: int) -> str:
-    """What the names of a rank's own buffers begin with, where ranks had different ones."""
-    return f"buffers/{rank}/"
 
 
 class Loader:

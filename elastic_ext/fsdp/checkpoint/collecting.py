@@ -1,0 +1,70 @@
+"""Collecting: what a rank has of a model, its optimizers and more, for a checkpoint. Nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from elastic_ext.fsdp.optim_state import held_of_optimizers
+from elastic_ext.fsdp.plain import pack
+from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, parameters_of
+from elastic_ext.ranks import Ranks
+
+from .contents import EXTRA_STATES, GROUPS, Contents, own_prefix
+from .memory import part_of
+from .together import gather_or_raise
+
+__all__ = ["contents_of", "own_buffers"]
+
+
+def contents_of(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    own: Mapping[str, torch.Tensor] | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Contents:
+    """What this rank has of a model, its optimizers and more for a checkpoint.
+
+    ``tensors`` are the same on every rank, and the first one's are kept, or each rank's part of those that are spread;
+    ``own`` are this rank's alone, under names that no other rank uses.
+    """
+    optim = held_of_optimizers(optimizers, parameters_of(model), rank=rank)
+    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in (tensors or {}).items()]
+    extra += [held(name, tensor, box_of(name, tensor), "opaque") for name, tensor in (own or {}).items()]
+    packed = {name: pack(value, name) for name, value in extra_states(model).items()}
+    return Contents(
+        model=held_of_model(model),
+        optim=optim.tensors,
+        extra=extra,
+        state={**(state or {}), GROUPS: optim.groups, EXTRA_STATES: packed},
+        values=optim.values,
+    )
+
+
+def own_buffers(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """This rank's buffers, where ranks that share a model have come to different ones, as running means may be.
+
+    In the model's own place are those of the first rank; as many ranks as there are now get back their own.
+    """
+    if ranks.world_size == 1:
+        return {}
+    buffers: list[Held] = []
+
+    def compare() -> str:
+        buffers.extend(each for each in held_of_model(model) if each.kind == "buffer" and each.is_alias_of is None)
+        digest = xxhash.xxh3_64()
+        for each in buffers:
+            digest.update(part_of(each.tensor, each.box, each.box))
+        return digest.hexdigest()
+
+    if len(set(gather_or_raise(ranks, compare, "comparing buffers"))) == 1:
+        return {}
+    return {f"{own_prefix(ranks.rank)}{each.name}": each.tensor for each in buffers}

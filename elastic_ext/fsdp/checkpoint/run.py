@@ -1,0 +1,130 @@
+"""Run: one life of a job's processes, and its place among the checkpoints in the job's folder.
+
+All ranks have one and call it alike. The first rank alone looks into the folder and changes names there.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.errors import ElasticError
+from elastic_ext.ranks import Ranks
+
+from .claim import Claim
+from .commit import Commit, chain_after
+from .jobfolder import JobFolder
+from .lineage import Chain
+from .together import gather_or_raise, within
+
+__all__ = ["Run"]
+
+_logger = logging.getLogger(__name__)
+_NOT_BEGUN = "not-begun"
+
+
+class Run:
+    """A run of ``job`` that keeps its checkpoints under ``storage``; it has the folder from ``claim`` to ``leave``."""
+
+    def __init__(self, ranks: Ranks, storage: Path, job: str, *, storage_timeout_seconds: float) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._job = job
+        self._seconds = storage_timeout_seconds
+        self._folder: JobFolder | None = None  # once it is claimed
+        self._claim: Claim | None = None  # on the first rank
+        self._id = _NOT_BEGUN
+        self._came_from: Commit | None = None
+        self._has_saved = False
+
+    @property
+    def chain(self) -> Chain:
+        """The runs that led here, this one last."""
+        return chain_after(self._came_from, run_id=self._id)
+
+    def claim(self) -> JobFolder:
+        """The job's folder, made this run's own; CheckpointFenced where another run of the job is alive."""
+        if self._folder is not None:
+            return self._folder
+        claims: list[Claim] = []
+        folders: list[JobFolder] = []
+
+        def take() -> tuple[str, str]:
+            if self._ranks.rank > 0:
+                return "", ""
+            folder = JobFolder.find_or_make(self._storage, self._job, now=datetime.now())
+            run_id = secrets.token_hex(6)
+            claims.append(folder.claim(run_id))
+            folder.prune_garbage()
+            folders.append(folder)
+            return str(folder.path), run_id
+
+        try:
+            path, self._id = self._together(take, "claiming the job's folder of checkpoints")[0]
+        except ElasticError:  # another try must not find the folder held by this very process
+            for claim in claims:
+                claim.release()
+            raise
+        self._claim = claims[0] if claims else None
+        self._folder = folders[0] if folders else JobFolder(Path(path))
+        return self._folder
+
+    def leave(self) -> None:
+        """Let another run of the job have the folder; ``claim`` takes it for a run with an id of its own."""
+        if self._claim is not None:
+            self._claim.release()
+        self._claim = self._folder = None
+        self._id = _NOT_BEGUN
+        self._has_saved = False
+
+    def note_save(self) -> None:
+        """A checkpoint of this run exists."""
+        self._has_saved = True
+
+    def go_on_from(self, commit: Commit) -> None:
+        """Training stands where ``commit`` says. What is saved from here on does not follow what was saved so far."""
+        self._came_from = commit
+        if self._has_saved:
+            self.leave()
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint of those that lead to where this run is, of all where it is nowhere yet."""
+        is_somewhere = self._folder is not None or self._came_from is not None
+        chain = self.chain if is_somewhere else None
+
+        def find() -> str | None:
+            folder = self._found()
+            found = None if folder is None else folder.latest(chain)
+            return None if found is None else str(found.path)
+
+        path = self._together(find, "looking for the newest checkpoint")[0]
+        return None if path is None else Path(path)
+
+    def candidates(self, *, falls_back: bool) -> list[Path]:
+        """The job's checkpoints, newest first. One whose COMMIT is damaged is passed over if ``falls_back``."""
+
+        def find() -> list[str]:
+            folder = self._found()
+            if folder is None:
+                return []
+            listing = folder.listing()
+            for name, error in listing.unreadable.items():
+                if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
+                    raise error
+                _logger.warning("%s is passed over: %s", name, error)
+            return [str(found.path) for found in reversed(listing.found)]
+
+        return [Path(path) for path in self._together(find, "looking for checkpoints")[0]]
+
+    def _found(self) -> JobFolder | None:
+        """The folder, where this is the first rank and there is one."""
+        if self._ranks.rank > 0:
+            return None
+        return self._folder or JobFolder.find(self._storage, self._job)
+
+    def _together(self, act: Callable[[], object], doing: str) -> list[Any]:
+        return gather_or_raise(self._ranks, lambda: within(self._seconds, act, doing), doing)
