@@ -14,7 +14,9 @@ import os
 import platform
 import secrets
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -28,6 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.optim_state import held_of_optimizers
 from elastic_ext.fsdp.plain import pack, unpack
 from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, parameters_of
@@ -97,8 +100,8 @@ def contents_of(
 class ShardCheckpointer:
     """One rank's hand in a job's checkpoints.
 
-    ``job`` names the folder; by default it is the launcher's run id, or the script. ``ranks`` is given by a trainer,
-    which has them already. What touches the storage may take ``storage_timeout_seconds``.
+    ``job`` names the folder; by default it is ELASTIC_EXT_JOB, the launcher's run id, or the script. ``ranks`` is given
+    by a trainer, which has them already. What touches the storage may take ``storage_timeout_seconds``.
     """
 
     def __init__(
@@ -111,7 +114,8 @@ class ShardCheckpointer:
         storage_timeout_seconds: float = STORAGE_TIMEOUT_SECONDS,
     ) -> None:
         self._storage = Path(shared_storage_path).absolute()
-        self._job = job_name(job, os.environ.get("TORCHELASTIC_RUN_ID"), sys.argv[0])
+        named = job if job is not None else os.environ.get("ELASTIC_EXT_JOB") or None
+        self._job = job_name(named, os.environ.get("TORCHELASTIC_RUN_ID"), sys.argv[0])
         self._owns_ranks = ranks is None
         self._ranks = Ranks.join(timeout_seconds=timeout_seconds) if ranks is None else ranks
         self._seconds = storage_timeout_seconds
@@ -233,6 +237,7 @@ class ShardCheckpointer:
         if self._folder is not None:
             return
         claims: list[Claim] = []
+        is_over = threading.Event()
 
         def take() -> tuple[str, str]:
             if self._ranks.rank > 0:
@@ -240,14 +245,26 @@ class ShardCheckpointer:
             folder = JobFolder.find_or_make(self._storage, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
             claims.append(folder.claim(run_id))
+            if is_over.is_set():  # it came after all, when nobody waited for it any more
+                claims[0].release()
+                return "", ""
             folder.prune_garbage()
-            self._folder = folder
+            folders.append(folder)
             return str(folder.path), run_id
 
-        path, self._run_id = self._together(take, "claiming the job's folder of checkpoints")[0]
-        self._claim = claims[0] if claims else None
-        if self._folder is None:
-            self._folder = JobFolder(Path(path))
+        folders: list[JobFolder] = []
+        try:
+            path, run_id = self._together(take, "claiming the job's folder of checkpoints")[0]
+            self._run_id = run_id
+            self._folder = folders[0] if folders else JobFolder(Path(path))
+        finally:
+            if self._folder is None:
+                is_over.set()
+                for claim in claims:
+                    claim.release()
+        if claims:
+            self._claim = claims[0]
+            weakref.finalize(self, claims[0].release)  # a notebook's cell, run again
 
     def own_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """This rank's buffers, where ranks that share a model have come to different ones, as running means may be.
@@ -259,7 +276,7 @@ class ShardCheckpointer:
         buffers: list[Held] = []
 
         def compare() -> str:
-            buffers.extend(each for each in held_of_model(model) if each.kind == "buffer" and each.is_alias_of is None)
+            buffers.extend(each for each in held_of_model(model) if each.kind == "buffer" and _is_whole(each))
             digest = xxhash.xxh3_64()
             for each in buffers:
                 digest.update(part_of(each.tensor, each.box, each.box))
@@ -363,6 +380,11 @@ class ShardCheckpointer:
 
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def _is_whole(held: Held) -> bool:
+    """Whether a rank could have come to a value of its own; what is cut differs between ranks as it should."""
+    return held.is_alias_of is None and held.box == Box.whole(held.box.shape)
 
 
 def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
