@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from benchmarks.joined import joined
 from elastic_ext import ElasticTrainer
 
 __all__ = ["Block", "Done", "Loop", "LoopName", "Rank", "Task", "Work", "make_loop", "training_rank"]
@@ -36,7 +34,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 Work = tuple[int, str]  # micro-steps, and a digest of the parameters that they led to
 
 _NUM_BATCHES = 16
-_SECONDS_TO_WAIT = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,7 +278,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def training_rank(setup: Rank) -> Iterator[Callable[[Block], Done]]:
     """A rank with all its loops, made before anything is timed."""
-    with _joined(setup), ExitStack() as stack:
+    with joined(rank=setup.rank, world_size=setup.world_size, port=setup.port), ExitStack() as stack:
         loops = {
             name: make_loop(name, setup.task, setup.folder, stack, rank=setup.rank, num_ranks=setup.world_size)
             for name in setup.names
@@ -294,25 +291,3 @@ def training_rank(setup: Rank) -> Iterator[Callable[[Block], Done]]:
             dist.barrier()
 
         yield lambda block: loops[block.name].run(block.num_micro_steps, begin=begin)
-
-
-@contextmanager
-def _joined(setup: Rank) -> Iterator[None]:
-    os.environ.update(
-        GLOO_SOCKET_IFNAME="lo",
-        RES_OPTIONS="timeout:1",  # a store's client asks for a name, and waits for an answer that may not come
-        RANK=str(setup.rank),  # these are for accelerate, which takes the group that is there
-        WORLD_SIZE=str(setup.world_size),
-        LOCAL_RANK=str(setup.rank),
-        LOCAL_WORLD_SIZE=str(setup.world_size),
-        OMP_NUM_THREADS="1",
-    )
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", setup.port, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=setup.rank, world_size=setup.world_size, timeout=timedelta(seconds=_SECONDS_TO_WAIT)
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -27,7 +27,7 @@ from .errors import CheckpointError, CheckpointFenced, CheckpointMismatch
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer, contents_of
 from .fsdp.checkpoint.commit import Commit
 from .fsdp.checkpoint.contents import Contents
-from .fsdp.checkpoint.loader import load_model, load_optimizers
+from .fsdp.checkpoint.loader import Loader
 from .fsdp.checkpoint.opened import Opened, Wanted
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
@@ -160,6 +160,7 @@ class Checkpoints:
             "ranks": self._num_ranks,
             "sharding": self._sharing.name,
             "global batch": self._batches.global_batch,
+            "config version": self._config()["config"].get("version"),
         }
 
     # ---- resuming ----
@@ -193,16 +194,11 @@ class Checkpoints:
     def _load(self, opened: Opened) -> _Found:
         """Fill all tensors, and give what is taken up once every rank has come so far."""
         parts, state = self._parts, opened.state
-        load_model(opened, self._model, strict=True, rank=self._rank, num_ranks=self._num_ranks)
-        load: Callable[[], object] = partial(
-            load_optimizers,
-            opened,
-            self._model,
-            [optimizer.inner for optimizer in parts.optimizers],
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            strict=True,
-        )
+        optimizers = [optimizer.inner for optimizer in parts.optimizers]
+        loader = Loader(self._model, optimizers, rank=self._rank, num_ranks=self._num_ranks)
+        loader.check(opened)
+        loader.load_model(opened)
+        load: Callable[[], object] = partial(loader.load_optimizers, opened)
         for optimizer in parts.optimizers:
             load = partial(optimizer.rates.load, load)
         load()

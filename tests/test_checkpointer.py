@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,31 @@ def test_a_job_is_named_by_the_environment_too(tmp_path: Path, monkeypatch: pyte
         assert checkpointer.save(1, nn.Linear(2, 2)).parent.name.startswith("from-outside_")
     with ShardCheckpointer(tmp_path, job="given") as checkpointer:
         assert checkpointer.save(1, nn.Linear(2, 2)).parent.name.startswith("given_")
+
+
+class _Lazy(torch.optim.SGD):
+    """Makes state for a parameter that it does not know yet."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.param_groups[0]["params"]:
+            if part.grad is not None:
+                if part not in self.state:
+                    self.state[part]["count"] = 0
+                self.state[part]["count"] += 1
+
+
+def test_a_parameter_without_state_is_as_unknown_to_its_optimizer_as_it_was(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = _Lazy(model.parameters(), lr=0.1)
+    model.weight.grad = torch.zeros(2, 2)
+    optimizer.step()
+    with ShardCheckpointer(tmp_path, job="x") as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        later = _Lazy(model.parameters(), lr=0.1)
+        checkpointer.load(model, later)
+    model.bias.grad = torch.zeros(2)
+    later.step()
+    assert [later.state[part] for part in model.parameters()] == [{"count": 2}, {"count": 1}]
 
 
 class _Cut(nn.Module):

@@ -397,6 +397,13 @@ def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.Lo
     trainer.close()
     (line,) = resuming_lines(caplog)
     assert line.endswith("at step 1: nothing has changed since")
+    (make(tmp_path, "c") / "0").mkdir()
+    put(tmp_path / "c" / "0", version=7, optimizer={"learning_rate": 0.5})
+    caplog.clear()
+    trainer, _, _ = small(tmp_path, "c")
+    trainer.close()
+    (line,) = resuming_lines(caplog)
+    assert line.endswith("at step 1: config version 0 -> 7")
 
 
 def resuming_lines(caplog: pytest.LogCaptureFixture) -> list[str]:

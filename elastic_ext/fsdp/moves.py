@@ -56,6 +56,10 @@ def moves_into(
     elements or fewer come from one of them, for each target and each ``salt`` (the tensor's name) another.
     """
     low, high = box.hull
+    if target < 0 and box.is_flat and old.is_flat:
+        found = _of_ranges(low, high, old, target)
+        if found is not None:
+            return found
     needed: dict[Box, list[int]] = {}
     for holder, held in enumerate(old.boxes):
         start, end = held.hull
@@ -64,6 +68,22 @@ def moves_into(
     giving = _Giving(old, needed, (box, *needed))
     found = giving.ask(target, box)
     return _in_order([*found, *giving.given(least, turn_of(salt) + target, prefers)])
+
+
+def _of_ranges(low: int, high: int, old: Layout, target: int) -> list[Move] | None:
+    """What ranges have of a range, where each element is in one of them; else None."""
+    found = []
+    for holder, held in enumerate(old.boxes):
+        start, end = max(low, held.start[0]), min(high, held.end[0])
+        if start < end:
+            found.append(Move(holder, target, (end - start,), start - held.start[0], (1,), start - low, (1,)))
+    found.sort(key=lambda move: move.target_offset)
+    reach = 0
+    for move in found:
+        if move.target_offset != reach:
+            return None
+        reach += move.sizes[0]
+    return found if reach == high - low else None
 
 
 def moves(old: Layout, new: Layout, *, least: int = _LEAST, salt: str = "", same_memory: bool = True) -> list[Move]:

@@ -14,7 +14,7 @@ from .plain import Plain, pack, unpack
 from .state import Parameter
 from .trained import Trained, put_in, trained_by
 
-__all__ = ["packed_groups", "put_groups"]
+__all__ = ["matching_groups", "packed_groups", "put_groups"]
 
 # How a step is computed, not what it computes: as the optimizer has them that is loaded into.
 _WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -41,6 +41,16 @@ def put_groups(optimizers: Sequence[Optimizer], parameters: Sequence[Parameter],
     stay as they are, and so do ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which only say how a step
     is computed. Tensors, such as an lr for a captured graph, are written into.
     """
+    for group, values in matching_groups(optimizers, parameters, groups):
+        for key, value in values.items():
+            if key not in _WAYS:
+                group[key] = put_in(group.get(key), value)
+
+
+def matching_groups(
+    optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], groups: Sequence[Plain]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every group with the values that were saved of it; CheckpointMismatch where parameters were grouped otherwise."""
     trained = trained_by(optimizers, parameters)
     saved: dict[frozenset[str], list[dict[str, Any]]] = {}
     for names, values in _saved_groups(groups):
@@ -56,10 +66,7 @@ def put_groups(optimizers: Sequence[Optimizer], parameters: Sequence[Parameter],
     left = [names for names, rest in saved.items() for _ in rest]
     if strange or left:
         raise _otherwise_grouped(strange, left)
-    for group, values in found:
-        for key, value in values.items():
-            if key not in _WAYS:
-                group[key] = put_in(group.get(key), value)
+    return found
 
 
 def _saved_groups(groups: Sequence[Plain]) -> Iterator[tuple[frozenset[str], dict[str, Any]]]:

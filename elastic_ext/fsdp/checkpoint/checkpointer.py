@@ -43,7 +43,7 @@ from .jobfolder import JobFolder
 from .jobname import job_name
 from .lineage import Chain
 from .listing import Found
-from .loader import EXTRA_STATES, GROUPS, load_model, load_optimizers, own_prefix
+from .loader import EXTRA_STATES, GROUPS, Loader, own_prefix
 from .memory import part_of
 from .opened import Opened
 from .saver import Saver
@@ -124,6 +124,7 @@ class ShardCheckpointer:
         self._claim: Claim | None = None  # on the first rank
         self._run_id = ""
         self._came_from: Commit | None = None  # what this run went on from
+        self._has_saved = False  # this run, under its id
 
     # ---- for users ----
 
@@ -162,21 +163,18 @@ class ShardCheckpointer:
         """Load the checkpoint in the folder ``path``, or the job's newest one; all ranks raise where one cannot.
 
         A newest one that is damaged is passed over with a warning, for the one before it. Without ``strict`` what fits
-        is loaded, and what the model has besides stays as it is. CheckpointNotFound where there is none.
+        is loaded, what the model has besides stays as it is, and its optimizer state begins anew. CheckpointNotFound
+        where there is none.
         """
         optimizers = _as_list(optimizer)
 
         def act(opened: Opened) -> Loaded:
-            load_model(opened, model, strict=strict, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
+            loader = Loader(model, optimizers, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
+            if strict:
+                loader.check(opened)
+            loader.load_model(opened)
             if optimizers:
-                load_optimizers(
-                    opened,
-                    model,
-                    optimizers,
-                    rank=self._ranks.rank,
-                    num_ranks=self._ranks.world_size,
-                    strict=strict,
-                )
+                loader.load_optimizers(opened)
             commit = opened.found.commit
             names = [name for name in opened.names("extra") if name.startswith(f"{_EXTRA}/") or name == _EXTRA]
             tensors = {name: opened.read_whole("extra", name) for name in names}
@@ -198,7 +196,8 @@ class ShardCheckpointer:
 
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
-        chain = self._chain() if self._folder is not None else None
+        is_somewhere = self._folder is not None or self._came_from is not None
+        chain = self._chain() if is_somewhere else None
 
         def find() -> str | None:
             if self._ranks.rank > 0:
@@ -215,9 +214,7 @@ class ShardCheckpointer:
 
     def close(self) -> None:
         """Let another run of the job have the folder. Twice is allowed."""
-        if self._claim is not None:
-            self._claim.release()
-        self._claim = self._folder = None
+        self._end_run()
         if self._owns_ranks:
             self._owns_ranks = False
             self._ranks.close()
@@ -313,6 +310,7 @@ class ShardCheckpointer:
             about=dict(about or {}),
         )
         path = self._saver.save(self._folder, name, collect, draft)
+        self._has_saved = True
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
@@ -347,13 +345,22 @@ class ShardCheckpointer:
             if len(set(generations)) > 1:
                 raise CheckpointError(f"ranks see different checkpoints in {candidate}: look after the storage")
             self._came_from = commits[0]
+            if self._has_saved:  # what it saves from here on is not what leads from there to what it has saved
+                self._end_run()
             return results[0]
         return None
 
     # ---- within ----
 
+    def _end_run(self) -> None:
+        """Give the folder back; the next save claims it for a run with an id of its own."""
+        if self._claim is not None:
+            self._claim.release()
+        self._claim = self._folder = None
+        self._has_saved = False
+
     def _chain(self) -> Chain:
-        return chain_after(self._came_from, run_id=self._run_id)
+        return chain_after(self._came_from, run_id=self._run_id or "not-begun")
 
     def _found_folder(self) -> JobFolder | None:
         return self._folder or JobFolder.find(self._storage, self._job)

@@ -1,29 +1,34 @@
 """Loader: puts an opened checkpoint into a model and its optimizers, on one rank.
 
-First everything is compared, by names and shapes, and nothing is touched where something does not fit.
+First everything is compared, by names and shapes, so that nothing is touched where something does not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointMismatch
-from elastic_ext.fsdp.optim_groups import put_groups
+from elastic_ext.fsdp.dtypes import name_of
+from elastic_ext.fsdp.optim_groups import matching_groups, put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
 from elastic_ext.fsdp.plain import unpack
-from elastic_ext.fsdp.state import Held, Parameter, held_of_model, parameters_of, put_extra_states
-from elastic_ext.fsdp.trained import by_name_of, place_of, trained_by
+from elastic_ext.fsdp.state import Held, held_of_model, parameters_of, put_extra_states
+from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
 
 from .contents import VALUES, FileKind
+from .meta import TensorMeta
 from .opened import Opened, Wanted
 
-__all__ = ["EXTRA_STATES", "GROUPS", "load_model", "load_optimizers", "own_prefix"]
+__all__ = ["EXTRA_STATES", "GROUPS", "Loader", "own_prefix"]
 
 GROUPS = "optimizer_groups"
 EXTRA_STATES = "model_extra_states"
+_OPTIMIZERS = "the optimizers' state and the checkpoint's do not go together"
 
 
 def own_prefix(rank: int) -> str:
@@ -31,56 +36,121 @@ def own_prefix(rank: int) -> str:
     return f"buffers/{rank}/"
 
 
-def load_model(opened: Opened, model: nn.Module, *, strict: bool, rank: int, num_ranks: int) -> None:
-    """Put the saved parameters and buffers in place; CheckpointMismatch, with all names, where they are not the
-    model's. Without ``strict`` what fits is loaded, and the rest stays as it is.
+class Loader:
+    """A model and its optimizers on one rank, to be loaded into between two steps.
 
-    Buffers are the first rank's where ranks had different ones, or one's own if there are as many ranks as there were.
+    ``check`` tells what does not fit, and touches nothing. The others load what fits, and leave the rest as it is.
     """
-    held = held_of_model(model)
-    own = {each.name for each in held}
-    meta = opened.metas["model"]
-    known = {name for name in meta.tensors if name in own} | {meta.aliases[name] for name in own & meta.aliases.keys()}
-    extra = sorted(meta.tensors.keys() - known)
-    _fill(opened, "model", held, extra, strict=strict, what="the model and the checkpoint do not go together")
-    if num_ranks == opened.num_ranks:
-        names = {each.name: f"{own_prefix(rank)}{each.name}" for each in held}
-        kept = [each for each in held if opened.tensor("extra", names[each.name]) is not None]
-        opened.read("extra", [Wanted(names[each.name], each.tensor, each.box) for each in kept])
-    packed = opened.state.get(EXTRA_STATES, {})
-    put_extra_states(model, {name: unpack(value) for name, value in packed.items()})
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, rank: int, num_ranks: int) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._rank, self._num_ranks = rank, num_ranks
+        self._held = held_of_model(model)
+        self._parameters = parameters_of(model) if optimizers else []
+        self._by_name = by_name_of(trained_by(optimizers, self._parameters))
+
+    def check(self, opened: Opened) -> None:
+        """CheckpointMismatch, with all names, where the checkpoint's tensors are not those that are here."""
+        _, missing, misshaped = _fit(opened, "model", self._held)
+        own = {each.name for each in self._held}
+        meta = opened.metas["model"]
+        known = {name for name in meta.tensors if name in own}
+        known |= {meta.aliases[name] for name in own & meta.aliases.keys()}
+        extra = sorted(meta.tensors.keys() - known)
+        if missing or extra or misshaped:
+            what = "the model and the checkpoint do not go together"
+            raise CheckpointMismatch(what, missing=missing, extra=extra, misshaped=misshaped)
+        if self._optimizers:
+            self._check_optimizers(opened)
+
+    def load_model(self, opened: Opened) -> None:
+        """Put the saved parameters and buffers in place.
+
+        Buffers are the first rank's where ranks had different ones, or one's own if there are as many ranks as there
+        were.
+        """
+        opened.read("model", _fit(opened, "model", self._held)[0])
+        if self._num_ranks == opened.num_ranks:
+            names = {each.name: f"{own_prefix(self._rank)}{each.name}" for each in self._held}
+            kept = [each for each in self._held if opened.tensor("extra", names[each.name]) is not None]
+            opened.read("extra", [Wanted(names[each.name], each.tensor, each.box) for each in kept])
+        packed = opened.state.get(EXTRA_STATES, {})
+        put_extra_states(self._model, {name: unpack(value) for name, value in packed.items()})
+
+    def load_optimizers(self, opened: Opened) -> None:
+        """Put the saved state in place, made where an optimizer has none so far, and the groups' values.
+
+        State that is made has the dtype that was saved, or its parameter's where it had that of its parameter. What
+        belonged to the layout that it was saved in goes to as many ranks alone.
+        """
+        optimizers, parameters, by_name = self._optimizers, self._parameters, self._by_name
+        with contextlib.suppress(CheckpointMismatch):
+            put_groups(optimizers, parameters, opened.state[GROUPS])
+        odd = {each.parameter.name for each in _misshaped(opened, by_name).values()}
+        saved = {
+            name: _as_here(opened, meta, by_name)
+            for name, meta in opened.metas["optim"].tensors.items()
+            if _owner(name, by_name) not in odd and (meta.kind != "opaque" or self._num_ranks == opened.num_ranks)
+        }
+        values = {name: value for name, value in opened.state[VALUES].items() if _owner(name, by_name) not in odd}
+        make_missing(optimizers, parameters, saved, rank=self._rank)
+        put_values(optimizers, parameters, values)
+        _drop_unsaved({*saved, *values}, by_name)
+        held = held_of_optimizers(optimizers, parameters, rank=self._rank).tensors
+        opened.read("optim", _fit(opened, "optim", held)[0])
+
+    def _check_optimizers(self, opened: Opened) -> None:
+        saved = opened.metas["optim"].tensors
+        bound = sorted(name for name, meta in saved.items() if meta.kind == "opaque")
+        if bound and self._num_ranks != opened.num_ranks:
+            raise CheckpointMismatch(
+                f"{_OPTIMIZERS}: some of it is bound to how {opened.num_ranks} ranks held it, and here are "
+                f"{self._num_ranks}",
+                extra=bound,
+            )
+        matching_groups(self._optimizers, self._parameters, opened.state[GROUPS])
+        by_name = self._by_name
+        names = {*saved, *opened.state[VALUES]}
+        extra = sorted(name for name in names if _owner(name, by_name) is None)
+        filled = {_owner(name, by_name) for name in names}
+        held = held_of_optimizers(self._optimizers, self._parameters, rank=self._rank).tensors
+        missing = [each.name for each in held if each.name not in names and _owner(each.name, by_name) in filled]
+        misshaped = {
+            name: f"{each.parameter.box.shape} here, {saved[name].layout.shape} in the checkpoint"
+            for name, each in _misshaped(opened, by_name).items()
+        }
+        if missing or extra or misshaped:
+            raise CheckpointMismatch(_OPTIMIZERS, missing=missing, extra=extra, misshaped=misshaped)
 
 
-def load_optimizers(
-    opened: Opened, model: nn.Module, optimizers: Sequence[Optimizer], *, rank: int, num_ranks: int, strict: bool
-) -> None:
-    """Put the saved state in place, made where an optimizer has none so far, and the groups' values.
-
-    What belonged to the layout that it was saved in goes to as many ranks alone.
-    """
-    what = "the optimizers' state and the checkpoint's do not go together"
-    parameters = parameters_of(model)
-    saved = opened.metas["optim"].tensors
-    bound = sorted(name for name, meta in saved.items() if meta.kind == "opaque")
-    if bound and strict and num_ranks != opened.num_ranks:
-        why = f"{what}: some of it is bound to how {opened.num_ranks} ranks held it, and here are {num_ranks}"
-        raise CheckpointMismatch(why, extra=bound)
-    try:
-        put_groups(optimizers, parameters, opened.state[GROUPS])
-    except CheckpointMismatch:
-        if strict:
-            raise
-    extra = make_missing(optimizers, parameters, saved, rank=rank)
-    extra += put_values(optimizers, parameters, opened.state[VALUES])
-    _drop_unsaved(opened, optimizers, parameters)
-    held = held_of_optimizers(optimizers, parameters, rank=rank).tensors
-    _fill(opened, "optim", held, sorted(extra), strict=strict, what=what)
+def _owner(name: str, by_name: Mapping[str, Trained]) -> str | None:
+    """The parameter that a state's name belongs to; the name of an opaque one says its rank after its key."""
+    place = place_of(name, by_name)
+    return None if place is None else place[0].parameter.name
 
 
-def _fill(
-    opened: Opened, kind: FileKind, held: Sequence[Held], extra: Sequence[str], *, strict: bool, what: str
-) -> None:
-    """Fill what is held with what was saved under its name, or under one of its other names."""
+def _as_here(opened: Opened, meta: TensorMeta, by_name: Mapping[str, Trained]) -> TensorMeta:
+    """With the dtype of the parameter that it belongs to, where it was saved with that which the parameter then had."""
+    owner = _owner(meta.name, by_name)
+    then = None if owner is None or meta.kind == "scalar" else opened.tensor("model", owner)
+    now = None if owner is None else name_of(by_name[owner].parameter.tensor.dtype)
+    return meta if then is None or now is None or then.dtype != meta.dtype else replace(meta, dtype=now)
+
+
+def _misshaped(opened: Opened, by_name: Mapping[str, Trained]) -> dict[str, Trained]:
+    """State that was saved of parameters of another shape than they have."""
+    found = {}
+    for name, meta in opened.metas["optim"].tensors.items():
+        place = place_of(name, by_name)
+        if place is not None and meta.kind == "like" and place[0].parameter.box.shape != meta.layout.shape:
+            found[name] = place[0]
+    return found
+
+
+def _fit(opened: Opened, kind: FileKind, held: Sequence[Held]) -> tuple[list[Wanted], list[str], dict[str, str]]:
+    """What is held, to be filled with what was saved under its name, or under one of its other names; the names of
+    what was not saved, and of what was saved in another shape."""
     names: dict[str, list[str]] = {each.name: [each.name] for each in held if each.is_alias_of is None}
     for each in held:
         if each.is_alias_of is not None:
@@ -97,18 +167,12 @@ def _fill(
             misshaped[each.name] = f"{each.box.shape} here, {meta.layout.shape} in the checkpoint"
         else:
             wanted.append(Wanted(name, each.tensor, each.box))
-    if strict and (missing or extra or misshaped):
-        raise CheckpointMismatch(what, missing=missing, extra=extra, misshaped=misshaped)
-    opened.read(kind, wanted)
+    return wanted, sorted(missing), misshaped
 
 
-def _drop_unsaved(opened: Opened, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> None:
+def _drop_unsaved(names: Iterable[str], by_name: Mapping[str, Trained]) -> None:
     """A parameter that had no state when it was saved has none afterwards: its first step is still to come."""
-    by_name = by_name_of(trained_by(optimizers, parameters))
-    tensors = opened.metas["optim"].tensors
-    names = [name.rpartition("@")[0] if meta.kind == "opaque" else name for name, meta in tensors.items()]
-    places = [place_of(name, by_name) for name in (*names, *opened.state[VALUES])]
-    saved = {place[0].parameter.name for place in places if place is not None}
+    saved = {_owner(name, by_name) for name in names}
     for name, each in by_name.items():
-        if name not in saved and each.state:
+        if name not in saved:  # not even an empty one, which an optimizer may take for a state that it has made
             each.optimizer.state.pop(each.parameter.tensor, None)

@@ -10,32 +10,30 @@ import torch
 
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.moves import moves_into
+from elastic_ext.fsdp.state import memory_of
 
-__all__ = ["bytes_of", "is_plain", "part_of"]
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie one after another in the host's memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+__all__ = ["bytes_of", "part_of"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a plain tensor; what is written to it is in the tensor."""
-    flat = tensor.detach().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data)
+    """The memory of a tensor that is known to be one run on the host."""
+    found = memory_of(tensor)
+    assert found is not None
+    return found
 
 
 def part_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview:
     """The bytes of ``part``, in its row-major order, of a tensor that holds ``box``."""
     if part.is_empty:
         return memoryview(b"")
-    moves = moves_into(part, Layout(box.shape, (box,)), target=0)
+    memory = memory_of(tensor)
+    if memory is not None and part == box:
+        return memory
+    moves = moves_into(part, Layout(box.shape, (box,)), target=-1)
     item_bytes = tensor.element_size()
-    if len(moves) == 1 and moves[0].source_strides == (1,) and is_plain(tensor):
+    if memory is not None and len(moves) == 1 and moves[0].source_strides == (1,):
         first = moves[0].source_offset
-        return bytes_of(tensor)[first * item_bytes : (first + part.num_elements) * item_bytes]
+        return memory[first * item_bytes : (first + part.num_elements) * item_bytes]
     source = tensor.detach().contiguous().reshape(-1)
     copy = torch.empty(part.num_elements, dtype=tensor.dtype)
     for move in moves:

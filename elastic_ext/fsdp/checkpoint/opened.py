@@ -18,11 +18,12 @@ from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.dtypes import dtype_of
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.moves import moves_into
+from elastic_ext.fsdp.state import memory_of
 
 from .contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
 from .dtypes import ITEM_BYTES
 from .listing import Found
-from .memory import bytes_of, is_plain
+from .memory import bytes_of
 from .meta import StateMeta, TensorMeta
 from .shardreader import Request, ShardReader
 
@@ -89,7 +90,7 @@ class Opened:
             meta = self.tensor(kind, each.name)
             assert meta is not None
             target = each.tensor
-            if not is_plain(target) or dtype_of(meta.dtype) != target.dtype:
+            if memory_of(target) is None or dtype_of(meta.dtype) != target.dtype:
                 # On a device, where elements lie apart, or of another dtype: by way of memory of its own, not too much.
                 if sum(host.nbytes for _, host in apart) > _MOST_APART_BYTES:
                     self._read_apart(kind, requests, apart)

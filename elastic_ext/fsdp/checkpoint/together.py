@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from elastic_ext import errors
-from elastic_ext.errors import CheckpointError, PeerLostError
+from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError
 from elastic_ext.ranks import Ranks
 
 __all__ = ["gather_or_raise", "within"]
@@ -60,7 +60,7 @@ def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list
         raise
     except Exception as error:  # whatever it is, the others are to hear of it
         raised = error
-        answer["failed"] = {"kind": type(error).__name__, "text": _in_words(error)}
+        answer["failed"] = {"kind": type(error).__name__, "text": _in_words(error), "mismatch": _parts_of(error)}
     answers = [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), doing)]
     failed = {rank: each["failed"] for rank, each in enumerate(answers) if "failed" in each}
     if failed:
@@ -68,17 +68,40 @@ def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list
     return [each["gives"] for each in answers]
 
 
-def _joined(failed: Mapping[int, Mapping[str, str]], doing: str, num_ranks: int) -> CheckpointError:
+def _joined(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:
     """One error of all that failed."""
-    texts: dict[str, list[int]] = {}
-    for rank, each in failed.items():
-        texts.setdefault(each["text"], []).append(rank)
-    told = "; ".join(f"{_of_ranks(at)}{text}" if num_ranks > 1 else text for text, at in texts.items())
     kinds = {each["kind"] for each in failed.values()}
     kind: object = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
+    if kind is CheckpointMismatch:
+        return _joined_mismatch({rank: each["mismatch"] for rank, each in failed.items()}, num_ranks)
+    told = _told({rank: each["text"] for rank, each in failed.items()}, num_ranks)
     if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not CheckpointError:
         return kind(told)
     return CheckpointError(f"{doing} failed: {told}")
+
+
+def _joined_mismatch(failed: Mapping[int, Mapping[str, Any]], num_ranks: int) -> CheckpointMismatch:
+    """All the names that any rank has found."""
+    return CheckpointMismatch(
+        _told({rank: each["message"] for rank, each in failed.items()}, num_ranks),
+        missing=list(dict.fromkeys(name for each in failed.values() for name in each["missing"])),
+        extra=list(dict.fromkeys(name for each in failed.values() for name in each["extra"])),
+        misshaped={name: how for each in failed.values() for name, how in each["misshaped"].items()},
+    )
+
+
+def _told(texts: Mapping[int, str], num_ranks: int) -> str:
+    at: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        at.setdefault(text, []).append(rank)
+    return "; ".join(f"{_of_ranks(ranks)}{text}" if num_ranks > 1 else text for text, ranks in at.items())
+
+
+def _parts_of(error: Exception) -> dict[str, object] | None:
+    """A mismatch as its words and its names."""
+    if not isinstance(error, CheckpointMismatch):
+        return None
+    return {name: getattr(error, name) for name in ("message", "missing", "extra", "misshaped")}
 
 
 def _of_ranks(ranks: Sequence[int]) -> str:

@@ -1,0 +1,205 @@
+"""Runs of a small job that saves checkpoints, for tests of what becomes of them; and what lies in its folder.
+
+The runs are functions for ranks, to be given to tests/trials.py. What they hold depends on the step alone, so that
+every test can say which bits a step has to come back with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from elastic_ext import CheckpointInterval
+from elastic_ext.fsdp import Loaded, ShardCheckpointer
+from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
+from elastic_ext.fsdp.checkpoint.listing import is_name
+from tests.file_operations import FileOperations, Strike
+from tests.training import Slices, bits_of, make_data, make_model, shared, trainer_of
+
+__all__ = [
+    "JOB",
+    "Saved",
+    "begin_job",
+    "checkpointer_of",
+    "digest_at",
+    "digest_of",
+    "extra_of",
+    "fill",
+    "garbage_in",
+    "go_on",
+    "job_folder",
+    "make_state",
+    "newest_of",
+    "train",
+]
+
+JOB = "a-job"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What a run that goes on has come to, on one rank."""
+
+    loaded_step: int
+    loaded_digest: str
+    step: int
+    digest: str
+    operations: list[str]
+
+
+def make_state(*, seed: int = 0, width: int = 16) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, sharded where there are ranks, and its optimizer, which has state already."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 5))
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for part in model.parameters():
+        optimizer.state[part] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(part),
+            "exp_avg_sq": torch.zeros_like(part),
+        }
+    return model, optimizer
+
+
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Give everything the numbers that it has at ``step``."""
+    for place, tensor in enumerate(_tensors_of(model, optimizer)):
+        whole = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1000 * step + place))
+        if isinstance(tensor, DTensor):
+            num_ranks, rank = dist.get_world_size(), dist.get_rank()
+            tensor.to_local().copy_(whole.chunk(num_ranks)[rank])
+        else:
+            tensor.copy_(whole)
+
+
+def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """What is equal for equal bits in this rank's parts."""
+    return hashlib.blake2b(repr(bits_of(*_tensors_of(model, optimizer))).encode(), digest_size=12).hexdigest()
+
+
+def digest_at(step: int, width: int = 16) -> str:
+    """The same of a process that has everything."""
+    model, optimizer = make_state(width=width)
+    fill(model, optimizer, step)
+    return digest_of(model, optimizer)
+
+
+def extra_of(step: int) -> dict[str, Any]:
+    """What is saved besides."""
+    return {"step": step, "order": torch.arange(step + 5)}
+
+
+def checkpointer_of(storage: Path, **arguments: Any) -> ShardCheckpointer:
+    return ShardCheckpointer(storage, job=JOB, timeout_seconds=60.0, **arguments)
+
+
+def job_folder(storage: Path) -> Path:
+    """The one that the job has."""
+    (folder,) = (storage / "fsdp_checkpoint").iterdir()
+    return folder
+
+
+def begin_job(_: int, storage: Path, num_steps: int, width: int = 16) -> dict[int, str]:
+    """A rank of a run from the beginning, which saves each step; the digests of its part."""
+    model, optimizer = make_state(width=width)
+    digests = {}
+    with checkpointer_of(storage) as checkpointer:
+        for step in range(1, num_steps + 1):
+            fill(model, optimizer, step)
+            checkpointer.save(step, model, optimizer, extra_of(step))
+            digests[step] = digest_of(model, optimizer)
+    return digests
+
+
+def go_on(
+    rank: int,
+    storage: Path,
+    path: Path | None = None,
+    victim: int | None = None,
+    strike: Strike = "kill",
+    at: int | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> Saved:
+    """A rank of a run that loads the newest checkpoint, or the one in ``path``, and saves the step after it.
+
+    The operation number ``at`` of rank ``victim``'s save is struck.
+    """
+    model, optimizer = make_state(seed=9)
+    with checkpointer_of(storage, **(arguments or {})) as checkpointer:
+        loaded: Loaded = checkpointer.load(model, optimizer, path)
+        loaded_digest = digest_of(model, optimizer)
+        assert loaded.extra["step"] == loaded.step and torch.equal(loaded.extra["order"], torch.arange(loaded.step + 5))
+        step = loaded.step + 1
+        fill(model, optimizer, step)
+        operations = FileOperations(storage, strike, at if rank == victim else None)
+        checkpointer.save(step, model, optimizer, extra_of(step))
+        return Saved(
+            loaded_step=loaded.step,
+            loaded_digest=loaded_digest,
+            step=step,
+            digest=digest_of(model, optimizer),
+            operations=operations.end(),
+        )
+
+
+def garbage_in(folder: Path) -> list[str]:
+    """What lies in a job's folder and is no part of a checkpoint, nor of what the folder has besides."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.name == "meta":
+            found += [str(file) for file in path.iterdir() if file.suffix != ".json" or file.name.startswith(".")]
+        elif is_name(path.name) or ".abandoned-" in path.name:
+            if not (path / COMMIT).exists():
+                found.append(str(path))
+                continue
+            commit = read_commit(path)
+            named = {COMMIT, *commit.metas, *commit.states, *commit.shards}
+            found += [str(file) for file in path.iterdir() if file.name not in named]
+        elif path.name not in ("RUN.json", "RUN.lock"):
+            found.append(str(path))
+    return found
+
+
+def newest_of(storage: Path) -> int:
+    """The step of the newest checkpoint that nobody has abandoned."""
+    commits = [path for path in job_folder(storage).glob(f"*/{COMMIT}") if is_name(path.parent.name)]
+    return max(read_commit(path.parent).global_step for path in commits)
+
+
+def train(folder: Path, storage: Path, until: int, *, rank: int = 0, **arguments: Any) -> tuple[int, int]:
+    """A trainer's run with a checkpoint after each step, until a global step; where it began and ended."""
+    folder.mkdir(exist_ok=True)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    model = shared(make_model(), num_ranks)
+    loader = Slices(make_data(400), 4, is_endless=True)
+    interval = CheckpointInterval(steps=1)
+    options: dict[str, Any] = {"shared_storage_path": storage, "checkpoint_interval": interval, **arguments}
+    with trainer_of(folder, model, loader, rank=rank, global_batch_size=4 * num_ranks, **options) as trainer:
+        optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
+        began = trainer.global_step
+        with trainer.epoch():
+            for inputs, targets in loader:
+                with trainer.step():
+                    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if trainer.global_step >= until:
+                    break
+        return began, trainer.global_step
+
+
+def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = list(model.parameters())
+    tensors = [*parameters, *(tensor for part in parameters for tensor in optimizer.state[part].values())]
+    return [tensor.detach() for tensor in tensors]
