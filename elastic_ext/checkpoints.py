@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote, unquote
 
 import torch
 import xxhash
@@ -118,7 +119,7 @@ class Checkpoints:
     def _collect(self, own_buffers: Mapping[str, torch.Tensor]) -> Contents:
         """All that this rank has."""
         tensors: dict[str, torch.Tensor] = {
-            f"registered/{name}/{key}": tensor
+            f"registered/{quote(name, safe='')}/{key}": tensor  # keys may have slashes in them
             for name, held in self._registered.items()
             for key, tensor in held.items()
         }
@@ -234,8 +235,8 @@ class Checkpoints:
         for full in opened.names("extra"):
             kind, _, rest = full.partition("/")
             if kind == "registered":
-                name, _, key = rest.rpartition("/")
-                saved.setdefault(name, {})[key] = full
+                quoted, _, key = rest.partition("/")
+                saved.setdefault(unquote(quoted), {})[key] = full
         self._unclaimed.clear()
         wanted = []
         for name, keys in saved.items():

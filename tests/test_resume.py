@@ -347,6 +347,21 @@ def test_a_trainer_that_was_dropped_leaves_the_folder_to_the_next(tmp_path: Path
 # --- what is resumed, and how ---------------------------------------------------------------------------------------
 
 
+def test_registered_state_may_have_slashes_in_names_and_keys(tmp_path: Path) -> None:
+    trainer, model, optimizer = small(tmp_path, "a")
+    with trainer:
+        trainer.register_state("my/ema", {"layer/w": torch.ones(3), "b": torch.ones(2)})
+        trainer.register_state("my", {"ema/b": torch.full((2,), 2.0)})
+        take(trainer, model, optimizer)
+        trainer.save_checkpoint()
+    trainer, _, _ = small(tmp_path, "b")
+    with trainer:
+        ema, other = {"layer/w": torch.zeros(3), "b": torch.zeros(2)}, {"ema/b": torch.zeros(2)}
+        trainer.register_state("my/ema", ema)
+        trainer.register_state("my", other)
+        assert [tensor.tolist() for tensor in (*ema.values(), *other.values())] == [[1.0] * 3, [1.0] * 2, [2.0] * 2]
+
+
 def test_registered_state_comes_back_before_prepare_and_after(tmp_path: Path) -> None:
     trainer, model, optimizer = small(tmp_path, "a")
     ema, count = {"w": torch.arange(3.0)}, torch.tensor(5)

@@ -64,8 +64,8 @@ class Loaded:
 class ShardCheckpointer:
     """One rank's hand in a job's checkpoints.
 
-    ``job`` names the folder; by default it is the launcher's run id, or the script. ``ranks`` is given by a trainer,
-    which has them already. What touches the storage may take ``storage_timeout_seconds``.
+    ``job`` names the folder; by default it is ELASTIC_EXT_JOB, the launcher's run id, or the script. ``ranks`` is given
+    by a trainer, which has them already. What touches the storage may take ``storage_timeout_seconds``.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class ShardCheckpointer:
         storage_timeout_seconds: float = STORAGE_TIMEOUT_SECONDS,
     ) -> None:
         self._storage = Path(shared_storage_path).absolute()
-        self._job = job_name(job, os.environ.get("TORCHELASTIC_RUN_ID"), sys.argv[0])
+        named = job if job is not None else os.environ.get("ELASTIC_EXT_JOB") or None
+        self._job = job_name(named, os.environ.get("TORCHELASTIC_RUN_ID"), sys.argv[0])
         self._owns_ranks = ranks is None
         self._ranks = Ranks.join(timeout_seconds=timeout_seconds) if ranks is None else ranks
         self._seconds = storage_timeout_seconds

@@ -10,6 +10,7 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.optim_state import held_of_optimizers
 from elastic_ext.fsdp.plain import pack
 from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, parameters_of
@@ -59,7 +60,7 @@ def own_buffers(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     buffers: list[Held] = []
 
     def compare() -> str:
-        buffers.extend(each for each in held_of_model(model) if each.kind == "buffer" and each.is_alias_of is None)
+        buffers.extend(each for each in held_of_model(model) if each.kind == "buffer" and _is_whole(each))
         digest = xxhash.xxh3_64()
         for each in buffers:
             digest.update(part_of(each.tensor, each.box, each.box))
@@ -68,3 +69,8 @@ def own_buffers(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     if len(set(gather_or_raise(ranks, compare, "comparing buffers"))) == 1:
         return {}
     return {f"{own_prefix(ranks.rank)}{each.name}": each.tensor for each in buffers}
+
+
+def _is_whole(held: Held) -> bool:
+    """Whether a rank could have come to a value of its own; what is cut differs between ranks as it should."""
+    return held.is_alias_of is None and held.box == Box.whole(held.box.shape)

@@ -167,5 +167,5 @@ def _drop_unsaved(names: Iterable[str], by_name: Mapping[str, Trained]) -> None:
     """A parameter that had no state when it was saved has none afterwards: its first step is still to come."""
     saved = {_owner(name, by_name) for name in names}
     for name, each in by_name.items():
-        if name not in saved and each.state:
+        if name not in saved:  # not even an empty one, which an optimizer may take for a state that it has made
             each.optimizer.state.pop(each.parameter.tensor, None)

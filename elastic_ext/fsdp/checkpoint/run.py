@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+import weakref
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.errors import ElasticError
 from elastic_ext.ranks import Ranks
 
 from .claim import Claim
@@ -52,6 +53,7 @@ class Run:
             return self._folder
         claims: list[Claim] = []
         folders: list[JobFolder] = []
+        is_over = threading.Event()
 
         def take() -> tuple[str, str]:
             if self._ranks.rank > 0:
@@ -59,18 +61,24 @@ class Run:
             folder = JobFolder.find_or_make(self._storage, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
             claims.append(folder.claim(run_id))
+            if is_over.is_set():  # it came after all, when nobody waited for it any more
+                claims[0].release()
+                return "", ""
             folder.prune_garbage()
             folders.append(folder)
             return str(folder.path), run_id
 
         try:
             path, self._id = self._together(take, "claiming the job's folder of checkpoints")[0]
-        except ElasticError:  # another try must not find the folder held by this very process
-            for claim in claims:
-                claim.release()
-            raise
-        self._claim = claims[0] if claims else None
-        self._folder = folders[0] if folders else JobFolder(Path(path))
+            self._folder = folders[0] if folders else JobFolder(Path(path))
+        finally:
+            if self._folder is None:  # another try must not find it held by this very process
+                is_over.set()
+                for claim in claims:
+                    claim.release()
+        if claims:
+            self._claim = claims[0]
+            weakref.finalize(self, claims[0].release)  # a notebook's cell, run again
         return self._folder
 
     def leave(self) -> None:

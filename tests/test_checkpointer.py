@@ -1,0 +1,100 @@
+"""ShardCheckpointer: what its users do with it besides saving and loading once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp import ShardCheckpointer
+from tests.ranks import RankPool
+
+
+def test_one_that_was_dropped_leaves_the_folder_to_the_next(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    first = ShardCheckpointer(tmp_path, job="x")
+    first.save(1, model)
+    del first
+    gc.collect()
+    with ShardCheckpointer(tmp_path, job="x") as second:
+        assert second.load(model).step == 1
+        assert second.save(2, model).name == "step_2"
+
+
+def test_a_claim_that_took_too_long_is_given_back_and_taken_anew(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    impatient = ShardCheckpointer(tmp_path, job="x", storage_timeout_seconds=1e-9)
+    with pytest.raises(CheckpointError, match="the storage took longer than"):
+        impatient.save(1, model)
+    for thread in threading.enumerate():  # what was begun ends by itself, and gives the folder back
+        if thread.name == "elastic_ext checkpoint":
+            thread.join(60)
+    with ShardCheckpointer(tmp_path, job="x") as patient:
+        assert patient.save(1, model).name == "step_1"
+    with pytest.raises(CheckpointError, match="the storage took longer than"):
+        impatient.save(2, model)
+
+
+def test_a_job_is_named_by_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_EXT_JOB", "from-outside")
+    with ShardCheckpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(1, nn.Linear(2, 2)).parent.name.startswith("from-outside_")
+    with ShardCheckpointer(tmp_path, job="given") as checkpointer:
+        assert checkpointer.save(1, nn.Linear(2, 2)).parent.name.startswith("given_")
+
+
+class _Lazy(torch.optim.SGD):
+    """Makes state for a parameter that it does not know yet."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.param_groups[0]["params"]:
+            if part.grad is not None:
+                if part not in self.state:
+                    self.state[part]["count"] = 0
+                self.state[part]["count"] += 1
+
+
+def test_a_parameter_without_state_is_as_unknown_to_its_optimizer_as_it_was(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = _Lazy(model.parameters(), lr=0.1)
+    model.weight.grad = torch.zeros(2, 2)
+    optimizer.step()
+    with ShardCheckpointer(tmp_path, job="x") as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        later = _Lazy(model.parameters(), lr=0.1)
+        checkpointer.load(model, later)
+    model.bias.grad = torch.zeros(2)
+    later.step()
+    assert [later.state[part] for part in model.parameters()] == [{"count": 2}, {"count": 1}]
+
+
+class _Cut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (2,))
+        self.counts: DTensor
+        self.register_buffer("counts", distribute_tensor(torch.arange(10.0), mesh, [Shard(0)]))
+
+
+def cut_buffer_rank(rank: int, folder: Path) -> None:
+    model = _Cut()
+    before = model.counts.to_local().clone()
+    with ShardCheckpointer(folder, job="x") as checkpointer:
+        path = checkpointer.save(1, model)
+        model.counts.to_local().zero_()
+        checkpointer.load(model)
+    assert torch.equal(model.counts.to_local(), before)
+    assert not [name for name in os.listdir(path) if name.startswith("extra_param")]
+
+
+def test_buffers_that_are_cut_over_ranks_come_back(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, cut_buffer_rank, tmp_path)
