@@ -202,7 +202,7 @@ class Batches:
         if held is not None and isinstance(source, ResumableSource):
             source.load_state_dict(held)
             return None
-        if held is None and not position["num_batches"]:
+        if self.loader is None or (held is None and not position["num_batches"]):
             return None
         done = "in the middle of an epoch" if held is not None else f"after {position['num_batches']} of its batches"
         return (

@@ -92,6 +92,7 @@ class Session:
             self._materialise()
             if self.checkpoints is not None:
                 self.checkpoints.resume(self.resume)
+                self.checkpoints.try_out()
             self._plan_saving()
             if self._accelerated is not None:
                 self._accelerated.begin(lambda: steps.is_committing)
@@ -108,7 +109,7 @@ class Session:
 
     def save_checkpoint(self) -> Path:
         """Save now, with all ranks; gives the folder."""
-        return self._saving().save(f"step_{self._counts.global_step}")
+        return self._saving().save_now()
 
     def load_checkpoint(self) -> bool:
         """Go on from the newest checkpoint, with all ranks; whether there is one."""

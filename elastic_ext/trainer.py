@@ -31,6 +31,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .accelerator import Accelerated
 from .agree import Every
@@ -44,13 +45,15 @@ from .arguments import (
     check_updates,
 )
 from .batches import Batches
-from .checkpoints import Checkpoints, Resume, WhenSaveFails
+from .checkpoints import Checkpoints, Resume, WhenSaveFails, compare_arguments
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, NotPrepared, OwnStep
 from .counts import Counts
 from .errors import ElasticError, StepError
 from .follow import ConfigFollower, follow_config
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
+from .fsdp.checkpoint.memory import put_part
+from .fsdp.state import box_of, local_of
 from .gradients import Gradients
 from .interval import CheckpointInterval
 from .optimizer import OptimizerSettings
@@ -61,6 +64,7 @@ from .snapshot import Snapshot
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
+from .training_state import TrainingState
 
 __all__ = ["ElasticTrainer"]
 
@@ -123,7 +127,7 @@ class ElasticTrainer:
             "run_dir": run_dir,
             "timeout_seconds": timeout_seconds,
         }
-        self._storage = shared_storage_path
+        self._storage = None if shared_storage_path is None else Path(shared_storage_path).absolute()
         self._checkpoint_arguments: dict[str, Any] = {
             "interval": checkpoint_interval,
             "when_save_fails": when_save_fails,
@@ -204,7 +208,7 @@ class ElasticTrainer:
         )
         for applier in self._appliers:
             follower.on_change(*applier)
-        session.checkpoints = self._checkpoints_for(parts, follower)
+        session.checkpoints = self._checkpoints_for(parts, follower, startup)
         session.start(steps, self._loaded_config)
         self._session = session
         weakref.finalize(self, session.abandon).atexit = False  # a notebook's cell, run again
@@ -404,12 +408,15 @@ class ElasticTrainer:
         if self._session is not None:
             self._session.end(error)
 
-    def _checkpoints_for(self, parts: TakingPart, follower: ConfigFollower) -> Checkpoints | None:
+    def _checkpoints_for(
+        self, parts: TakingPart, follower: ConfigFollower, startup: Mapping[str, object]
+    ) -> Checkpoints | None:
+        ranks, given = follower.ranks, self._checkpoint_arguments
+        compare_arguments(ranks, None if self._storage is None else {"shared_storage_path": self._storage, **given})
         if self._storage is None:
             return None
-        ranks = follower.ranks
-        return Checkpoints(
-            ShardCheckpointer(self._storage, job=self._follow_arguments["job"], ranks=ranks),
+        timeout = follower.settings.timeout_seconds
+        state = TrainingState(
             self._model,
             parts,
             sharing=self._gradients.sharing,
@@ -420,8 +427,10 @@ class ElasticTrainer:
             rank=ranks.rank,
             num_ranks=ranks.world_size,
             config=follower.state_dict,
-            **self._checkpoint_arguments,
         )
+        job = self._follow_arguments["job"]
+        checkpointer = ShardCheckpointer(self._storage, job=job, ranks=ranks, timeout_seconds=timeout)
+        return Checkpoints(checkpointer, state, startup=startup, **given)
 
     @property
     def _prepared(self) -> Session:
@@ -435,4 +444,7 @@ def _copy_into(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str,
         raise ValueError(f"registered state {name!r} has {sorted(held)}, and what was loaded has {sorted(loaded)}")
     with torch.no_grad():
         for key, tensor in held.items():
-            tensor.copy_(loaded[key])
+            if isinstance(tensor, DTensor) and not isinstance(loaded[key], DTensor):
+                put_part(local_of(tensor), box_of(key, tensor), loaded[key])
+            else:
+                tensor.copy_(loaded[key])

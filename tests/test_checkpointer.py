@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from elastic_ext.errors import CheckpointError
+from elastic_ext.errors import CheckpointError, CheckpointMismatch
 from elastic_ext.fsdp import ShardCheckpointer
 from tests.ranks import RankPool
 
@@ -98,3 +98,37 @@ def cut_buffer_rank(rank: int, folder: Path) -> None:
 
 def test_buffers_that_are_cut_over_ranks_come_back(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, cut_buffer_rank, tmp_path)
+
+
+def test_values_of_another_job_change_nothing_of_where_this_one_stands(tmp_path: Path) -> None:
+    teacher, student = nn.Linear(2, 2), nn.Linear(2, 2)
+    with ShardCheckpointer(tmp_path, job="teacher") as checkpointer:
+        path = checkpointer.save(10_000, teacher)
+    with ShardCheckpointer(tmp_path, job="student") as checkpointer:
+        checkpointer.save(100, student)
+        checkpointer.load(student, path=path)
+        assert torch.equal(student.weight, teacher.weight)
+        second = checkpointer.save(200, student)
+        assert checkpointer.latest() == second
+    assert len(list(second.parent.glob("step_*"))) == 2
+
+
+@pytest.mark.parametrize("seconds", [0.0, 20.0, 30.0])
+def test_storage_is_not_waited_for_longer_than_ranks_wait_for_one_another(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(ValueError, match="allowed: more than 0 and less than timeout_seconds, 20"):
+        ShardCheckpointer(tmp_path, job="a", timeout_seconds=20.0, storage_timeout_seconds=seconds)
+
+
+def test_another_optimizer_is_not_given_the_state_of_the_old_one(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    old = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    old.step()
+    new = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ShardCheckpointer(tmp_path, job="a") as checkpointer:
+        checkpointer.save(1, model, old)
+        with pytest.raises(CheckpointMismatch, match="the state of AdamW, and here is SGD"):
+            checkpointer.load(model, new)
+        checkpointer.load(model, new, strict=False)
+    assert new.param_groups[0]["lr"] == 0.1
+    assert not new.state

@@ -314,7 +314,9 @@ def test_a_job_is_named_by_its_user_or_its_launcher_or_its_script(
 def test_two_scripts_of_one_name_are_two_jobs_and_one_script_is_always_the_same() -> None:
     assert job_name(None, None, "/work/a/train.py") == job_name(None, "none", "/work/a/train.py")
     assert job_name(None, None, "/work/a/train.py") != job_name(None, None, "/work/b/train.py")
-    assert job_name(None, None, "").startswith("interactive-")
+    for nothing in (None, ""):  # a notebook, python -c
+        with pytest.raises(ValueError, match="give job="):
+            job_name(None, None, nothing)
     assert check_job(job_name(None, None, "/x/" + "ü" * 300 + ".py"))
     assert check_job(job_name(None, None, "/x/\udcff.py"))
 

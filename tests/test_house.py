@@ -116,6 +116,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint.saver": 2,
     # 3: what joins them
     "checkpoints": 3,
+    "training_state": 3,
     "session": 3,
     "contexts": 3,
     "steps": 3,
@@ -165,6 +166,7 @@ USES_TORCH = frozenset(
         "snapshot",
         "taking_part",
         "trainer",
+        "training_state",
         "weighing",
     }
 )

@@ -20,9 +20,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic_ext import CheckpointInterval, ElasticError, StepError
+from elastic_ext import CheckpointInterval, ElasticError, RanksDisagreeError, StepError
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced, CheckpointMismatch
 from elastic_ext.files import write_whole
+from elastic_ext.fsdp import ShardCheckpointer
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, values_of
 from tests.training import ResumableSlices, bits_of, make_data, trainer_of
@@ -321,8 +322,7 @@ def test_saving_by_hand_gives_the_folder_and_not_in_the_middle_of_a_step(tmp_pat
         assert trainer.global_step == 2
         take(trainer, model, optimizer)
         assert trainer.save_checkpoint().name == "step_3"
-        with pytest.raises(CheckpointError, match="no checkpoint is written twice"):
-            trainer.save_checkpoint()
+        assert trainer.save_checkpoint().name == "step_3", "what is there is not written twice"
 
 
 def test_without_storage_there_are_no_checkpoints(tmp_path: Path) -> None:
@@ -392,11 +392,16 @@ def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.Lo
     with trainer:
         take(trainer, model, optimizer)
         trainer.save_checkpoint()
+    trainer, _, _ = small(tmp_path, "b")
+    trainer.close()
+    (line,) = resuming_lines(caplog)
+    assert line.endswith("at step 1: nothing has changed since")
+    caplog.clear()
     trainer, _, _ = small(tmp_path, "b", global_batch_size=16)
     assert trainer.global_batch_size == 8, "the config in force is kept in the checkpoint"
     trainer.close()
     (line,) = resuming_lines(caplog)
-    assert line.endswith("at step 1: nothing has changed since")
+    assert line.endswith("at step 1: global_batch_size stays 8, the script's is 16")
     (make(tmp_path, "c") / "0").mkdir()
     put(tmp_path / "c" / "0", version=7, optimizer={"learning_rate": 0.5})
     caplog.clear()
@@ -477,7 +482,7 @@ def test_a_scaler_and_schedulers_must_be_those_that_were_saved(tmp_path: Path) -
     train(make(tmp_path, "a"), tmp_path / "storage", until=HALF)
     model = net(0.3, seed=0)
     trainer = trainer_of(make(tmp_path, "b"), model, shared_storage_path=tmp_path / "storage")
-    with pytest.raises(CheckpointMismatch, match=r"1 schedulers and no scaler, .* 0 schedulers and a scaler"):
+    with pytest.raises(CheckpointMismatch, match=r"OneCycleLR and no scaler, .* no scheduler and a scaler"):
         trainer.prepare(OPTIMIZERS["adamw"](model), None, torch.amp.GradScaler("cpu"))
 
 
@@ -502,3 +507,139 @@ def test_a_scalers_scale_is_resumed(tmp_path: Path) -> None:
     first, saved = run("a")
     second, _ = run("b")
     assert (first, second) == (2.0**10, saved["scale"])
+
+
+def test_another_optimizer_or_scheduler_is_not_given_what_was_saved_of_the_old_one(tmp_path: Path) -> None:
+    train(make(tmp_path, "a"), tmp_path / "storage", until=HALF)
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("b", {"optimizer": "sgd"}, "the state of AdamW, and here is SGD"),
+        ("c", {"scheduler": "lambda"}, "holds OneCycleLR and no scaler, and prepare.. was given LambdaLR"),
+    ]
+    for name, options, words in cases:
+        with pytest.raises(CheckpointMismatch, match=words):
+            train(make(tmp_path, name), tmp_path / "storage", until=NUM_STEPS, **options)
+
+
+def test_registered_state_that_nobody_claims_is_kept_and_what_is_missing_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, model, optimizer = small(tmp_path, "a")
+    with trainer:
+        trainer.register_state("ema", torch.arange(3.0))
+        take(trainer, model, optimizer)
+        trainer.save_checkpoint()
+    trainer, model, optimizer = small(tmp_path, "b")
+    with trainer:
+        take(trainer, model, optimizer)
+        trainer.save_checkpoint()
+    model = net(0.0, seed=1)
+    later = trainer_of(make(tmp_path, "c"), model, shared_storage_path=tmp_path / "storage")
+    held, other = torch.zeros(3), torch.ones(2)
+    later.register_state("ema", held)
+    later.register_state("other", other)
+    with later:
+        later.prepare(SGD(model.parameters(), lr=0.1))
+    assert torch.equal(held, torch.arange(3.0))
+    assert torch.equal(other, torch.ones(2))
+    told = [record.getMessage() for record in caplog.records if "no registered state other" in record.getMessage()]
+    assert len(told) == 1
+
+
+def test_what_cannot_be_saved_is_found_before_training_begins(tmp_path: Path) -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> object:
+            return object()
+
+        def set_extra_state(self, state: object) -> None: ...
+
+    model = Odd(2, 2)
+    trainer = trainer_of(make(tmp_path, "a"), model, micro_batch_size=4, shared_storage_path=tmp_path / "storage")
+    with pytest.raises(CheckpointError, match="is a object, which cannot be saved without pickle"):
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+
+
+def test_what_shuffles_a_plain_loader_goes_on(tmp_path: Path) -> None:
+    def run(name: str, num_epochs: int, storage: Path | None) -> list[list[float]]:
+        model = net(0.0, seed=0)
+        inputs, targets = make_data(8)
+        loader = DataLoader(
+            TensorDataset(inputs, targets), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+        interval = None if storage is None else CheckpointInterval(epochs=1)
+        trainer = trainer_of(
+            make(tmp_path, name), model, loader, shared_storage_path=storage, checkpoint_interval=interval
+        )
+        seen = []
+        with trainer:
+            optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+            for epoch in range(trainer.start_epoch, num_epochs):
+                with trainer.epoch(epoch):
+                    for batch, classes in loader:
+                        seen.append(batch[:, 0].tolist())
+                        with trainer.step():
+                            loss = nn.functional.cross_entropy(model(batch), classes)
+                            loss.backward()  # type: ignore[no-untyped-call]
+                            optimizer.step()
+                            optimizer.zero_grad()
+        return seen
+
+    whole = run("whole", 4, None)
+    assert run("a", 2, tmp_path / "storage") + run("b", 4, tmp_path / "storage") == whole
+
+
+def ema_rank(rank: int, folder: Path) -> None:
+    way = WAYS["fully_shard"]
+    options: dict[str, Any] = {"rank": rank, "shared_storage_path": folder / "storage", "micro_batch_size": 4}
+    model = way.wrap(net(0.0, seed=0, norm=nn.LayerNorm))
+    average = {name: part.detach().clone() + 1 for name, part in model.named_parameters()}
+    trainer = trainer_of(make(folder, "a"), model, **options)
+    trainer.register_state("ema", average)
+    with trainer:
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+        trainer.save_checkpoint()
+    for when in ("before", "after"):
+        model = way.wrap(net(0.0, seed=1, norm=nn.LayerNorm))
+        later = {name: torch.zeros_like(part) for name, part in average.items()}
+        trainer = trainer_of(make(folder, when), model, **options)
+        if when == "before":
+            trainer.register_state("ema", later)
+        with trainer:
+            trainer.prepare(SGD(model.parameters(), lr=0.1))
+            if when == "after":
+                trainer.register_state("ema", later)
+        assert bits_of(later) == bits_of(average), when
+
+
+def test_spread_registered_state_comes_back_before_prepare_and_after(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, ema_rank, tmp_path)
+
+
+def unlike_rank(rank: int, folder: Path) -> str:
+    model = WAYS["ddp"].wrap(net(0.0, seed=0))
+    interval = CheckpointInterval(steps=rank + 1)
+    trainer = trainer_of(
+        make(folder, "a"),
+        model,
+        rank=rank,
+        micro_batch_size=4,
+        shared_storage_path=folder / "storage",
+        checkpoint_interval=interval,
+    )
+    with pytest.raises(RanksDisagreeError) as told:
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+    return str(told.value)
+
+
+def test_ranks_that_were_told_different_things_of_checkpoints_are_named(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, unlike_rank, tmp_path)
+    assert first == second
+    assert "rank 1: " in first
+    assert "steps=2" in first
+
+
+def test_a_checkpoint_without_a_trainer_is_refused_by_one(tmp_path: Path) -> None:
+    model = net(0.0, seed=0)
+    with ShardCheckpointer(tmp_path / "storage", job="test") as checkpointer:
+        checkpointer.save(1, model, SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointMismatch, match="was saved without a trainer"):
+        small(tmp_path, "a")

@@ -14,7 +14,7 @@ from .plain import Plain, pack, unpack
 from .state import Parameter
 from .trained import Trained, put_in, trained_by
 
-__all__ = ["matching_groups", "packed_groups", "put_groups"]
+__all__ = ["are_same_kinds", "matching_groups", "packed_groups", "put_groups"]
 
 # How a step is computed, not what it computes: as the optimizer has them that is loaded into.
 _WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -47,10 +47,22 @@ def put_groups(optimizers: Sequence[Optimizer], parameters: Sequence[Parameter],
                 group[key] = put_in(group.get(key), value)
 
 
+def are_same_kinds(optimizers: Sequence[Optimizer], groups: Sequence[Plain]) -> bool:
+    """Whether what was saved is of optimizers of the same classes."""
+    return sorted(type(optimizer).__name__ for optimizer in optimizers) == sorted(_classes(groups))
+
+
 def matching_groups(
     optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], groups: Sequence[Plain]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every group with the values that were saved of it; CheckpointMismatch where parameters were grouped otherwise."""
+    """Every group with the values that were saved of it; CheckpointMismatch where parameters were grouped otherwise,
+    or for another optimizer."""
+    if not are_same_kinds(optimizers, groups):
+        here = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise CheckpointMismatch(
+            f"the checkpoint has the state of {', '.join(_classes(groups)) or 'no optimizer'}, and here is {here}; "
+            "give the same, or load the model alone"
+        )
     trained = trained_by(optimizers, parameters)
     saved: dict[frozenset[str], list[dict[str, Any]]] = {}
     for names, values in _saved_groups(groups):
@@ -75,6 +87,13 @@ def _saved_groups(groups: Sequence[Plain]) -> Iterator[tuple[frozenset[str], dic
             for group in _part(optimizer, "groups", list):
                 names, values = _part(group, "params", list), _part(group, "values", dict)
                 yield frozenset(str(name) for name in names), {key: unpack(value) for key, value in values.items()}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"these are no groups of optimizers that were saved: {str(groups)[:80]}") from error
+
+
+def _classes(groups: Sequence[Plain]) -> list[str]:
+    try:
+        return [str(_part(optimizer, "class", str)) for optimizer in groups]
     except (KeyError, TypeError) as error:
         raise ValueError(f"these are no groups of optimizers that were saved: {str(groups)[:80]}") from error
 

@@ -44,7 +44,6 @@ __all__ = ["Loaded", "ShardCheckpointer"]
 
 _logger = logging.getLogger(__name__)
 
-STORAGE_TIMEOUT_SECONDS = 1800.0
 _EXTRA = "extra"
 
 
@@ -65,7 +64,8 @@ class ShardCheckpointer:
     """One rank's hand in a job's checkpoints.
 
     ``job`` names the folder; by default it is ELASTIC_EXT_JOB, the launcher's run id, or the script. ``ranks`` is given
-    by a trainer, which has them already. What touches the storage may take ``storage_timeout_seconds``.
+    by a trainer, which has them already; they lose patience with one another after ``timeout_seconds``. Each thing that
+    touches the storage may take ``storage_timeout_seconds``, by default half of that.
     """
 
     def __init__(
@@ -74,12 +74,19 @@ class ShardCheckpointer:
         *,
         job: str | None = None,
         ranks: Ranks | None = None,
-        timeout_seconds: float = 600.0,
-        storage_timeout_seconds: float = STORAGE_TIMEOUT_SECONDS,
+        timeout_seconds: float = 1800.0,
+        storage_timeout_seconds: float | None = None,
     ) -> None:
+        if storage_timeout_seconds is None:
+            storage_timeout_seconds = timeout_seconds / 2
+        if not 0 < storage_timeout_seconds < timeout_seconds:
+            raise ValueError(
+                f"storage_timeout_seconds is {storage_timeout_seconds:g}; allowed: more than 0 and less than "
+                f"timeout_seconds, {timeout_seconds:g}, after which the other ranks give up waiting"
+            )
         self._storage = Path(shared_storage_path).absolute()
         named = job if job is not None else os.environ.get("ELASTIC_EXT_JOB") or None
-        self._job = job_name(named, os.environ.get("TORCHELASTIC_RUN_ID"), sys.argv[0])
+        self._job = job_name(named, os.environ.get("TORCHELASTIC_RUN_ID"), _script())
         self._owns_ranks = ranks is None
         self._ranks = Ranks.join(timeout_seconds=timeout_seconds) if ranks is None else ranks
         self._seconds = storage_timeout_seconds
@@ -182,6 +189,16 @@ class ShardCheckpointer:
         """Make the job's folder this run's own; CheckpointFenced where another run of the job is alive."""
         self._run.claim()
 
+    def try_out(self, collect: Callable[[], Contents]) -> None:
+        """Raise on all ranks where one of them could not collect its contents for a checkpoint."""
+
+        def act() -> None:
+            for kind, inventory in collect().inventories().items():
+                inventory.to_json()
+                assert kind
+
+        gather_or_raise(self._ranks, act, "seeing what a checkpoint would hold")
+
     def own_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """This rank's buffers, where ranks that share a model have come to different ones."""
         return own_buffers(model, self._ranks)
@@ -231,13 +248,13 @@ class ShardCheckpointer:
             def attempt(
                 candidate: Path = candidate, results: list[Any] = results, commits: list[Commit] = commits
             ) -> str:
-                with Opened(Found.read(candidate)) as opened:
+                with self._opened(candidate) as opened:
                     commits.append(opened.found.commit)
                     results.append(act(opened))
                 return opened.found.commit.generation
 
             try:
-                generations = self._together(attempt, f"loading {candidate}")
+                generations = gather_or_raise(self._ranks, attempt, f"loading {candidate}")
             except CheckpointDamaged as error:
                 if not falls_back or place + 1 == len(candidates):
                     raise
@@ -246,12 +263,18 @@ class ShardCheckpointer:
                 continue
             if len(set(generations)) > 1:
                 raise CheckpointError(f"ranks see different checkpoints in {candidate}: look after the storage")
-            self._run.go_on_from(commits[0])
+            self._run.go_on_from(commits[0], candidate)
             return results[0]
         return None
 
-    def _together(self, act: Callable[[], object], doing: str) -> list[Any]:
-        return gather_or_raise(self._ranks, lambda: within(self._seconds, act, doing), doing)
+    def _opened(self, path: Path) -> Opened:
+        found = within(self._seconds, lambda: Found.read(path), f"reading {path}")
+        return Opened(found, storage_timeout_seconds=self._seconds)
+
+
+def _script() -> str | None:
+    """The file that is run, None where there is none; an absolute path, whatever folder the process has gone to."""
+    return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
 def _versions() -> dict[str, str]:

@@ -18,18 +18,24 @@ _STAMP = re.compile(r"_(\d{8}-\d{6})")
 _STAMP_CHARACTERS = 16
 
 
-def job_name(argument: str | None, run_id: str | None, script: str) -> str:
+def job_name(argument: str | None, run_id: str | None, script: str | None) -> str:
     """The name under which a job finds its checkpoints again when it is restarted.
 
     ``argument`` if it is given; else the launcher's ``run_id``, unless that says nothing ("none") or is new at every
     start (a random UUID, as of `torchrun --standalone`); else the script's name, with a mark of where it lies, so that
-    two scripts train.py do not share a folder. ValueError says what cannot be a name.
+    two scripts train.py do not share a folder. ValueError says what cannot be a name, and where there is none: a
+    notebook has no script of its own.
     """
     if argument is not None:
         return check_job(argument)
     if run_id and run_id != "none" and _RANDOM.fullmatch(run_id) is None:
         return check_job(run_id)
-    path = Path(script or "interactive").absolute()
+    if not script:
+        raise ValueError(
+            "the job has no name, and no script to be called after (a notebook, or python -c); give job=, by which its "
+            "checkpoints are found again"
+        )
+    path = Path(script).absolute()
     mark = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:8]
     return check_job(f"{path.stem[: _MOST_CHARACTERS // 4]}-{mark}")
 

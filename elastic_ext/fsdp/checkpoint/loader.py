@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointMismatch
 from elastic_ext.fsdp.dtypes import name_of
-from elastic_ext.fsdp.optim_groups import matching_groups, put_groups
+from elastic_ext.fsdp.optim_groups import are_same_kinds, matching_groups, put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
 from elastic_ext.fsdp.plain import unpack
-from elastic_ext.fsdp.state import Held, held_of_model, parameters_of, put_extra_states
+from elastic_ext.fsdp.state import Held, extra_states, held_of_model, parameters_of, put_extra_states
 from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
 
 from .contents import EXTRA_STATES, GROUPS, VALUES, FileKind, own_prefix
@@ -51,6 +51,9 @@ class Loader:
         known = {name for name in meta.tensors if name in own}
         known |= {meta.aliases[name] for name in own & meta.aliases.keys()}
         extra = sorted(meta.tensors.keys() - known)
+        states, saved = extra_states(self._model).keys(), opened.state.get(EXTRA_STATES, {}).keys()
+        missing += sorted(states - saved)
+        extra += sorted(saved - states)
         if missing or extra or misshaped:
             what = "the model and the checkpoint do not go together"
             raise CheckpointMismatch(what, missing=missing, extra=extra, misshaped=misshaped)
@@ -78,6 +81,8 @@ class Loader:
         belonged to the layout that it was saved in goes to as many ranks alone.
         """
         optimizers, parameters, by_name = self._optimizers, self._parameters, self._by_name
+        if not are_same_kinds(optimizers, opened.state[GROUPS]):  # nothing of it means the same here
+            return
         with contextlib.suppress(CheckpointMismatch):
             put_groups(optimizers, parameters, opened.state[GROUPS])
         odd = {each.parameter.name for each in _misshaped(opened, by_name).values()}

@@ -12,7 +12,7 @@ from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.moves import moves_into
 from elastic_ext.fsdp.state import memory_of
 
-__all__ = ["bytes_of", "part_of"]
+__all__ = ["bytes_of", "part_of", "put_part"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -35,9 +35,21 @@ def part_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview:
         first = moves[0].source_offset
         return memory[first * item_bytes : (first + part.num_elements) * item_bytes]
     source = tensor.detach().contiguous().reshape(-1)
-    copy = torch.empty(part.num_elements, dtype=tensor.dtype)
+    copy = torch.empty(part.num_elements, dtype=tensor.dtype, device="cpu")
     for move in moves:
         copy.as_strided(move.sizes, move.target_strides, move.target_offset).copy_(
             source.as_strided(move.sizes, move.source_strides, source.storage_offset() + move.source_offset)
         )
     return bytes_of(copy)
+
+
+def put_part(into: torch.Tensor, box: Box, whole: torch.Tensor) -> None:
+    """Fill a tensor that holds ``box`` from the whole tensor."""
+    source = whole.detach().contiguous().reshape(-1)
+    part = torch.empty(box.num_elements, dtype=whole.dtype, device=whole.device)
+    for move in moves_into(box, Layout(box.shape, (Box.whole(box.shape),)), target=-1):
+        part.as_strided(move.sizes, move.target_strides, move.target_offset).copy_(
+            source.as_strided(move.sizes, move.source_strides, source.storage_offset() + move.source_offset)
+        )
+    with torch.no_grad():
+        into.copy_(part.reshape(into.shape))

@@ -7,6 +7,7 @@ twice. Everything is checked on the way: the metadata and values by COMMIT, what
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,6 +27,7 @@ from .listing import Found
 from .memory import bytes_of
 from .meta import StateMeta, TensorMeta
 from .shardreader import Request, ShardReader
+from .together import within
 
 __all__ = ["Opened", "Wanted"]
 
@@ -45,14 +47,15 @@ class Wanted:
 class Opened:
     """A committed checkpoint; close it."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Found, *, storage_timeout_seconds: float = math.inf) -> None:
         self.found = found
+        self._seconds = storage_timeout_seconds
         self.num_ranks = found.commit.num_ranks
         """That saved it."""
         self.metas: dict[FileKind, StateMeta] = {}
         for kind in KINDS:
             file = meta_file(kind)
-            meta = StateMeta.from_json(found.read_meta(file), where=str(found.path / file))
+            meta = StateMeta.from_json(self._read_meta(file), where=str(found.path / file))
             fault = meta.fault()
             if fault is not None or meta.num_ranks != self.num_ranks:
                 raise CheckpointDamaged(
@@ -94,7 +97,7 @@ class Opened:
                 # On a device, where elements lie apart, or of another dtype: by way of memory of its own, not too much.
                 if sum(host.nbytes for _, host in apart) > _MOST_APART_BYTES:
                     self._read_apart(kind, requests, apart)
-                target = torch.empty(each.box.num_elements, dtype=dtype_of(meta.dtype))
+                target = torch.empty(each.box.num_elements, dtype=dtype_of(meta.dtype), device="cpu")
                 apart.append((each, target))
             _add_requests(requests, meta, each.box, target)
         self._read_apart(kind, requests, apart)
@@ -103,7 +106,7 @@ class Opened:
         """All of a tensor, in new memory."""
         meta = self.tensor(kind, name)
         assert meta is not None
-        tensor = torch.empty(meta.layout.shape, dtype=dtype_of(meta.dtype))
+        tensor = torch.empty(meta.layout.shape, dtype=dtype_of(meta.dtype), device="cpu")
         self.read(kind, [Wanted(name, tensor, Box.whole(meta.layout.shape))])
         return tensor
 
@@ -124,13 +127,19 @@ class Opened:
         self, kind: FileKind, requests: dict[int, list[Request]], apart: list[tuple[Wanted, torch.Tensor]]
     ) -> None:
         """Read all that is asked for so far, and bring what lies in memory of its own to where it belongs."""
-        for source, of_file in sorted(requests.items()):
-            self._reader(shard_file(kind, source, self.num_ranks)).read_into(of_file)
+        within(self._seconds, lambda: self._read_files(kind, requests), f"reading {self.found.path}")
         with torch.no_grad():
             for each, host in apart:
                 each.tensor.copy_(host.reshape(each.tensor.shape))
         requests.clear()
         apart.clear()
+
+    def _read_meta(self, file: str) -> bytes:
+        return within(self._seconds, lambda: self.found.read_meta(file), f"reading {self.found.path}")
+
+    def _read_files(self, kind: FileKind, requests: Mapping[int, list[Request]]) -> None:
+        for source, of_file in sorted(requests.items()):
+            self._reader(shard_file(kind, source, self.num_ranks)).read_into(of_file)
 
     def _reader(self, file: str) -> ShardReader:
         reader = self._readers.get(file)

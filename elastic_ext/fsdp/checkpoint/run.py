@@ -18,7 +18,8 @@ from elastic_ext.ranks import Ranks
 
 from .claim import Claim
 from .commit import Commit, chain_after
-from .jobfolder import JobFolder
+from .jobfolder import FOLDER, JobFolder
+from .jobname import newest_folder
 from .lineage import Chain
 from .together import gather_or_raise, within
 
@@ -93,8 +94,13 @@ class Run:
         """A checkpoint of this run exists."""
         self._has_saved = True
 
-    def go_on_from(self, commit: Commit) -> None:
-        """Training stands where ``commit`` says. What is saved from here on does not follow what was saved so far."""
+    def go_on_from(self, commit: Commit, path: Path) -> None:
+        """Training stands where ``commit``, in ``path``, says. What is saved from here on does not follow what was
+        saved so far. A checkpoint of another job is only where values come from: this one goes on as it was.
+        """
+        folder = path.resolve().parent
+        if folder.parent != (self._storage / FOLDER).resolve() or newest_folder([folder.name], self._job) is None:
+            return
         self._came_from = commit
         if self._has_saved:
             self.leave()

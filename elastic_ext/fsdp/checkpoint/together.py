@@ -7,6 +7,7 @@ time.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ def within(seconds: float, act: Callable[[], _Result], doing: str) -> _Result:
 
     It cannot be interrupted: it goes on in a thread of its own, which ends with the process.
     """
+    if seconds == math.inf:
+        return act()
     results: list[_Result] = []
     raised: list[BaseException] = []
 
@@ -42,7 +45,7 @@ def within(seconds: float, act: Callable[[], _Result], doing: str) -> _Result:
     if not results:
         raise CheckpointError(
             f"the storage took longer than {seconds:g} seconds while {doing}; look after it, or allow it more with "
-            "storage_timeout_seconds"
+            "storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
         )
     return results[0]
 

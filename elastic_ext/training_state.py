@@ -1,0 +1,244 @@
+"""TrainingState: what a trainer's checkpoint holds, collected on one rank, and put back.
+
+When a checkpoint is saved, and which one a run resumes from, is in checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+import xxhash
+from torch import nn
+
+from .batches import Batches
+from .counts import Counts
+from .errors import CheckpointMismatch
+from .fsdp.checkpoint.collecting import contents_of
+from .fsdp.checkpoint.commit import Commit
+from .fsdp.checkpoint.contents import Contents
+from .fsdp.checkpoint.loader import Loader
+from .fsdp.checkpoint.opened import Opened, Wanted
+from .fsdp.plain import pack, unpack
+from .fsdp.random_state import random_tensors, restore_random
+from .fsdp.state import box_of, local_of
+from .sharing import Sharing
+from .taking_part import TakingPart
+
+__all__ = ["Registered", "Resumed", "TrainingState"]
+
+_logger = logging.getLogger(__name__)
+
+Registered = dict[str, Mapping[str, torch.Tensor]]
+_PLAIN = "plain"  # what the names of tensors in plain values begin with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Resumed:
+    """A checkpoint whose tensors are loaded."""
+
+    path: Path
+    commit: Commit
+    state: Mapping[str, Any]
+    position: Mapping[str, Any]
+    random: Mapping[str, torch.Tensor]
+    """This rank's, or the first one's."""
+
+
+class TrainingState:
+    """All of a training's state on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: TakingPart,
+        *,
+        sharing: Sharing,
+        counts: Counts,
+        batches: Batches,
+        registered: Registered,
+        unclaimed: Registered,
+        rank: int,
+        num_ranks: int,
+        config: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.model = model
+        self.counts = counts
+        self._parts = parts
+        self._sharing = sharing
+        self._batches = batches
+        self._registered = registered
+        self._unclaimed = unclaimed  # what was loaded, and not registered so far
+        self._config = config
+
+    # ---- saving ----
+
+    def collect(self, own_buffers: Mapping[str, torch.Tensor]) -> Contents:
+        """All that this rank has."""
+        tensors: dict[str, torch.Tensor] = {
+            f"registered/{quote(name, safe='')}/{key}": tensor  # keys may have slashes in them
+            for name, held in (self._unclaimed | self._registered).items()
+            for key, tensor in held.items()
+        }
+        scaler = self._parts.scaler
+        state = {
+            "counts": self.counts.state_dict(),
+            "config": self._config(),
+            "position": pack(self._batches.position(), f"{_PLAIN}/dataloader", tensors),
+            "schedulers": [
+                {
+                    "class": type(scheduler.inner).__name__,
+                    "state": pack(scheduler.state_dict(), f"{_PLAIN}/scheduler {place}", tensors),
+                }
+                for place, scheduler in enumerate(self._parts.schedulers)
+            ],
+            "scaler": None if scaler is None else pack(scaler.state_dict(), f"{_PLAIN}/scaler", tensors),
+        }
+        drawn = random_tensors() | {
+            name: draw.get_state() for name, draw in _generators_of(self._batches.loader).items()
+        }
+        return contents_of(
+            self.model,
+            [optimizer.inner for optimizer in self._parts.optimizers],
+            rank=self.rank,
+            tensors=tensors,
+            own={**own_buffers, **{f"random/{self.rank}/{name}": tensor for name, tensor in drawn.items()}},
+            state=state,
+        )
+
+    def about(self) -> dict[str, Any]:
+        """What somebody who resumes is told of this run."""
+        return {
+            "ranks": self.num_ranks,
+            "sharding": self._sharing.name,
+            "config version": self._config()["config"].get("version"),
+        }
+
+    # ---- loading ----
+
+    def load(self, opened: Opened) -> Resumed:
+        """Fill all tensors, and give what is taken up once every rank has come so far. What does not fit is found
+        before anything is touched."""
+        parts, state = self._parts, opened.state
+        optimizers = [optimizer.inner for optimizer in parts.optimizers]
+        loader = Loader(self.model, optimizers, rank=self.rank, num_ranks=self.num_ranks)
+        self._check_parts(opened)
+        loader.check(opened)
+        registered = self._wanted_of_registered(opened)
+        loader.load_model(opened)
+        load: Callable[[], object] = partial(loader.load_optimizers, opened)
+        for optimizer in parts.optimizers:
+            load = partial(optimizer.rates.load, load)
+        load()
+        opened.read("extra", registered)
+        own = {name for name in opened.names("extra") if name.startswith(f"{_PLAIN}/")}
+        tensors = {name: opened.read_whole("extra", name) for name in own}
+        for scheduler, packed in zip(parts.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(unpack(packed["state"], tensors))
+        if parts.scaler is not None:
+            parts.scaler.load_state_dict(unpack(state["scaler"], tensors))
+        drawer = self.rank if opened.num_ranks == self.num_ranks else 0
+        prefix = f"random/{drawer}/"
+        return Resumed(
+            path=opened.found.path,
+            commit=opened.found.commit,
+            state=state,
+            position=unpack(state["position"], tensors),
+            random={
+                name.removeprefix(prefix): opened.read_whole("extra", name)
+                for name in sorted(opened.names("extra"))
+                if name.startswith(prefix)
+            },
+        )
+
+    def take_up(self, resumed: Resumed) -> None:
+        """Go on where the checkpoint was: the last of all that is done to resume, so that nothing is drawn after it."""
+        why_anew = self._batches.resume(resumed.position)
+        if why_anew is not None and self.rank == 0:
+            _logger.warning("%s", why_anew)
+        self._restore_random(resumed)
+
+    def _check_parts(self, opened: Opened) -> None:
+        state = opened.state
+        if "schedulers" not in state:
+            raise CheckpointMismatch(
+                f"{opened.found.path} was saved without a trainer; load it with ShardCheckpointer before the trainer "
+                "is made, and give the trainer another job="
+            )
+        here = [type(scheduler.inner).__name__ for scheduler in self._parts.schedulers]
+        there = [packed["class"] for packed in state["schedulers"]]
+        has_scaler = self._parts.scaler is not None
+        if here != there or (state["scaler"] is not None) != has_scaler:
+            raise CheckpointMismatch(
+                f"{opened.found.path} holds {_parts_in_words(there, state['scaler'] is not None)}, and prepare() was "
+                f'given {_parts_in_words(here, has_scaler)}; give it the same, or begin anew with resume="never" or '
+                "another job="
+            )
+
+    def _wanted_of_registered(self, opened: Opened) -> list[Wanted]:
+        """What is registered, to be filled; what is not so far waits for whoever registers it."""
+        saved: dict[str, dict[str, str]] = {}
+        for full in opened.names("extra"):
+            kind, _, rest = full.partition("/")
+            if kind == "registered":
+                quoted, _, key = rest.partition("/")
+                saved.setdefault(unquote(quoted), {})[key] = full
+        unsaved = sorted(self._registered.keys() - saved.keys())
+        if unsaved and self.rank == 0:
+            _logger.warning("%s has no registered state %s: it stays as it is", opened.found.path, ", ".join(unsaved))
+        self._unclaimed.clear()
+        wanted = []
+        for name, keys in saved.items():
+            held = self._registered.get(name)
+            if held is None:
+                self._unclaimed[name] = {key: opened.read_whole("extra", full) for key, full in keys.items()}
+                continue
+            shapes = {key: (opened.tensor("extra", full), held.get(key)) for key, full in keys.items()}
+            if held.keys() != keys.keys() or any(
+                meta is None or tensor is None or meta.layout.shape != tuple(tensor.shape)
+                for meta, tensor in shapes.values()
+            ):
+                raise CheckpointMismatch(
+                    f"registered state {name!r} has {sorted(held)}, and {opened.found.path} has {sorted(keys)}, or "
+                    "their shapes differ"
+                )
+            wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key])) for key, full in keys.items()]
+        return wanted
+
+    def _restore_random(self, resumed: Resumed) -> None:
+        """Each rank draws on where it was; of another number of ranks each begins anew, from the first one's state."""
+        if resumed.commit.num_ranks == self.num_ranks:
+            own = _generators_of(self._batches.loader)
+            restore_random({name: state for name, state in resumed.random.items() if name not in own})
+            for name, draw in own.items():
+                if name in resumed.random:
+                    draw.set_state(resumed.random[name])
+            return
+        digest = xxhash.xxh3_64(resumed.random["torch"].numpy().tobytes())
+        digest.update(b"%d of %d" % (self._sharing.rank, self._sharing.num_ranks))  # a replica's ranks draw alike
+        seed = digest.intdigest()
+        torch.manual_seed(seed - (1 << 63))
+        random.seed(seed)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % (1 << 32))
+
+
+def _generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """What a DataLoader shuffles with, where the script has given it a generator, by names."""
+    sampler = getattr(loader, "sampler", None)
+    found = {"loader": getattr(loader, "generator", None), "sampler": getattr(sampler, "generator", None)}
+    return {name: draw for name, draw in found.items() if isinstance(draw, torch.Generator)}
+
+
+def _parts_in_words(schedulers: list[str], has_scaler: bool) -> str:
+    return f"{', '.join(schedulers) or 'no scheduler'} and {'a' if has_scaler else 'no'} scaler"
