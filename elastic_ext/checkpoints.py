@@ -16,12 +16,12 @@ import torch
 
 from .config import ElasticConfig
 from .errors import CheckpointError, CheckpointFenced, RanksDisagreeError
+from .follow import ConfigFollower
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .interval import CheckpointInterval
-from .ranks import Ranks
 from .training_state import Resumed, TrainingState
 
-__all__ = ["Checkpoints", "Resume", "WhenSaveFails", "compare_arguments"]
+__all__ = ["Checkpoints", "Resume", "WhenSaveFails", "checkpoints_for"]
 
 _logger = logging.getLogger(__name__)
 
@@ -157,10 +157,22 @@ class Checkpoints:
         )
 
 
-def compare_arguments(ranks: Ranks, arguments: Mapping[str, Any] | None) -> None:
-    """Raise on all ranks where they were given different arguments: some would save, and wait for the others."""
-    own = json.dumps(None if arguments is None else {name: str(value) for name, value in sorted(arguments.items())})
+def checkpoints_for(
+    state: TrainingState, follower: ConfigFollower, startup: Mapping[str, object], given: Mapping[str, Any]
+) -> Checkpoints | None:
+    """What a trainer's arguments ask for; None where it is to keep no checkpoints. All ranks call this.
+
+    RanksDisagreeError where they were given different arguments: some would save, and wait for the others.
+    """
+    ranks = follower.ranks
+    own = json.dumps({name: str(value) for name, value in sorted(given.items())})
     answers = [data.decode() for data in ranks.gather(own.encode(), "comparing what is said of checkpoints")]
     if len(set(answers)) > 1:
         told = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
         raise RanksDisagreeError(f"the ranks were told different things of checkpoints ({told}); give all the same")
+    arguments = dict(given)
+    storage, job = arguments.pop("storage"), arguments.pop("job")
+    if storage is None:
+        return None
+    checkpointer = ShardCheckpointer(storage, job=job, ranks=ranks, timeout_seconds=follower.settings.timeout_seconds)
+    return Checkpoints(checkpointer, state, startup=startup, **arguments)

@@ -24,14 +24,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .accelerator import Accelerated
 from .agree import Every
@@ -45,15 +44,12 @@ from .arguments import (
     check_updates,
 )
 from .batches import Batches
-from .checkpoints import Checkpoints, Resume, WhenSaveFails, compare_arguments
+from .checkpoints import Resume, WhenSaveFails, checkpoints_for
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, NotPrepared, OwnStep
 from .counts import Counts
 from .errors import ElasticError, StepError
-from .follow import ConfigFollower, follow_config
-from .fsdp.checkpoint.checkpointer import ShardCheckpointer
-from .fsdp.checkpoint.memory import put_part
-from .fsdp.state import box_of, local_of
+from .follow import follow_config
 from .gradients import Gradients
 from .interval import CheckpointInterval
 from .optimizer import OptimizerSettings
@@ -64,7 +60,7 @@ from .snapshot import Snapshot
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
-from .training_state import TrainingState
+from .training_state import TrainingState, fill_registered
 
 __all__ = ["ElasticTrainer"]
 
@@ -127,8 +123,9 @@ class ElasticTrainer:
             "run_dir": run_dir,
             "timeout_seconds": timeout_seconds,
         }
-        self._storage = None if shared_storage_path is None else Path(shared_storage_path).absolute()
         self._checkpoint_arguments: dict[str, Any] = {
+            "storage": None if shared_storage_path is None else Path(shared_storage_path).absolute(),
+            "job": job,
             "interval": checkpoint_interval,
             "when_save_fails": when_save_fails,
             "how_to_resume": resume,
@@ -208,7 +205,21 @@ class ElasticTrainer:
         )
         for applier in self._appliers:
             follower.on_change(*applier)
-        session.checkpoints = self._checkpoints_for(parts, follower, startup)
+        training_state = TrainingState(
+            self._model,
+            parts,
+            sharing=sharing,
+            counts=self._counts,
+            batches=self._batches,
+            registered=self._registered,
+            unclaimed=self._unclaimed,
+            ranks=follower.ranks,
+            config=follower.state_dict,
+        )
+        with ExitStack() as undo:
+            undo.callback(follower.close)
+            session.checkpoints = checkpoints_for(training_state, follower, startup, self._checkpoint_arguments)
+            undo.pop_all()
         session.start(steps, self._loaded_config)
         self._session = session
         weakref.finalize(self, session.abandon).atexit = False  # a notebook's cell, run again
@@ -221,7 +232,7 @@ class ElasticTrainer:
             raise ValueError(f"{name!r} is registered already; give each state a name of its own")
         held = {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
         if name in self._unclaimed:
-            _copy_into(name, held, self._unclaimed.pop(name))
+            fill_registered(name, held, self._unclaimed.pop(name))
         self._registered[name] = held
 
     def save_checkpoint(self) -> Path:
@@ -387,7 +398,7 @@ class ElasticTrainer:
         self._counts.load_state_dict(state)
         for name, tensors in state["registered"].items():
             if name in self._registered:
-                _copy_into(name, self._registered[name], tensors)
+                fill_registered(name, self._registered[name], tensors)
             else:
                 self._unclaimed[name] = tensors
 
@@ -408,43 +419,8 @@ class ElasticTrainer:
         if self._session is not None:
             self._session.end(error)
 
-    def _checkpoints_for(
-        self, parts: TakingPart, follower: ConfigFollower, startup: Mapping[str, object]
-    ) -> Checkpoints | None:
-        ranks, given = follower.ranks, self._checkpoint_arguments
-        compare_arguments(ranks, None if self._storage is None else {"shared_storage_path": self._storage, **given})
-        if self._storage is None:
-            return None
-        timeout = follower.settings.timeout_seconds
-        state = TrainingState(
-            self._model,
-            parts,
-            sharing=self._gradients.sharing,
-            counts=self._counts,
-            batches=self._batches,
-            registered=self._registered,
-            unclaimed=self._unclaimed,
-            rank=ranks.rank,
-            num_ranks=ranks.world_size,
-            config=follower.state_dict,
-        )
-        job = self._follow_arguments["job"]
-        checkpointer = ShardCheckpointer(self._storage, job=job, ranks=ranks, timeout_seconds=timeout)
-        return Checkpoints(checkpointer, state, startup=startup, **given)
-
     @property
     def _prepared(self) -> Session:
         if self._session is None:
             raise ElasticError(NOT_PREPARED)
         return self._session
-
-
-def _copy_into(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    if held.keys() != loaded.keys():
-        raise ValueError(f"registered state {name!r} has {sorted(held)}, and what was loaded has {sorted(loaded)}")
-    with torch.no_grad():
-        for key, tensor in held.items():
-            if isinstance(tensor, DTensor) and not isinstance(loaded[key], DTensor):
-                put_part(local_of(tensor), box_of(key, tensor), loaded[key])
-            else:
-                tensor.copy_(loaded[key])

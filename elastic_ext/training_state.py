@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .batches import Batches
 from .counts import Counts
@@ -26,14 +27,16 @@ from .fsdp.checkpoint.collecting import contents_of
 from .fsdp.checkpoint.commit import Commit
 from .fsdp.checkpoint.contents import Contents
 from .fsdp.checkpoint.loader import Loader
+from .fsdp.checkpoint.memory import put_part
 from .fsdp.checkpoint.opened import Opened, Wanted
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
 from .fsdp.state import box_of, local_of
+from .ranks import Ranks
 from .sharing import Sharing
 from .taking_part import TakingPart
 
-__all__ = ["Registered", "Resumed", "TrainingState"]
+__all__ = ["Registered", "Resumed", "TrainingState", "fill_registered"]
 
 _logger = logging.getLogger(__name__)
 
@@ -66,11 +69,10 @@ class TrainingState:
         batches: Batches,
         registered: Registered,
         unclaimed: Registered,
-        rank: int,
-        num_ranks: int,
+        ranks: Ranks,
         config: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks = ranks.rank, ranks.world_size
         self.model = model
         self.counts = counts
         self._parts = parts
@@ -231,6 +233,18 @@ class TrainingState:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed % (1 << 32))
+
+
+def fill_registered(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
+    """Put tensors that were loaded, whole, into those that are registered now."""
+    if held.keys() != loaded.keys():
+        raise ValueError(f"registered state {name!r} has {sorted(held)}, and what was loaded has {sorted(loaded)}")
+    with torch.no_grad():
+        for key, tensor in held.items():
+            if isinstance(tensor, DTensor) and not isinstance(loaded[key], DTensor):
+                put_part(local_of(tensor), box_of(key, tensor), loaded[key])
+            else:
+                tensor.copy_(loaded[key])
 
 
 def _generators_of(loader: Any) -> dict[str, torch.Generator]:
