@@ -73,6 +73,8 @@ class Batches:
         self._full: tuple[StepPlan, RankStep] | None = None
         self._single = RankStep(weights=(1.0,), num_samples=None)
         self._num_taken = 0  # batches of the epoch, from a loader with sizes of its own
+        self.is_over = False
+        """Such a loader's epoch has come to its end, as far as its length is known, and no other has begun."""
 
     @property
     def global_batch(self) -> int | None:
@@ -145,7 +147,7 @@ class Batches:
 
     def begin_epoch(self) -> None:
         """A loader with sizes of its own begins anew, perhaps with more or fewer batches than before."""
-        self._num_taken = 0
+        self._num_taken, self.is_over = 0, False
         fixed = FixedBatches.of(self.loader) if self.source is None and self.loader is not None else None
         if fixed is not None and self._fixed is not None:
             if fixed.micro_batch != self._fixed.micro_batch:
@@ -241,7 +243,8 @@ class Batches:
 
     def _pass(self, num_batches: int) -> None:
         self._num_taken += num_batches
-        if self._fixed is not None and self._num_taken == self._fixed.num_batches:
+        self.is_over = self._fixed is not None and self._num_taken == self._fixed.num_batches
+        if self.is_over:
             self._num_taken = 0
 
     def _single_step(self) -> RankStep | None:

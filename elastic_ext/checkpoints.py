@@ -124,7 +124,9 @@ class Checkpoints:
         self._checkpointer.claim()
         if self._how == "never":
             return False
-        resumed: Resumed | None = self._checkpointer.restore(self._state.load, falls_back=self._how != "strict")
+        resumed: Resumed | None = self._checkpointer.restore(
+            self._state.check, self._state.load, falls_back=self._how != "strict"
+        )
         if resumed is None:
             return False
         self._counts.load_state_dict(resumed.state["counts"])

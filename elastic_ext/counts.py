@@ -17,6 +17,8 @@ class Counts:
     num_steps: int = 0
     epoch: int = 0
     start_epoch: int = 0
+    is_in_epoch: bool = False
+    """Within ``with trainer.epoch()``."""
     reference_batch: int | None = None
     """The global batch of the first start: what rates were chosen for."""
     num_boundaries: int = 0

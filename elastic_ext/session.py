@@ -147,12 +147,12 @@ class Session:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
         self._is_in_epoch = True
         self.reset()
-        self._counts.epoch = epoch
+        self._counts.epoch, self._counts.is_in_epoch = epoch, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
     def end_epoch(self, error: BaseException | None) -> None:
         """Come to the end of an epoch with all ranks; an exception is told to them instead."""
-        self._is_in_epoch = False
+        self._is_in_epoch = self._counts.is_in_epoch = False
         self._progress.end()
         if error is not None:
             self._tell(error)

@@ -81,6 +81,8 @@ class TrainingState:
         self._registered = registered
         self._unclaimed = unclaimed  # what was loaded, and not registered so far
         self._config = config
+        self._loader: Loader
+        self._wanted: list[Wanted] = []  # of what is registered
 
     # ---- saving ----
 
@@ -93,7 +95,7 @@ class TrainingState:
         }
         scaler = self._parts.scaler
         state = {
-            "counts": self.counts.state_dict(),
+            "counts": self._counts_to_save(),
             "config": self._config(),
             "position": pack(self._batches.position(), f"{_PLAIN}/dataloader", tensors),
             "schedulers": [
@@ -117,6 +119,11 @@ class TrainingState:
             state=state,
         )
 
+    def _counts_to_save(self) -> dict[str, Any]:
+        """After an epoch's last step, and before the loop has left the epoch, what comes is the next one."""
+        is_over = self.counts.is_in_epoch and self._batches.is_over
+        return {**self.counts.state_dict(), "epoch": self.counts.epoch + is_over}
+
     def about(self) -> dict[str, Any]:
         """What somebody who resumes is told of this run."""
         return {
@@ -127,21 +134,23 @@ class TrainingState:
 
     # ---- loading ----
 
-    def load(self, opened: Opened) -> Resumed:
-        """Fill all tensors, and give what is taken up once every rank has come so far. What does not fit is found
-        before anything is touched."""
-        parts, state = self._parts, opened.state
-        optimizers = [optimizer.inner for optimizer in parts.optimizers]
-        loader = Loader(self.model, optimizers, rank=self.rank, num_ranks=self.num_ranks)
+    def check(self, opened: Opened) -> None:
+        """Find what does not fit, before anything is touched; called before ``load``."""
+        optimizers = [optimizer.inner for optimizer in self._parts.optimizers]
+        self._loader = Loader(self.model, optimizers, rank=self.rank, num_ranks=self.num_ranks)
         self._check_parts(opened)
-        loader.check(opened)
-        registered = self._wanted_of_registered(opened)
-        loader.load_model(opened)
-        load: Callable[[], object] = partial(loader.load_optimizers, opened)
+        self._loader.check(opened)
+        self._wanted = self._wanted_of_registered(opened)
+
+    def load(self, opened: Opened) -> Resumed:
+        """Fill all tensors, and give what is taken up once every rank has come so far."""
+        parts, state = self._parts, opened.state
+        self._loader.load_model(opened)
+        load: Callable[[], object] = partial(self._loader.load_optimizers, opened)
         for optimizer in parts.optimizers:
             load = partial(optimizer.rates.load, load)
         load()
-        opened.read("extra", registered)
+        opened.read("extra", self._wanted)
         own = {name for name in opened.names("extra") if name.startswith(f"{_PLAIN}/")}
         tensors = {name: opened.read_whole("extra", name) for name in own}
         for scheduler, packed in zip(parts.schedulers, state["schedulers"], strict=True):

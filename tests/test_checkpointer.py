@@ -134,3 +134,26 @@ def test_another_optimizer_is_not_given_the_state_of_the_old_one(tmp_path: Path)
         checkpointer.load(model, new, strict=False)
     assert new.param_groups[0]["lr"] == 0.1
     assert not new.state
+
+
+def unlike_rank(rank: int, storage: Path) -> list[bytes]:
+    """A model that does not fit, on the second rank alone."""
+    model = nn.Linear(2, 2)
+    with ShardCheckpointer(storage, job=f"named by rank {rank}") as checkpointer:
+        checkpointer.save(1, model)
+        other = nn.Linear(2, 2 + rank)
+        before = [part.detach().numpy().tobytes() for part in other.parameters()]
+        with pytest.raises(CheckpointMismatch, match="do not go together"):
+            checkpointer.load(other)
+        assert [part.detach().numpy().tobytes() for part in other.parameters()] == before
+        checkpointer.load(model)
+        checkpointer.save(2, model)
+    return before
+
+
+def test_what_does_not_fit_on_one_rank_is_touched_on_none_and_the_first_rank_names_the_job(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, unlike_rank, tmp_path)
+    (folder,) = (tmp_path / "fsdp_checkpoint").iterdir()
+    assert folder.name.startswith("named%20by%20rank%200_")

@@ -643,3 +643,34 @@ def test_a_checkpoint_without_a_trainer_is_refused_by_one(tmp_path: Path) -> Non
         checkpointer.save(1, model, SGD(model.parameters(), lr=0.1))
     with pytest.raises(CheckpointMismatch, match="was saved without a trainer"):
         small(tmp_path, "a")
+
+
+@pytest.mark.parametrize("num_first", [1, 2])
+def test_an_epoch_whose_last_step_is_saved_is_not_trained_again(tmp_path: Path, num_first: int) -> None:
+    def run(name: str, num_epochs: int) -> tuple[int, int]:
+        model = net(0.0, seed=0)
+        loader = DataLoader(TensorDataset(*make_data(16)), batch_size=4)
+        trainer = trainer_of(
+            make(tmp_path, name),
+            model,
+            loader,
+            shared_storage_path=tmp_path / "storage",
+            checkpoint_interval=CheckpointInterval(steps=4),
+        )
+        with trainer:
+            optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+            started = trainer.start_epoch
+            for epoch in range(started, num_epochs):
+                with trainer.epoch(epoch):
+                    for inputs, targets in loader:
+                        with trainer.step():
+                            loss = nn.functional.cross_entropy(model(inputs), targets)
+                            loss.backward()  # type: ignore[no-untyped-call]
+                            optimizer.step()
+                            optimizer.zero_grad()
+                assert trainer.save_checkpoint().name == f"step_{4 * (epoch + 1)}"
+            return started, int(trainer.global_step)
+
+    assert run("a", num_first) == (0, 4 * num_first)
+    assert run("b", 3) == (num_first, 12)
+    assert run("c", 3) == (3, 12)

@@ -486,7 +486,7 @@ def test_a_tensor_lr_stays_the_tensor_that_a_captured_graph_reads() -> None:
     model = make_model()
     lr, first = torch.tensor(0.5), torch.tensor(0.5)
     optimizer = Adam(model.parameters(), lr=lr, betas=(first, torch.tensor(0.5)), foreach=False)
-    saved = held_of_optimizers([AdamW(model.parameters(), lr=0.25, betas=(0.75, 0.5))], parameters_of(model)).groups
+    saved = held_of_optimizers([Adam(model.parameters(), lr=0.25, betas=(0.75, 0.5))], parameters_of(model)).groups
     put_groups([optimizer], parameters_of(model), saved)
     assert optimizer.param_groups[0]["lr"] is lr and lr == 0.25
     assert optimizer.param_groups[0]["betas"][0] is first and first == 0.75

@@ -15,11 +15,12 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,12 +39,14 @@ from .loader import Loader
 from .opened import Opened
 from .run import Run
 from .saver import Saver
-from .together import gather_or_raise, within
+from .storage import Storage
+from .together import gather_or_raise
 
 __all__ = ["Loaded", "ShardCheckpointer"]
 
 _logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 _EXTRA = "extra"
 
 
@@ -84,14 +87,19 @@ class ShardCheckpointer:
                 f"storage_timeout_seconds is {storage_timeout_seconds:g}; allowed: more than 0 and less than "
                 f"timeout_seconds, {timeout_seconds:g}, after which the other ranks give up waiting"
             )
-        self._storage = Path(shared_storage_path).absolute()
-        named = job if job is not None else os.environ.get("ELASTIC_EXT_JOB") or None
-        self._job = job_name(named, os.environ.get("TORCHELASTIC_RUN_ID"), _script())
+        self._root = Path(shared_storage_path).absolute()
         self._owns_ranks = ranks is None
         self._ranks = Ranks.join(timeout_seconds=timeout_seconds) if ranks is None else ranks
-        self._seconds = storage_timeout_seconds
-        self._saver = Saver(self._ranks, storage_timeout_seconds=storage_timeout_seconds)
-        self._run = Run(self._ranks, self._storage, self._job, storage_timeout_seconds=storage_timeout_seconds)
+        named = job if job is not None else os.environ.get("ELASTIC_EXT_JOB") or None
+        names = gather_or_raise(
+            self._ranks,
+            lambda: job_name(named, os.environ.get("TORCHELASTIC_RUN_ID"), _script()),
+            "naming the job",
+        )
+        self._job = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
+        self._storage = Storage(self._ranks, timeout_seconds=storage_timeout_seconds)
+        self._saver = Saver(self._ranks, self._storage)
+        self._run = Run(self._ranks, self._storage, self._root, self._job)
 
     # ---- for users ----
 
@@ -134,14 +142,18 @@ class ShardCheckpointer:
         where there is none.
         """
         optimizers = _as_list(optimizer)
+        loaders: list[Loader] = []
 
-        def act(opened: Opened) -> Loaded:
+        def check(opened: Opened) -> None:
             loader = Loader(model, optimizers, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
             if strict:
                 loader.check(opened)
-            loader.load_model(opened)
+            loaders[:] = [loader]
+
+        def act(opened: Opened) -> Loaded:
+            loaders[0].load_model(opened)
             if optimizers:
-                loader.load_optimizers(opened)
+                loaders[0].load_optimizers(opened)
             commit = opened.found.commit
             names = [name for name in opened.names("extra") if name.startswith(f"{_EXTRA}/") or name == _EXTRA]
             tensors = {name: opened.read_whole("extra", name) for name in names}
@@ -154,10 +166,10 @@ class ShardCheckpointer:
                 num_ranks=commit.num_ranks,
             )
 
-        loaded: Loaded | None = self.restore(act, None if path is None else Path(path))
+        loaded = self.restore(check, act, None if path is None else Path(path))
         if loaded is None:
             raise CheckpointNotFound(
-                f"{self._storage} has no checkpoint of job {self._job!r}; give path= to load another's, or job="
+                f"{self._root} has no checkpoint of job {self._job!r}; give path= to load another's, or job="
             )
         return loaded
 
@@ -193,9 +205,8 @@ class ShardCheckpointer:
         """Raise on all ranks where one of them could not collect its contents for a checkpoint."""
 
         def act() -> None:
-            for kind, inventory in collect().inventories().items():
+            for inventory in collect().inventories().values():
                 inventory.to_json()
-                assert kind
 
         gather_or_raise(self._ranks, act, "seeing what a checkpoint would hold")
 
@@ -234,42 +245,52 @@ class ShardCheckpointer:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
-    def restore(self, act: Callable[[Opened], Any], path: Path | None = None, *, falls_back: bool = True) -> Any:
+    def restore(
+        self,
+        check: Callable[[Opened], None],
+        act: Callable[[Opened], _Result],
+        path: Path | None = None,
+        *,
+        falls_back: bool = True,
+    ) -> _Result | None:
         """What ``act`` gives of the checkpoint in ``path`` or of the newest good one; None where the job has none.
 
-        ``act`` is called on every rank, and may be called again for an older checkpoint where ranks found the newer
-        one damaged.
+        Both are called on every rank, ``act`` once ``check`` has raised on none; and again for an older checkpoint
+        where ranks found the newer one damaged.
         """
         candidates = [path] if path is not None else self._run.candidates(falls_back=falls_back)
         for place, candidate in enumerate(candidates):
-            results: list[Any] = []
-            commits: list[Commit] = []
-
-            def attempt(
-                candidate: Path = candidate, results: list[Any] = results, commits: list[Commit] = commits
-            ) -> str:
-                with self._opened(candidate) as opened:
-                    commits.append(opened.found.commit)
-                    results.append(act(opened))
-                return opened.found.commit.generation
-
             try:
-                generations = gather_or_raise(self._ranks, attempt, f"loading {candidate}")
+                return self._restore_one(check, act, candidate)
             except CheckpointDamaged as error:
                 if not falls_back or place + 1 == len(candidates):
                     raise
                 if self._ranks.rank == 0:
                     _logger.warning("%s; going on from %s, which was saved before it", error, candidates[place + 1])
-                continue
-            if len(set(generations)) > 1:
-                raise CheckpointError(f"ranks see different checkpoints in {candidate}: look after the storage")
-            self._run.go_on_from(commits[0], candidate)
-            return results[0]
         return None
 
-    def _opened(self, path: Path) -> Opened:
-        found = within(self._seconds, lambda: Found.read(path), f"reading {path}")
-        return Opened(found, storage_timeout_seconds=self._seconds)
+    def _restore_one(self, check: Callable[[Opened], None], act: Callable[[Opened], _Result], path: Path) -> _Result:
+        results: list[_Result] = []
+        with ExitStack() as stack:
+            opened: list[Opened] = []
+
+            def open_it() -> list[Any]:
+                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
+                opened.append(stack.enter_context(Opened(found, self._storage)))
+                is_own = self._ranks.rank == 0 and self._storage.within(
+                    lambda: self._run.is_own(path), f"reading {path}"
+                )
+                check(opened[0])
+                return [found.commit.generation, is_own]
+
+            doing = f"loading {path}"
+            answers = self._storage.together(open_it, doing, is_patient=False)
+            if len({generation for generation, _ in answers}) > 1:
+                raise CheckpointError(f"ranks see different checkpoints in {path}: look after the storage")
+            self._storage.together(lambda: results.append(act(opened[0])), doing, is_patient=False)
+            if answers[0][1]:  # of another job's it has values alone, and goes on as it was
+                self._run.go_on_from(opened[0].found.commit)
+        return results[0]
 
 
 def _script() -> str | None:

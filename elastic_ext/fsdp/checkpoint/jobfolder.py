@@ -201,9 +201,10 @@ class JobFolder:
         del self._begun[name]
         return Found(path=path, commit=commit)
 
-    def is_begun(self, name: str) -> bool:
-        """Whether this run has begun a checkpoint and not ended it."""
-        return name in self._begun
+    @property
+    def begun(self) -> tuple[str, ...]:
+        """The checkpoints that this run has begun, and neither committed nor discarded."""
+        return tuple(self._begun)
 
     def discard(self, name: str) -> None:
         """Give up a begun checkpoint; it is removed, or left to be pruned. CheckpointFenced where it is not ours."""

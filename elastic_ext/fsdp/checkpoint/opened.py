@@ -7,15 +7,14 @@ twice. Everything is checked on the way: the metadata and values by COMMIT, what
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from elastic_ext.errors import CheckpointDamaged
+from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.fsdp.dtypes import dtype_of
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.moves import moves_into
@@ -27,10 +26,11 @@ from .listing import Found
 from .memory import bytes_of
 from .meta import StateMeta, TensorMeta
 from .shardreader import Request, ShardReader
-from .together import within
+from .storage import Storage
 
 __all__ = ["Opened", "Wanted"]
 
+_Result = TypeVar("_Result")
 _MOST_APART_BYTES = 32 << 20
 
 
@@ -47,9 +47,10 @@ class Wanted:
 class Opened:
     """A committed checkpoint; close it."""
 
-    def __init__(self, found: Found, *, storage_timeout_seconds: float = math.inf) -> None:
+    def __init__(self, found: Found, storage: Storage) -> None:
         self.found = found
-        self._seconds = storage_timeout_seconds
+        self._storage = storage
+        self._is_closed = False
         self.num_ranks = found.commit.num_ranks
         """That saved it."""
         self.metas: dict[FileKind, StateMeta] = {}
@@ -62,7 +63,7 @@ class Opened:
                     f"{found.path / file}: {fault or f'it is of {meta.num_ranks} ranks, COMMIT of {self.num_ranks}'}"
                 )
             self.metas[kind] = meta
-        self.state: Mapping[str, Any] = json.loads(found.read_state(STATE_FILE))
+        self.state: Mapping[str, Any] = json.loads(self._within(lambda: found.read_state(STATE_FILE)))
         """Plain values."""
         self._readers: dict[str, ShardReader] = {}
 
@@ -111,8 +112,9 @@ class Opened:
         return tensor
 
     def close(self) -> None:
-        """Close its files. Twice is allowed."""
-        for reader in self._readers.values():
+        """Close its files, and let nothing be read that is late. Twice is allowed."""
+        self._is_closed = True
+        for reader in list(self._readers.values()):
             reader.close()
 
     def __enter__(self) -> Opened:
@@ -127,7 +129,7 @@ class Opened:
         self, kind: FileKind, requests: dict[int, list[Request]], apart: list[tuple[Wanted, torch.Tensor]]
     ) -> None:
         """Read all that is asked for so far, and bring what lies in memory of its own to where it belongs."""
-        within(self._seconds, lambda: self._read_files(kind, requests), f"reading {self.found.path}")
+        self._within(lambda: self._read_files(kind, requests))
         with torch.no_grad():
             for each, host in apart:
                 each.tensor.copy_(host.reshape(each.tensor.shape))
@@ -135,7 +137,10 @@ class Opened:
         apart.clear()
 
     def _read_meta(self, file: str) -> bytes:
-        return within(self._seconds, lambda: self.found.read_meta(file), f"reading {self.found.path}")
+        return self._within(lambda: self.found.read_meta(file))
+
+    def _within(self, act: Callable[[], _Result]) -> _Result:
+        return self._storage.within(act, f"reading {self.found.path}")
 
     def _read_files(self, kind: FileKind, requests: Mapping[int, list[Request]]) -> None:
         for source, of_file in sorted(requests.items()):
@@ -143,6 +148,8 @@ class Opened:
 
     def _reader(self, file: str) -> ShardReader:
         reader = self._readers.get(file)
+        if self._is_closed:
+            raise CheckpointError(f"{self.found.path} is closed: this comes too late")
         if reader is None:
             commit = self.found.commit
             summary = commit.shards.get(file)

@@ -9,10 +9,8 @@ import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from elastic_ext.ranks import Ranks
 
@@ -21,7 +19,7 @@ from .commit import Commit, chain_after
 from .jobfolder import FOLDER, JobFolder
 from .jobname import newest_folder
 from .lineage import Chain
-from .together import gather_or_raise, within
+from .storage import Storage
 
 __all__ = ["Run"]
 
@@ -30,13 +28,13 @@ _NOT_BEGUN = "not-begun"
 
 
 class Run:
-    """A run of ``job`` that keeps its checkpoints under ``storage``; it has the folder from ``claim`` to ``leave``."""
+    """A run of ``job`` that keeps its checkpoints under ``root``; it has the folder from ``claim`` to ``leave``."""
 
-    def __init__(self, ranks: Ranks, storage: Path, job: str, *, storage_timeout_seconds: float) -> None:
+    def __init__(self, ranks: Ranks, storage: Storage, root: Path, job: str) -> None:
         self._ranks = ranks
         self._storage = storage
+        self._root = root
         self._job = job
-        self._seconds = storage_timeout_seconds
         self._folder: JobFolder | None = None  # once it is claimed
         self._claim: Claim | None = None  # on the first rank
         self._id = _NOT_BEGUN
@@ -59,7 +57,7 @@ class Run:
         def take() -> tuple[str, str]:
             if self._ranks.rank > 0:
                 return "", ""
-            folder = JobFolder.find_or_make(self._storage, self._job, now=datetime.now())
+            folder = JobFolder.find_or_make(self._root, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
             claims.append(folder.claim(run_id))
             if is_over.is_set():  # it came after all, when nobody waited for it any more
@@ -70,7 +68,7 @@ class Run:
             return str(folder.path), run_id
 
         try:
-            path, self._id = self._together(take, "claiming the job's folder of checkpoints")[0]
+            path, self._id = self._storage.together(take, "claiming the job's folder of checkpoints")[0]
             self._folder = folders[0] if folders else JobFolder(Path(path))
         finally:
             if self._folder is None:  # another try must not find it held by this very process
@@ -94,13 +92,13 @@ class Run:
         """A checkpoint of this run exists."""
         self._has_saved = True
 
-    def go_on_from(self, commit: Commit, path: Path) -> None:
-        """Training stands where ``commit``, in ``path``, says. What is saved from here on does not follow what was
-        saved so far. A checkpoint of another job is only where values come from: this one goes on as it was.
-        """
+    def is_own(self, path: Path) -> bool:
+        """Whether a checkpoint's folder is one of this job's."""
         folder = path.resolve().parent
-        if folder.parent != (self._storage / FOLDER).resolve() or newest_folder([folder.name], self._job) is None:
-            return
+        return folder.parent == (self._root / FOLDER).resolve() and newest_folder([folder.name], self._job) is not None
+
+    def go_on_from(self, commit: Commit) -> None:
+        """Training stands where ``commit`` says. What is saved from here on does not follow what was saved so far."""
         self._came_from = commit
         if self._has_saved:
             self.leave()
@@ -115,7 +113,7 @@ class Run:
             found = None if folder is None else folder.latest(chain)
             return None if found is None else str(found.path)
 
-        path = self._together(find, "looking for the newest checkpoint")[0]
+        path = self._storage.together(find, "looking for the newest checkpoint")[0]
         return None if path is None else Path(path)
 
     def candidates(self, *, falls_back: bool) -> list[Path]:
@@ -132,13 +130,10 @@ class Run:
                 _logger.warning("%s is passed over: %s", name, error)
             return [str(found.path) for found in reversed(listing.found)]
 
-        return [Path(path) for path in self._together(find, "looking for checkpoints")[0]]
+        return [Path(path) for path in self._storage.together(find, "looking for checkpoints")[0]]
 
     def _found(self) -> JobFolder | None:
         """The folder, where this is the first rank and there is one."""
         if self._ranks.rank > 0:
             return None
-        return self._folder or JobFolder.find(self._storage, self._job)
-
-    def _together(self, act: Callable[[], object], doing: str) -> list[Any]:
-        return gather_or_raise(self._ranks, lambda: within(self._seconds, act, doing), doing)
+        return self._folder or JobFolder.find(self._root, self._job)

@@ -27,7 +27,8 @@ from .memory import part_of
 from .meta import StateMeta
 from .shardfile import ShardSummary
 from .shardwriter import Piece, write_shard
-from .together import gather_or_raise, within
+from .storage import Storage
+from .together import gather_or_raise
 
 __all__ = ["Saver"]
 
@@ -48,9 +49,9 @@ class _Agreed:
 class Saver:
     """One rank's part in saving."""
 
-    def __init__(self, ranks: Ranks, *, storage_timeout_seconds: float) -> None:
+    def __init__(self, ranks: Ranks, storage: Storage) -> None:
         self._ranks = ranks
-        self._seconds = storage_timeout_seconds
+        self._storage = storage
         self._agreed: _Agreed | None = None
 
     def save(self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit) -> Path:
@@ -70,6 +71,8 @@ class Saver:
             if ranks.rank > 0:
                 return ""
             generation = secrets.token_hex(8)
+            for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
+                folder.discard(left)
             folder.begin(name, generation, draft.lineage)
             for kind, data in agreed.data.items():
                 checksum = metas[meta_file(kind)] = folder.put_meta(data)
@@ -79,14 +82,14 @@ class Saver:
             return generation
 
         try:
-            generation = self._together(begin, f"beginning checkpoint {name}")[0]
+            generation = self._storage.together(begin, f"beginning checkpoint {name}")[0]
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
                 pieces = {kind: _pieces(agreed.metas[kind], held, ranks.rank) for kind, held in contents.by_kind()}
-                return within(self._seconds, lambda: self._write(path, pieces, generation), doing)
+                return self._storage.within(lambda: self._write(path, pieces, generation), doing)
 
-            written: list[dict[str, Any]] = gather_or_raise(ranks, write, doing)
+            written: list[dict[str, Any]] = self._storage.together(write, doing, is_patient=False)
             shards = {
                 file: ShardSummary(num_bytes=num_bytes, checksum=checksum)
                 for of_rank in written
@@ -98,15 +101,12 @@ class Saver:
                     whole = replace(draft, generation=generation, metas=metas, states=states, shards=shards)
                     folder.commit(name, whole)
 
-            self._together(commit, f"committing checkpoint {name}")
+            self._storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
-            if ranks.rank == 0 and folder.is_begun(name):
+            if ranks.rank == 0 and name in folder.begun:
                 self._discard(folder, name)
             raise
         return path
-
-    def _together(self, act: Callable[[], object], doing: str) -> list[Any]:
-        return gather_or_raise(self._ranks, lambda: within(self._seconds, act, doing), doing)
 
     def _agree(self, collect: Callable[[], Contents], name: str) -> tuple[Contents, _Agreed, dict[str, Any]]:
         """What this rank has; what the ranks hold, and all their values, with the same answer on every rank."""
@@ -152,7 +152,8 @@ class Saver:
     def _discard(self, folder: JobFolder, name: str) -> None:
         """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
         try:
-            within(self._seconds, lambda: folder.discard(name), f"discarding checkpoint {name}")
+            self._storage.restart_clock()
+            self._storage.within(lambda: folder.discard(name), f"discarding checkpoint {name}")
         except (ElasticError, OSError) as error:
             _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
 

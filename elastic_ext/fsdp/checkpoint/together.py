@@ -1,14 +1,8 @@
-"""What ranks do to a checkpoint together: each its part, and all of them hear of it when one fails.
-
-Storage that does not answer would hold up a rank for ever, and the others with it: so what touches it has a limit of
-time.
-"""
+"""What ranks do to a checkpoint together: each its part, and all of them hear of it when one fails."""
 
 from __future__ import annotations
 
 import json
-import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,38 +10,9 @@ from elastic_ext import errors
 from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError
 from elastic_ext.ranks import Ranks
 
-__all__ = ["gather_or_raise", "within"]
+__all__ = ["gather_or_raise"]
 
 _Result = TypeVar("_Result")
-
-
-def within(seconds: float, act: Callable[[], _Result], doing: str) -> _Result:
-    """What ``act`` gives; CheckpointError where it takes longer than ``seconds``.
-
-    It cannot be interrupted: it goes on in a thread of its own, which ends with the process.
-    """
-    if seconds == math.inf:
-        return act()
-    results: list[_Result] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(act())
-        except BaseException as error:  # raised again by the one who waits
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="elastic_ext checkpoint", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not results:
-        raise CheckpointError(
-            f"the storage took longer than {seconds:g} seconds while {doing}; look after it, or allow it more with "
-            "storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
-        )
-    return results[0]
 
 
 def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list[Any]:

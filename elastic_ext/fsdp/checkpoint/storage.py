@@ -1,0 +1,73 @@
+"""Storage: what touches a shared folder, with a limit of time.
+
+Storage that does not answer would hold up a rank for ever, and the others with it. What waits for it cannot be
+interrupted: it goes on in a thread of its own, and until that has ended nothing else is begun, so that it can do no
+harm to what comes later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from elastic_ext.errors import CheckpointError
+from elastic_ext.ranks import Ranks
+
+from .together import gather_or_raise
+
+__all__ = ["THREAD_NAME", "Storage"]
+
+_Result = TypeVar("_Result")
+THREAD_NAME = "elastic_ext checkpoint"
+
+
+class Storage:
+    """The storage as one rank of a run sees it."""
+
+    def __init__(self, ranks: Ranks, *, timeout_seconds: float) -> None:
+        self._ranks = ranks
+        self._seconds = timeout_seconds
+        self._deadline = time.monotonic() + timeout_seconds
+        self._late: threading.Thread | None = None
+
+    def together(self, act: Callable[[], object], doing: str, *, is_patient: bool = True) -> list[Any]:
+        """What ``act`` gives on each rank, as ``gather_or_raise``; all that it has ``within`` do shares one limit.
+
+        With ``is_patient`` it is itself what touches the storage.
+        """
+        self._deadline = time.monotonic() + self._seconds
+        return gather_or_raise(self._ranks, (lambda: self.within(act, doing)) if is_patient else act, doing)
+
+    def within(self, act: Callable[[], _Result], doing: str) -> _Result:
+        """What ``act`` gives; CheckpointError where it takes longer than there is time."""
+        if self._late is not None and self._late.is_alive():
+            raise CheckpointError(
+                f"the storage has not answered yet what was asked of it before {doing}; until then nothing else is "
+                "begun"
+            )
+        results: list[_Result] = []
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(act())
+            except BaseException as error:  # raised again by the one who waits
+                raised.append(error)
+
+        self._late = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
+        self._late.start()
+        self._late.join(max(self._deadline - time.monotonic(), 0.0))
+        if raised:
+            raise raised[0]
+        if not results:
+            raise CheckpointError(
+                f"the storage took longer than {self._seconds:g} seconds while {doing}; look after it, or allow it "
+                "more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
+            )
+        return results[0]
+
+    def restart_clock(self) -> None:
+        """What comes next has all the time again."""
+        self._deadline = time.monotonic() + self._seconds
