@@ -148,8 +148,6 @@ class Opened:
 
     def _reader(self, file: str) -> ShardReader:
         reader = self._readers.get(file)
-        if self._is_closed:
-            raise CheckpointError(f"{self.found.path} is closed: this comes too late")
         if reader is None:
             commit = self.found.commit
             summary = commit.shards.get(file)
@@ -157,6 +155,9 @@ class Opened:
                 raise CheckpointDamaged(f"{self.found.path}: COMMIT does not name {file}, which its metadata tells of")
             reader = ShardReader(self.found.path / file, summary=summary, generation=commit.generation)
             self._readers[file] = reader
+        if self._is_closed:  # after a load that took too long has raised: what comes now touches nothing
+            reader.close()
+            raise CheckpointError(f"{self.found.path} is closed: this comes too late")
         return reader
 
 
