@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.files import write_new
+from elastic_ext.files import NewFiles, write_new
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, chain_after
 from elastic_ext.fsdp.checkpoint.jobfolder import JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import Chain
@@ -55,11 +55,14 @@ class Run:
 
     def _write(self, path: Path, generation: str, step: int, epoch: int) -> Found:
         name = path.name
-        checksum = self.folder.put_meta(META)
-        self.folder.link_meta(name, "model_meta.json", checksum)
-        state = self.folder.put_state(name, "trainer_state.json", generation.encode())
         tensor = memoryview(generation.encode() * 100)
-        shard = write_shard(path / SHARD, [Piece("tensor", "U8", (len(tensor),), tensor)], generation=generation)
+        with NewFiles() as new:
+            checksum = self.folder.put_meta(name, "model_meta.json", META)
+            state = self.folder.put_state(new, name, "trainer_state.json", generation.encode())
+            pieces = [Piece("tensor", "U8", (len(tensor),), tensor)]
+            shard = write_shard(new, path / SHARD, pieces, generation=generation)
+            new.sync()
+            new.put_in_place()
         commit = Commit(
             generation=generation,
             lineage=self.chain,

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.files import (
+    NewFiles,
     append_line,
     exclusive,
     is_taken,
@@ -32,7 +33,6 @@ from elastic_ext.files import (
     try_lock,
     write_new,
     write_whole,
-    written_beside,
 )
 
 PYTHON = [sys.executable, "-I", "-c"]
@@ -321,19 +321,42 @@ def test_a_new_file_replaces_nothing_and_leaves_nothing_behind(tmp_path: Path) -
     write_new(tmp_path / "state", b"new")
     with pytest.raises(FileExistsError, match="state"):
         write_new(tmp_path / "state", b"newer")
-    with written_beside(tmp_path / "other", b"x") as temporary:  # and not put anywhere
-        assert temporary.read_bytes() == b"x" and is_temporary(temporary.name)
     assert (tmp_path / "state").read_bytes() == b"new" and only_child(tmp_path) == ["state"]
+
+
+def test_new_files_get_their_names_together_and_those_that_get_none_are_removed(tmp_path: Path) -> None:
+    before = num_descriptors()
+    with NewFiles() as new:
+        new.write(tmp_path / "a", b"first")
+        os.write(new.begin(tmp_path / "b"), b"second")
+        assert all(is_temporary(path.name) for path in tmp_path.iterdir())
+        new.sync()
+        assert num_descriptors() == before
+        new.put_in_place()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"first", "b": b"second"}
+    (tmp_path / "a").unlink()
+    with NewFiles() as new:
+        for name in ("a", "b", "c"):
+            new.write(tmp_path / name, b"third")
+        new.sync()
+        with pytest.raises(FileExistsError, match="/b"):
+            new.put_in_place()
+    with NewFiles() as new:  # and neither synced nor put anywhere
+        new.write(tmp_path / "d", b"fourth")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"third", "b": b"second"}
+    assert num_descriptors() == before
 
 
 def test_a_file_cannot_be_put_into_a_folder_that_took_the_place_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "step_1"
     make_folder(folder)
-    with written_beside(folder / "COMMIT", b"x") as temporary:
+    with NewFiles() as new:
+        new.write(folder / "COMMIT", b"x")
+        new.sync()
         move_folder(folder, tmp_path / "aside")
         make_folder(folder)
         with pytest.raises(FileNotFoundError):
-            put_in_place(temporary, folder / "COMMIT")
+            new.put_in_place()
     assert only_child(folder) == []
 
 

@@ -22,7 +22,7 @@ from elastic_ext.fsdp.checkpoint.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.jobfolder import FOLDER, JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import place_in
 from elastic_ext.fsdp.checkpoint.listing import Found
-from tests.saves import SCENARIOS, Run, assert_loads, assert_tidy, recovered, runs
+from tests.saves import META, SCENARIOS, Run, assert_loads, assert_tidy, recovered, runs
 from tests.syscalls import at_call, can_fail, failure, recorded
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
@@ -139,11 +139,12 @@ def test_what_a_commit_vouches_for_is_on_the_disk_before_it_and_it_is_before_com
     run = Run(tmp_path, "a")
     with recorded() as calls:
         run.save("step_1")
-    tail = [name for name in calls.names if name in ("write", "writev", "fsync", "link", "mkdir", "replace")]
-    meta = ["mkdir", "fsync", "write", "fsync", "replace", "fsync", "link"]
-    file = ["write", "fsync", "link"]
-    shard = ["writev", "writev", "writev", "fsync", "link"]
-    assert tail == ["mkdir", "fsync", *meta, *file, *shard, "fsync", *file, "fsync"]
+        run.save("step_2")
+    seen = [name for name in calls.names if name in ("write", "writev", "fsync", "link", "mkdir")]
+    new_meta = ["link", "mkdir", "write", "fsync", "link", "link"]
+    files = ["write", "writev", "writev", "writev", "fsync", "fsync", "link", "link"]
+    commit = ["write", "fsync", "fsync", "fsync", "link", "fsync"]  # itself, the job's folder, its own; its own again
+    assert seen == ["mkdir", *new_meta, *files, *commit, "mkdir", "link", *files, *commit]
 
 
 # ---- lineages ----
@@ -272,7 +273,9 @@ def test_a_commit_is_refused_while_a_file_is_missing_or_has_another_size(tmp_pat
     for file in [*good.commit.metas, *good.commit.states, *good.commit.shards]:
         for damage in ("missing", "longer"):
             path = run.folder.begin("step_2", good.commit.generation, run.chain)
-            shutil.copytree(tmp_path / "step_1", path, dirs_exist_ok=True, ignore=lambda *_: [COMMIT])
+            run.folder.put_meta("step_2", "model_meta.json", META)
+            others = [COMMIT, "model_meta.json"]
+            shutil.copytree(tmp_path / "step_1", path, dirs_exist_ok=True, ignore=lambda *_, others=others: others)
             if damage == "missing":
                 (path / file).unlink()
             else:
@@ -364,13 +367,12 @@ def test_a_file_system_that_fails_for_a_moment_costs_no_checkpoint(tmp_path: Pat
 
 def test_a_description_is_written_once_and_linked_from_then_on(tmp_path: Path) -> None:
     run = Run(tmp_path, "a")
-    checksum = run.folder.put_meta(b"{}")
-    first = os.stat(tmp_path / "meta" / f"{checksum}.json")
-    assert run.folder.put_meta(b"{}") == checksum
+    inodes = set()
     for name in ("step_1", "step_2"):
         run.folder.begin(name, "g", run.chain)
-        run.folder.link_meta(name, "model_meta.json", checksum)
-        assert os.stat(tmp_path / name / "model_meta.json").st_ino == first.st_ino
+        checksum = run.folder.put_meta(name, "model_meta.json", b"{}")
+        inodes |= {os.stat(tmp_path / name / "model_meta.json").st_ino}
+    assert inodes == {os.stat(tmp_path / "meta" / f"{checksum}.json").st_ino}
     run.end()
 
 
@@ -388,12 +390,14 @@ def test_a_description_that_the_disk_has_changed_is_written_again(tmp_path: Path
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK])
 def test_without_hard_links_a_checkpoint_holds_a_copy(tmp_path: Path, number: int) -> None:
     run = Run(tmp_path, "a")
-    checksum = run.folder.put_meta(b"{}")
-    run.folder.begin("step_1", "g", run.chain)
+    for name in ("step_1", "step_2"):
+        run.folder.begin(name, "g", run.chain)
+    run.folder.put_meta("step_1", "model_meta.json", b"{}")
     with at_call(0, failure(number), counts=lambda name: name == "link"):
-        run.folder.link_meta("step_1", "model_meta.json", checksum)
-    assert (tmp_path / "step_1" / "model_meta.json").read_bytes() == b"{}"
-    assert os.listdir(tmp_path / "step_1") == ["model_meta.json"]
+        run.folder.put_meta("step_2", "model_meta.json", b"{}")
+    assert (tmp_path / "step_2" / "model_meta.json").read_bytes() == b"{}"
+    assert (tmp_path / "step_2" / "model_meta.json").stat().st_nlink == 1
+    assert os.listdir(tmp_path / "step_2") == ["model_meta.json"]
     run.end()
 
 

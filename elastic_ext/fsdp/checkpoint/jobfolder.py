@@ -14,22 +14,23 @@ write their shard files into the folder that it has begun, and read what they li
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.files import (
-    is_taken,
+    NewFiles,
     link_or_copy,
     make_folder,
-    put_in_place,
     read_at_most,
     sync_folder,
     write_new,
     write_whole,
-    written_beside,
 )
 
 from .claim import PATIENCE_SECONDS, Claim
@@ -45,13 +46,22 @@ FOLDER = "fsdp_checkpoint"
 _META = "meta"
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A checkpoint that this run is saving."""
+
+    generation: str
+    meta_bytes: dict[str, int] = field(default_factory=dict)
+    """How long the descriptions are that were put into it, by file."""
+
+
 class JobFolder:
     """A job's folder that is there already; ``find_or_make`` gives the one to use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._claim: Claim | None = None
-        self._begun: dict[str, str] = {}  # name -> generation
+        self._begun: dict[str, _Begun] = {}
         self._settled: str | None = None  # the run whose chain is all that is left here
 
     @classmethod
@@ -146,35 +156,40 @@ class JobFolder:
             raise CheckpointError(f"{self.path / name} is being saved already; wait for that, or discard it")
         clearing.vacate(name, lineage)
         try:
-            make_folder(self.path / name)
+            os.mkdir(self.path / name)  # a power cut may take it back: commit() is what makes it last
         except FileExistsError:
             self._clearing()
             raise
-        self._begun[name] = generation
+        self._begun[name] = _Begun(generation)
         return self.path / name
 
-    def put_meta(self, data: bytes) -> str:
-        """Keep a description of tensors; its checksum, which is its name. What is there is not written again."""
+    def put_meta(self, name: str, file: str, data: bytes) -> str:
+        """Put a description of tensors into a begun checkpoint, as ``file``; its checksum, which is its name in meta/.
+
+        One that is kept there is not written again. Its contents are durable once this returns.
+        """
         checksum = checksum_of(data)
-        path = self._meta(checksum)
+        kept, path = self.path / _META / f"{checksum}.json", self.path / name / file
+        self._begun[name].meta_bytes[file] = len(data)
         try:
-            if read_at_most(path, len(data)) == data:
-                return checksum
+            link_or_copy(kept, path)
         except FileNotFoundError:
-            if not is_taken(path.parent):
-                make_folder(path.parent)
-        write_whole(path, data)  # also where the disk has changed it; what was linked to it stays as it was found
+            kept.parent.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # by another run, just now
+                write_new(kept, data)
+            link_or_copy(kept, path)
+        if (
+            read_at_most(path, len(data)) != data
+        ):  # the disk has changed it; what was linked to it stays as it was found
+            write_whole(kept, data)
+            os.unlink(path)
+            link_or_copy(kept, path)
         return checksum
 
-    def link_meta(self, name: str, file: str, checksum: str) -> None:
-        """Put a description that is kept into a begun checkpoint, as ``file``."""
+    def put_state(self, new: NewFiles, name: str, file: str, data: bytes) -> FileSummary:
+        """Write plain values as one of ``new``, to be ``file`` of a begun checkpoint; what COMMIT has to say of it."""
         assert name in self._begun
-        link_or_copy(self._meta(checksum), self.path / name / file)
-
-    def put_state(self, name: str, file: str, data: bytes) -> FileSummary:
-        """Put a file of plain values into a begun checkpoint; what its commit has to say of it."""
-        assert name in self._begun
-        write_new(self.path / name / file, data)
+        new.write(self.path / name / file, data)
         return FileSummary(num_bytes=len(data), checksum=checksum_of(data))
 
     def commit(self, name: str, commit: Commit) -> Found:
@@ -183,16 +198,20 @@ class JobFolder:
         Just before, the first time that a run does this, what is abandoned by it gets other names: newest first, so
         that the newest which is left is always one to go on from. Whatever is raised, ``discard`` comes next.
         """
-        assert self._begun[name] == commit.generation
+        begun = self._begun[name]
+        assert begun.generation == commit.generation
         path = self.path / name
-        self._check_files(path, commit)
-        sync_folder(path)
-        if self._settled != commit.run_id:
-            self._clearing().abandon(commit.lineage)
+        _check_files(path, commit.sizes() | {file: begun.meta_bytes[file] for file in commit.metas})
         try:
-            with written_beside(path / COMMIT, commit.to_json()) as temporary:
+            with NewFiles() as new:
+                new.write(path / COMMIT, commit.to_json())
+                new.sync()
+                sync_folder(self.path)  # which has the checkpoint's folder
+                sync_folder(path)  # which has this rank's files
+                if self._settled != commit.run_id:
+                    self._clearing().abandon(commit.lineage)
                 self._clearing()  # a run that comes after this puts the folder aside, and the file with it
-                put_in_place(temporary, path / COMMIT)
+                new.put_in_place()
             sync_folder(path)
         except (FileNotFoundError, FileExistsError):
             self._clearing()
@@ -225,18 +244,13 @@ class JobFolder:
         self._claim.check()
         return Clearing(self._claim)
 
-    def _meta(self, checksum: str) -> Path:
-        return self.path / _META / f"{checksum}.json"
 
-    def _check_files(self, path: Path, commit: Commit) -> None:
-        sizes = commit.sizes()
-        for file, checksum in commit.metas.items():
-            sizes[file] = _size_of(self._meta(checksum))
-        for file, expected in sizes.items():
-            size = _size_of(path / file)
-            if size != expected or size < 0:
-                seen = f"has {size} bytes where {expected} were written" if size >= 0 else "is missing"
-                raise CheckpointError(f"{path / file} {seen}: the checkpoint is not committed")
+def _check_files(path: Path, sizes: Mapping[str, int]) -> None:
+    for file, expected in sizes.items():
+        size = _size_of(path / file)
+        if size != expected:
+            seen = f"has {size} bytes where {expected} were written" if size >= 0 else "is missing"
+            raise CheckpointError(f"{path / file} {seen}: the checkpoint is not committed")
 
 
 def _size_of(path: Path) -> int:

@@ -17,7 +17,7 @@ from elastic_ext.fsdp.dtypes import name_of
 from elastic_ext.fsdp.optim_groups import are_same_kinds, matching_groups, put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
 from elastic_ext.fsdp.plain import unpack
-from elastic_ext.fsdp.state import Held, extra_states, held_of_model, parameters_of, put_extra_states
+from elastic_ext.fsdp.state import Held, extra_states, held_of_model, put_extra_states
 from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
 
 from .contents import EXTRA_STATES, GROUPS, VALUES, FileKind, own_prefix
@@ -39,8 +39,9 @@ class Loader:
         self._model = model
         self._optimizers = optimizers
         self._rank, self._num_ranks = rank, num_ranks
-        self._held = held_of_model(model)
-        self._parameters = parameters_of(model) if optimizers else []
+        of_model = held_of_model(model)
+        self._held = of_model.tensors
+        self._parameters = of_model.parameters if optimizers else []
         self._by_name = by_name_of(trained_by(optimizers, self._parameters))
 
     def check(self, opened: Opened) -> None:

@@ -2,6 +2,14 @@
 
 What ranks hold is compared once, and again when it changes on one of them. Each element is written once, by one of the
 ranks that have it. Nothing is decided here of where checkpoints lie among each other, which is jobfolder.py's affair.
+
+What a power cut may leave of a checkpoint is right because some things are on the disk before others:
+
+1. what files hold, before their names: each is synced under another name;
+2. those names, before COMMIT's: each machine has its ranks sync the folder, the first one's does as the last;
+3. the folder's own name and COMMIT's, before a save is said to be done.
+
+Nothing else waits for the disk. A folder that was made and lost, or a name without COMMIT, is no checkpoint.
 """
 
 from __future__ import annotations
@@ -10,12 +18,12 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.files import sync_folder
+from elastic_ext.files import NewFiles, sync_folder
 from elastic_ext.fsdp.state import Held
 from elastic_ext.ranks import Ranks
 
@@ -23,12 +31,12 @@ from .commit import Commit, FileSummary, checksum_of
 from .contents import KINDS, STATE_FILE, VALUES, Contents, FileKind, meta_file, shard_file
 from .inventory import Inventory, meta_of
 from .jobfolder import JobFolder
+from .lineage import Chain
 from .memory import part_of
 from .meta import StateMeta
 from .shardfile import ShardSummary
 from .shardwriter import Piece, write_shard
 from .storage import Storage
-from .together import gather_or_raise
 
 __all__ = ["Saver"]
 
@@ -39,11 +47,33 @@ _logger = logging.getLogger(__name__)
 class _Agreed:
     """What the ranks hold together, for as long as it stays the same."""
 
-    digests: list[str]
+    digests: Sequence[str]
     """Of each rank's inventories."""
     metas: Mapping[FileKind, StateMeta]
     data: Mapping[FileKind, bytes]
     """The metadata as it is written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Begun:
+    """A save under way, as one rank sees it."""
+
+    name: str
+    generation: str
+    contents: Contents
+    """This rank's."""
+    agreed: _Agreed
+    values: Mapping[str, Any]
+    """Of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What COMMIT says of a checkpoint's files."""
+
+    metas: dict[str, str] = field(default_factory=dict)
+    states: dict[str, FileSummary] = field(default_factory=dict)
+    shards: dict[str, ShardSummary] = field(default_factory=dict)
 
 
 class Saver:
@@ -61,92 +91,98 @@ class Saver:
         besides the names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint
         of this name.
         """
-        ranks = self._ranks
-        contents, agreed, values = self._agree(collect, name)
-        path = folder.path / name
-        metas: dict[str, str] = {}
-        states: dict[str, FileSummary] = {}
-
-        def begin() -> str:
-            if ranks.rank > 0:
-                return ""
-            generation = secrets.token_hex(8)
-            for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
-                folder.discard(left)
-            folder.begin(name, generation, draft.lineage)
-            for kind, data in agreed.data.items():
-                checksum = metas[meta_file(kind)] = folder.put_meta(data)
-                folder.link_meta(name, meta_file(kind), checksum)
-            state = json.dumps({**contents.state, VALUES: values}, allow_nan=False)
-            states[STATE_FILE] = folder.put_state(name, STATE_FILE, state.encode())
-            return generation
-
         try:
-            generation = self._storage.together(begin, f"beginning checkpoint {name}")[0]
-            doing = f"writing checkpoint {name}"
-
-            def write() -> dict[str, list[object]]:
-                pieces = {kind: _pieces(agreed.metas[kind], held, ranks.rank) for kind, held in contents.by_kind()}
-                return self._storage.within(lambda: self._write(path, pieces, generation), doing)
-
-            written: list[dict[str, Any]] = self._storage.together(write, doing, is_patient=False)
-            shards = {
-                file: ShardSummary(num_bytes=num_bytes, checksum=checksum)
-                for of_rank in written
-                for file, (num_bytes, checksum) in of_rank.items()
-            }
+            begun = self._begin(folder, name, collect, draft.lineage)
+            written = self._write(folder, begun)
 
             def commit() -> None:
-                if ranks.rank == 0:
-                    whole = replace(draft, generation=generation, metas=metas, states=states, shards=shards)
-                    folder.commit(name, whole)
+                if self._ranks.rank == 0:
+                    folder.commit(name, _completed(draft, begun.generation, written))
 
             self._storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
-            if ranks.rank == 0 and name in folder.begun:
+            if self._ranks.rank == 0 and name in folder.begun:
                 self._discard(folder, name)
             raise
-        return path
+        return folder.path / name
 
-    def _agree(self, collect: Callable[[], Contents], name: str) -> tuple[Contents, _Agreed, dict[str, Any]]:
-        """What this rank has; what the ranks hold, and all their values, with the same answer on every rank."""
-        doing = f"comparing what ranks hold for checkpoint {name}"
+    def _begin(self, folder: JobFolder, name: str, collect: Callable[[], Contents], lineage: Chain) -> _Begun:
+        """Collect what this rank has, have the first one make the folder, and hear of what the others have."""
+        doing = f"beginning checkpoint {name}"
         found: list[Contents] = []
         inventories: dict[FileKind, Inventory] = {}
 
-        def digest() -> list[Any]:
+        def begin() -> list[Any]:
             contents = collect()
             found.append(contents)
             inventories.update(contents.inventories())
-            own = checksum_of(b"\n".join(inventories[kind].to_json() for kind in KINDS))
-            return [name, own, dict(contents.values)]
+            digest = checksum_of(b"\n".join(inventories[kind].to_json() for kind in KINDS))
+            generation = ""
+            if self._ranks.rank == 0:
+                generation = self._storage.within(lambda: _make_folder(folder, name, lineage), doing)
+            return [name, digest, dict(contents.values), generation]
 
-        answers = gather_or_raise(self._ranks, digest, doing)
-        names = [given for given, _, _ in answers]
+        answers = self._storage.together(begin, doing, is_patient=False)
+        names, digests, values, generations = zip(*answers, strict=True)
         if len(set(names)) > 1:
             raise ElasticError(f"the ranks save different checkpoints at once: {', '.join(names)}, rank by rank")
-        digests = [own for _, own, _ in answers]
+        return _Begun(
+            name=name,
+            generation=generations[0],
+            contents=found[0],
+            agreed=self._agree(inventories, digests, name),
+            values={key: value for of_rank in values for key, value in of_rank.items()},
+        )
+
+    def _agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
+        """What the ranks hold together, with the same answer on every rank."""
         if self._agreed is None or self._agreed.digests != digests:
             self._agreed = None
             metas: dict[FileKind, StateMeta] = {}
             for kind in KINDS:
-                rows = self._ranks.gather(inventories[kind].to_json(), doing)
+                own = inventories[kind].to_json()
+                rows = self._ranks.gather(own, f"comparing what ranks hold for checkpoint {name}")
                 metas[kind] = meta_of([Inventory.from_json(row) for row in rows])
             data = {kind: meta.to_json() for kind, meta in metas.items()}
             self._agreed = _Agreed(digests, metas, data)
-        return found[0], self._agreed, {key: value for _, _, values in answers for key, value in values.items()}
+        return self._agreed
 
-    def _write(
-        self, path: Path, pieces: Mapping[FileKind, Sequence[Piece]], generation: str
+    def _write(self, folder: JobFolder, begun: _Begun) -> _Written:
+        """Have every rank write its files; what COMMIT has to say of them, which the first rank knows of all."""
+        doing = f"writing checkpoint {begun.name}"
+        rank, path = self._ranks.rank, folder.path / begun.name
+        written = _Written()
+
+        def write_files(pieces: Mapping[FileKind, Sequence[Piece]]) -> dict[str, list[object]]:
+            with NewFiles() as new:
+                if rank == 0:
+                    _put_descriptions(new, folder, begun, written)
+                shards = self._write_shards(new, path, pieces, begun.generation)
+                new.sync()
+                new.put_in_place()
+            if rank > 0:  # committing does it for the first one
+                sync_folder(path)
+            return shards
+
+        def write() -> dict[str, list[object]]:
+            pieces = {kind: _pieces(begun.agreed.metas[kind], held, rank) for kind, held in begun.contents.by_kind()}
+            return self._storage.within(lambda: write_files(pieces), doing)
+
+        for of_rank in self._storage.together(write, doing, is_patient=False):
+            for file, (num_bytes, checksum) in of_rank.items():
+                written.shards[file] = ShardSummary(num_bytes=num_bytes, checksum=checksum)
+        return written
+
+    def _write_shards(
+        self, new: NewFiles, path: Path, pieces: Mapping[FileKind, Sequence[Piece]], generation: str
     ) -> dict[str, list[object]]:
-        """This rank's files, and what COMMIT has to say of them."""
+        """This rank's files of tensors, and what COMMIT has to say of them."""
         written: dict[str, list[object]] = {}
         for kind, own in pieces.items():
             if own:
                 file = shard_file(kind, self._ranks.rank, self._ranks.world_size)
-                summary = write_shard(path / file, own, generation=generation)
+                summary = write_shard(new, path / file, own, generation=generation)
                 written[file] = [summary.num_bytes, summary.checksum]
-        sync_folder(path)
         return written
 
     def _discard(self, folder: JobFolder, name: str) -> None:
@@ -156,6 +192,27 @@ class Saver:
             self._storage.within(lambda: folder.discard(name), f"discarding checkpoint {name}")
         except (ElasticError, OSError) as error:
             _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
+
+
+def _make_folder(folder: JobFolder, name: str, lineage: Chain) -> str:
+    """Begin the checkpoint ``name``, on the first rank; the generation that it gets."""
+    generation = secrets.token_hex(8)
+    for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
+        folder.discard(left)
+    folder.begin(name, generation, lineage)
+    return generation
+
+
+def _put_descriptions(new: NewFiles, folder: JobFolder, begun: _Begun, written: _Written) -> None:
+    """The first rank's files that hold no tensors."""
+    for kind, data in begun.agreed.data.items():
+        written.metas[meta_file(kind)] = folder.put_meta(begun.name, meta_file(kind), data)
+    state = json.dumps({**begun.contents.state, VALUES: begun.values}, allow_nan=False)
+    written.states[STATE_FILE] = folder.put_state(new, begun.name, STATE_FILE, state.encode())
+
+
+def _completed(draft: Commit, generation: str, written: _Written) -> Commit:
+    return replace(draft, generation=generation, metas=written.metas, states=written.states, shards=written.shards)
 
 
 def _pieces(meta: StateMeta, held: Sequence[Held], rank: int) -> list[Piece]:

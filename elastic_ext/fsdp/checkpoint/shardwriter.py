@@ -1,4 +1,4 @@
-"""A shard file written: from memory as it lies there, checksums made as the bytes go by, and put in place once durable.
+"""A shard file written: from memory as it lies there, checksums made as the bytes go by.
 
 What is in the file is decided in `shardfile`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.files import put_in_place, temporary_beside
+from elastic_ext.files import NewFiles, naming
 
 from .blocksums import BlockSums
 from .dtypes import ITEM_BYTES
@@ -35,13 +35,12 @@ class Piece:
 
 
 def write_shard(
-    path: Path, pieces: Sequence[Piece], *, generation: str, block_bytes: int = BLOCK_BYTES
+    new: NewFiles, path: Path, pieces: Sequence[Piece], *, generation: str, block_bytes: int = BLOCK_BYTES
 ) -> ShardSummary:
-    """Write ``pieces`` as the file ``path`` of the save ``generation``; the summary is what makes the file trusted.
+    """Write ``pieces`` as one of ``new``, to be the file ``path`` of the save ``generation``.
 
-    Once this returns the contents are durable. The name is, when the caller has synced the folder, which it does once
-    for all that it puts there. A file that is there already is not replaced: FileExistsError. OSError names the file
-    that could not be written and leaves nothing behind; ValueError says which piece cannot be in such a file.
+    The summary is what makes the file trusted, once ``new`` is in place. OSError names the file that could not be
+    written; ValueError says which piece cannot be in such a file.
     """
     header = laid_out(
         ((piece.name, piece.dtype, piece.sizes) for piece in pieces), generation=generation, block_bytes=block_bytes
@@ -54,19 +53,8 @@ def write_shard(
                 f"{ITEM_BYTES[entry.dtype]} bytes each, take {entry.num_bytes}"
             )
     first = header.encoded()
-    temporary = temporary_beside(path)
-    with contextlib.ExitStack() as undo:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
-        undo.callback(_remove, temporary)
-        try:
-            table = _write_all(file, first, [memory[name] for name in header.entries], block_bytes)
-        except OSError as error:
-            error.filename = error.filename or str(path)  # calls on descriptors do not name the file
-            raise
-        finally:
-            os.close(file)
-        put_in_place(temporary, path)
-        undo.pop_all()
+    with naming(path):
+        table = _write_all(new.begin(path), first, [memory[name] for name in header.entries], block_bytes)
     return ShardSummary(num_bytes=len(first) + header.data_bytes + len(table), checksum=checksum_of(first, table))
 
 
@@ -77,7 +65,7 @@ def _bytes_of(piece: Piece) -> memoryview:
 
 
 def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_bytes: int) -> bytes:
-    """Write the file from its beginning to its end, and have it on the disk; gives the table of checksums."""
+    """Write the file from its beginning to its end; gives the table of checksums."""
     _write(file, [memoryview(header)])
     sums = BlockSums(block_bytes)
     offset = len(header)
@@ -89,7 +77,6 @@ def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_byt
         offset += num_bytes
     table = sums.table()
     _write(file, [memoryview(table)])
-    os.fsync(file)
     return table
 
 
@@ -139,8 +126,3 @@ def _start_writing_back(file: int, offset: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # not everything can be advised
             os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
