@@ -31,7 +31,6 @@ __all__ = [
     "is_taken",
     "is_temporary",
     "link_or_copy",
-    "make_folder",
     "move_folder",
     "naming",
     "put_in_place",
@@ -221,12 +220,6 @@ def is_taken(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-def make_folder(path: Path) -> None:
-    """Make the folder ``path``, which nothing has the name of: FileExistsError otherwise; it survives a power cut."""
-    os.mkdir(path)
-    sync_folder(path.parent)
 
 
 def move_folder(folder: Path, path: Path) -> None:

@@ -106,7 +106,7 @@ def checkpointer_of(storage: Path, **arguments: Any) -> ShardCheckpointer:
 
 def job_folder(storage: Path) -> Path:
     """The one that the job has."""
-    (folder,) = (storage / "fsdp_checkpoint").iterdir()
+    (folder,) = (storage / "fsdp_checkpoint").glob("[!.]*")
     return folder
 
 

@@ -22,7 +22,6 @@ from elastic_ext.files import (
     exclusive,
     is_taken,
     is_temporary,
-    make_folder,
     move_folder,
     put_in_place,
     read_at_most,
@@ -349,36 +348,34 @@ def test_new_files_get_their_names_together_and_those_that_get_none_are_removed(
 
 def test_a_file_cannot_be_put_into_a_folder_that_took_the_place_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "step_1"
-    make_folder(folder)
+    folder.mkdir()
     with NewFiles() as new:
         new.write(folder / "COMMIT", b"x")
         new.sync()
         move_folder(folder, tmp_path / "aside")
-        make_folder(folder)
+        folder.mkdir()
         with pytest.raises(FileNotFoundError):
             new.put_in_place()
     assert only_child(folder) == []
 
 
-def test_a_folder_is_moved_and_made_only_where_there_is_nothing_not_even_an_empty_one(tmp_path: Path) -> None:
+def test_a_folder_is_moved_only_where_there_is_nothing_not_even_an_empty_one(tmp_path: Path) -> None:
     for name in ("folder", "empty"):
-        make_folder(tmp_path / name)
+        (tmp_path / name).mkdir()
     (tmp_path / "nowhere").symlink_to("no")
     for name in ("empty", "nowhere"):
         assert is_taken(tmp_path / name)
         with pytest.raises(FileExistsError, match=name):
             move_folder(tmp_path / "folder", tmp_path / name)
-        with pytest.raises(FileExistsError, match=name):
-            make_folder(tmp_path / name)
     assert not is_taken(tmp_path / "no") and not is_taken(tmp_path / "folder" / "no" / "no")
     with pytest.raises(OSError, match="too long"):
         is_taken(tmp_path / ("x" * 300))  # what cannot be told is not taken for absent
 
 
 def test_a_removed_folder_takes_no_file_with_it_that_it_only_leads_to(tmp_path: Path) -> None:
-    make_folder(tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
-    make_folder(tmp_path / "folder")
+    (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "link").symlink_to("../kept")
     remove_folder(tmp_path / "folder")
     assert only_child(tmp_path) == ["kept"] and only_child(tmp_path / "kept") == ["file"]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -418,7 +422,7 @@ def test_a_restarted_job_finds_its_folder_and_another_job_gets_one_of_its_own(tm
 
 
 @pytest.mark.parametrize("seconds", [-1, 0, 1])
-def test_two_runs_that_start_at_once_meet_in_one_folder(tmp_path: Path, seconds: int) -> None:
+def test_a_run_that_starts_at_any_call_of_anothers_start_meets_it_in_one_folder(tmp_path: Path, seconds: int) -> None:
     for call in range(100):
         storage = tmp_path / str(call)
         others: list[JobFolder] = []
@@ -430,7 +434,74 @@ def test_two_runs_that_start_at_once_meet_in_one_folder(tmp_path: Path, seconds:
             mine = JobFolder.find_or_make(storage, "a", now=NOW + timedelta(seconds=seconds))
         if not others:
             break
-        if seconds >= 0:  # a clock that is behind by a second meets it from the next start on
-            assert mine.path == others[0].path
-            assert names(storage / FOLDER) == [mine.path.name]
+        assert mine.path == others[0].path
+        assert folders_in(storage) == [mine.path.name]
     assert call > 5
+
+
+def test_a_start_that_fails_at_any_call_leaves_the_next_one_a_folder(tmp_path: Path) -> None:
+    for call in range(100):
+        storage = tmp_path / str(call)
+        with at_call(call, failure(errno.EIO), counts=can_fail) as calls, contextlib.suppress(OSError):
+            JobFolder.find_or_make(storage, "a", now=NOW)
+        if len(calls.names) <= call:
+            break
+        found = JobFolder.find_or_make(storage, "a", now=NOW + timedelta(days=1))
+        assert folders_in(storage) == [found.path.name]
+    assert call > 10
+
+
+NUM_STARTERS, NUM_STARTS = 6, 40
+
+
+def test_processes_that_start_a_job_for_the_first_time_at_once_all_get_one_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(NUM_STARTERS)
+    with ProcessPoolExecutor(
+        NUM_STARTERS, mp_context=context, initializer=_meet_at, initargs=(barrier, END_SECONDS)
+    ) as pool:
+        starters = [pool.submit(start_often, tmp_path, seconds) for seconds in range(NUM_STARTERS)]
+        found = [starter.result(END_SECONDS) for starter in starters]
+    for number, paths in enumerate(zip(*found, strict=True)):
+        assert set(paths) == {paths[0]}, f"start {number}"
+        assert folders_in(tmp_path / str(number)) == [paths[0].name]
+    assert len({path.name for path in found[0]}) > 1, "not always the same process is the first"
+
+
+def start_often(storage: Path, seconds: int) -> list[Path]:
+    """One of the processes, whose clock goes ahead: each job's folder, at the same moment as the others."""
+    paths = []
+    for number in range(NUM_STARTS):
+        _meet()
+        paths.append(JobFolder.find_or_make(storage / str(number), "a", now=NOW + timedelta(seconds=seconds)).path)
+    return paths
+
+
+_meet: Callable[[], object]
+
+
+def _meet_at(barrier: Any, seconds: float) -> None:
+    global _meet
+    _meet = functools.partial(barrier.wait, seconds)
+
+
+def test_a_job_that_lost_its_first_folder_gets_it_again_and_one_that_was_renamed_is_found(tmp_path: Path) -> None:
+    first = JobFolder.find_or_make(tmp_path, "a", now=NOW).path
+    first.rmdir()
+    assert JobFolder.find_or_make(tmp_path, "a", now=NOW + timedelta(days=1)).path == first
+    later = first.rename(first.with_name("a_20270101-000000"))
+    assert JobFolder.find_or_make(tmp_path, "a", now=NOW + timedelta(days=1)).path == later
+
+
+def test_what_does_not_name_a_folder_of_the_job_is_refused_with_its_path(tmp_path: Path) -> None:
+    first = JobFolder.find_or_make(tmp_path, "a", now=NOW).path
+    first.rmdir()
+    for text in (b"", b"b_20261120-193005", b"../a_20261120-193005", b"\xff" * 300):
+        (tmp_path / FOLDER / ".jobs" / "a").write_bytes(text)
+        with pytest.raises(CheckpointError, match=r"\.jobs/a does not hold the name of a folder of job 'a'; remove it"):
+            JobFolder.find_or_make(tmp_path, "a", now=NOW)
+    assert folders_in(tmp_path) == []
+
+
+def folders_in(storage: Path) -> list[str]:
+    return sorted(path.name for path in (storage / FOLDER).glob("[!.]*"))

@@ -234,7 +234,7 @@ def saved_in(storage: Path) -> list[str]:
 
 def test_a_checkpoint_lies_where_and_as_the_design_says(tmp_path: Path) -> None:
     train(make(tmp_path, "a"), tmp_path / "storage", until=HALF)
-    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").iterdir()
+    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").glob("[!.]*")
     assert re.fullmatch(r"test_\d{8}-\d{6}", folder.name)
     files = {path.name for path in (folder / "step_5").iterdir()}
     assert files == {
@@ -250,7 +250,7 @@ def test_a_checkpoint_lies_where_and_as_the_design_says(tmp_path: Path) -> None:
 
 def test_metadata_is_written_once_while_it_stays_the_same(tmp_path: Path) -> None:
     train(make(tmp_path, "a"), tmp_path / "storage", until=4, checkpoint_interval=CheckpointInterval(steps=2))
-    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").iterdir()
+    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").glob("[!.]*")
     for kind in ("model", "optim", "extra"):
         first, second = ((folder / step / f"{kind}_meta.json") for step in ("step_2", "step_4"))
         assert first.stat().st_ino == second.stat().st_ino
@@ -419,7 +419,7 @@ def test_never_begins_anew_and_puts_nothing_in_the_place_of_what_is_there(tmp_pa
     train(make(tmp_path, "a"), tmp_path / "storage", until=HALF)
     seen = train(make(tmp_path, "b"), tmp_path / "storage", until=HALF, resume="never")
     assert seen.started_at == 0
-    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").iterdir()
+    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").glob("[!.]*")
     names = sorted(path.name for path in folder.iterdir() if path.name.startswith("step"))
     assert len(names) == 2
     assert names[0] == "step_5"
@@ -438,7 +438,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly_or_stops_a_strict_run(
 ) -> None:
     storage = tmp_path / "storage"
     train(make(tmp_path, "a"), storage, until=NUM_STEPS)
-    (folder,) = (storage / "fsdp_checkpoint").iterdir()
+    (folder,) = (storage / "fsdp_checkpoint").glob("[!.]*")
     damage(folder / "step_10")
     with pytest.raises(CheckpointDamaged, match=r"model_param\.00000-00001\.safetensors"):
         train(make(tmp_path, "b"), storage, until=NUM_STEPS, resume="strict")

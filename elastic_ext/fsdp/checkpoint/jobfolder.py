@@ -8,6 +8,8 @@
       step_300.unreadable/        one whose COMMIT cannot be trusted, when a later run had that name to give
       .garbage-.../               what killed saves have left, on its way out
 
+Beside it is .jobs/<job>, which holds the name of the job's first folder: whoever puts that there first decides it.
+
 Rank 0 of the run that has claimed the folder makes, renames and removes names here, on one thread at a time. All ranks
 write their shard files into the folder that it has begun, and read what they like.
 """
@@ -26,7 +28,6 @@ from elastic_ext.errors import CheckpointError
 from elastic_ext.files import (
     NewFiles,
     link_or_copy,
-    make_folder,
     read_at_most,
     sync_folder,
     write_new,
@@ -36,7 +37,7 @@ from elastic_ext.files import (
 from .claim import PATIENCE_SECONDS, Claim
 from .clearing import Clearing
 from .commit import COMMIT, Commit, FileSummary, checksum_of
-from .jobname import check_job, folder_name, newest_folder
+from .jobname import check_job, folder_name, newest_folder, quoted
 from .lineage import Chain, check_chain
 from .listing import Found, Listing, check_name, newest_of
 
@@ -44,6 +45,19 @@ __all__ = ["FOLDER", "JobFolder"]
 
 FOLDER = "fsdp_checkpoint"
 _META = "meta"
+_JOBS = ".jobs"
+_MOST_NAME_BYTES = 255
+
+
+def _first_name(root: Path, job: str, proposed: str) -> str:
+    """What the job's first folder is called: as the first run has proposed that ever asked."""
+    path = root / _JOBS / quoted(job)
+    with contextlib.suppress(FileExistsError):
+        write_new(path, proposed.encode())
+    name = os.fsdecode(read_at_most(path, _MOST_NAME_BYTES))
+    if newest_folder([name], job) is None:
+        raise CheckpointError(f"{path} does not hold the name of a folder of job {job!r}; remove it")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +89,21 @@ class JobFolder:
 
     @classmethod
     def find_or_make(cls, storage: Path, job: str, *, now: datetime) -> JobFolder:
-        """The newest folder of exactly this job, or a new one; rank 0 calls it and tells the others its path."""
+        """The newest folder of exactly this job, or a new one; rank 0 calls it and tells the others its path.
+
+        Runs that make the first one at once all get the same, whatever their clocks say; the claim decides between
+        them. Nobody waits for another, so that one which is killed on the way holds up none.
+        """
         found = cls.find(storage, job)
         if found is not None:
             return found
         root = storage / FOLDER
-        root.mkdir(parents=True, exist_ok=True)
+        (root / _JOBS).mkdir(parents=True, exist_ok=True)
         sync_folder(storage)
-        own = root / folder_name(job, now)
-        try:
-            make_folder(own)
-        except FileExistsError:  # by another run of this job, in the same second: the claim decides between them
-            return cls(own)
-        earlier = newest_folder((name for name in os.listdir(root) if name < own.name), job)
-        if earlier is not None:  # ... or in a second before, since we looked
-            own.rmdir()
-            return cls(root / earlier)
-        return cls(own)
+        path = root / _first_name(root, job, folder_name(job, now))
+        path.mkdir(exist_ok=True)
+        sync_folder(root)
+        return cls(path)
 
     # ---- reading: any rank ----
 
