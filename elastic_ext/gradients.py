@@ -88,6 +88,7 @@ class Gradients:
         self._is_counted: bool | None = None  # whether this step's backward passes come with num_items
         self._has_counted = False  # in this training
         self._is_divided = False
+        self._is_exact = self._was_exact = False  # the step so far, and the one before, came by trainer.backward alone
         self._hidden = 0  # what has come to gradients that no parameter shows, as a number that grows
         self._witness: tuple[torch.Tensor, int] | None = None  # has a gradient since an earlier micro-step; its version
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -125,7 +126,16 @@ class Gradients:
     def begin_gathering(self) -> None:
         """A step of several micro-steps begins."""
         self._guard.begin_step()
+        self._is_exact = self._was_exact or self._guard.is_looking
         self._weighing.counts = not self._is_alone or self._has_counted or self._guard.is_looking
+
+    def attend(self) -> None:
+        """See the passes of the micro-step that begins; unless ``trainer.backward`` is all that the loop calls."""
+        state = self._state
+        is_trusted = self._is_exact and (state.index > 0 or state.weight == 1.0)
+        needed = self._weighing.counts or not is_trusted
+        if needed is not self._weighing.is_attending:
+            self._weighing.attend(needed=needed)
 
     def release(self) -> None:
         """Leave the model as it was found."""
@@ -189,6 +199,7 @@ class Gradients:
                 raise StepError(_UNCOUNTED.format("the last micro-step has none"))
         self._note_witness()
         if not state.is_last:
+            self._is_exact &= state.is_exact
             sharing = self.sharing
             is_shown = state.has_backward and (sharing.shows_gathered or sharing.is_sharing)
             if is_shown and (self._witness is None or self._witness[0].grad is None):
@@ -226,6 +237,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget what this step has gathered, and a pass that failed."""
         self._forget_counts()
+        self._was_exact = False  # what was refused since it was not seen is seen when it comes again
         self.sharing.forget()
         if self.sharing.forgets_passes:
             self.awaited.clear()
@@ -235,6 +247,7 @@ class Gradients:
     def end_step(self) -> None:
         """The next step counts its items anew, and shares buffers."""
         self._forget_counts()
+        self._was_exact = self._is_exact and self._state.is_exact
         self._has_shared_buffers = self.shares_first = False
         self._weighing.counts = not self._is_alone or self._has_counted
 

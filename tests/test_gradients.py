@@ -29,7 +29,7 @@ from elastic_ext import RanksError, StepError
 from tests.ranks import RankPool
 from tests.training import Slices, make_data, trainer_of
 
-NUM_STEPS = 2
+NUM_STEPS = 5  # more than the first ones, which are looked at closely
 GLOBAL_BATCH = 7  # in micro-batches of 2, 2 and 3: their weights differ
 MICRO_BATCH = 3
 MOST_APART = 1e-13
@@ -1432,7 +1432,7 @@ def test_a_sum_over_tokens_is_divided_once_by_all_of_the_steps_tokens(tmp_path: 
                     found.append(training.gradients)
                 optimizer.step()
                 optimizer.zero_grad()
-    for start, gradients in zip((0, GLOBAL_BATCH), found, strict=True):
+    for start, gradients in zip(range(0, len(data[0]), GLOBAL_BATCH), found, strict=True):
         right = of_all_tokens(Tokens(), *(part[start : start + GLOBAL_BATCH] for part in data))
         assert farthest([gradients], right) <= MOST_APART
 
@@ -1738,6 +1738,92 @@ def test_outside_of_steps_and_where_a_step_is_one_micro_batch_the_model_is_left_
             break
 
 
+# --- loops that always call trainer.backward ------------------------------------------------------------------------
+
+EQUAL_BATCH = 3 * MICRO_BATCH  # micro-batches of one size, and so of one weight
+
+
+def train_by_turns(folder: Path, is_by_trainer: Callable[[int, int], bool]) -> tuple[list[list[Tensor]], list[bool]]:
+    """The gradients of 8 steps, and whether the model was seen in each micro-step; a refused step is taken again."""
+    training, found, seen = Training(), list[list[Tensor]](), list[bool]()
+    source = Slices(make_data(8 * EQUAL_BATCH), MICRO_BATCH)
+    trainer = trainer_of(folder, training.model, source, global_batch_size=EQUAL_BATCH)
+    optimizer = trainer.prepare(SGD(training.parameters, lr=0.1))
+    index = 0
+    with trainer, trainer.epoch():
+        for inputs, targets in source:
+            with trainer.step():
+                seen.append(bool(training.model._forward_hooks))
+                is_exact = is_by_trainer(trainer.global_step, index)
+                training.work(inputs, targets, trainer.backward if is_exact else plain)
+                if trainer.sync_gradients:
+                    found.append(training.gradients)
+                optimizer.step()
+                optimizer.zero_grad()
+            index = (index + 1) % 3
+    return found, seen
+
+
+def of_equal_batches() -> list[list[Tensor]]:
+    """The gradients of the same steps, each from its whole batch."""
+    training, data, found = Training(), make_data(8 * EQUAL_BATCH), list[list[Tensor]]()
+    optimizer = SGD(training.parameters, lr=0.1)
+    for start in range(0, len(data[0]), EQUAL_BATCH):
+        training.work(data[0][start : start + EQUAL_BATCH], data[1][start : start + EQUAL_BATCH], plain)
+        found.append(training.gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_loop_that_calls_trainer_backward_alone_is_left_alone_after_the_first_steps(tmp_path: Path) -> None:
+    found, seen = train_by_turns(tmp_path, lambda step, index: True)
+    assert seen == [True] * 9 + [False] * 15
+    assert farthest(found, of_equal_batches()) <= MOST_APART
+
+
+@pytest.mark.parametrize(
+    "is_by_trainer",
+    [
+        lambda step, index: False,
+        lambda step, index: step < 4,
+        lambda step, index: step != 5,
+        lambda step, index: step < 4 or index > 0,
+        lambda step, index: step < 4 or index == 1,
+        lambda step, index: index == 2,
+        lambda step, index: index < 2,
+    ],
+    ids=["never", "at first", "but once", "not at first", "in between", "at last", "but at last"],
+)
+def test_a_loop_that_changes_over_to_plain_passes_is_seen_again(
+    tmp_path: Path, is_by_trainer: Callable[[int, int], bool]
+) -> None:
+    found, _ = train_by_turns(tmp_path, is_by_trainer)
+    assert farthest(found, of_equal_batches()) <= MOST_APART
+
+
+def test_a_plain_pass_that_was_not_seen_is_refused_and_seen_when_it_comes_again(tmp_path: Path) -> None:
+    training, refused = Training(), list[str]()
+    source = Slices(make_data(8 * EQUAL_BATCH), MICRO_BATCH)
+    trainer = trainer_of(tmp_path, training.model, source, global_batch_size=EQUAL_BATCH)
+    optimizer = trainer.prepare(SGD(training.parameters, lr=0.1))
+    found: list[list[Tensor]] = []
+    with trainer, trainer.epoch():
+        for inputs, targets in source:
+            try:
+                with trainer.step():
+                    is_plain = trainer.global_step >= 4 and trainer.sync_gradients
+                    training.work(inputs, targets, plain if is_plain else trainer.backward)
+                    optimizer.step()
+                    if trainer.sync_gradients:
+                        found.append(training.gradients)
+                    optimizer.zero_grad()
+            except StepError as error:
+                refused.append(str(error))
+    assert ["call trainer.backward(loss) instead of loss.backward()" in text for text in refused] == [True]
+    assert farthest(found, of_equal_batches()) <= MOST_APART
+
+
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -1837,7 +1923,8 @@ def test_ranks_share_gradients_in_the_last_micro_step_or_in_every_one(
     for found, seen in reports:
         assert farthest(found, right) <= MOST_APART
         first = {0} if "static" in options else set()  # torch records a static graph in the first pass, which shares
-        assert set(seen) == ({0, 1, 2, 3} if sync_every_micro_step else {1, 3} | first)
+        ends = set(range(1, 2 * NUM_STEPS, 2))
+        assert set(seen) == (set(range(2 * NUM_STEPS)) if sync_every_micro_step else ends | first)
 
 
 @Ways
