@@ -183,6 +183,7 @@ class Gradients:
     def check(self) -> None:
         """Raise where this micro-step's gradients cannot be those of the step."""
         state, before = self._state, self._witness
+        self._weighing.refuse_pipeline()
         if state.is_last:
             if not state.has_backward and not self._is_alone and state.num_begun == 0:
                 raise StepError(_UNSHARED)
