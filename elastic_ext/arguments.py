@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from . import pipelines
 from .accelerator import Accelerated, is_prepared
 from .interval import CheckpointInterval
 
@@ -26,12 +25,6 @@ __all__ = [
     "check_updates",
 ]
 
-_PIPELINES = "torch.distributed.pipelining"
-_PIPELINED = (
-    f"{{}} ({_PIPELINES}): its schedule cuts batches and passes gradients from stage to stage by itself, where they "
-    "would be weighed at every stage again; leave the loop to the schedule, "
-    "and have ElasticOptimizer(optimizer, config_file=...) or follow_config() follow the config"
-)
 _UPDATED_IN_BACKWARD = (
     "parameters of the model are updated within backward (_apply_optimizer_in_backward), in every micro-step, before "
     "the step has all its gradients; make an optimizer of its own for each parameter instead, give all of them to "
@@ -56,8 +49,8 @@ def check_checkpoints(interval: CheckpointInterval | None, path: str | Path | No
 
 def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
     parts = list(model.modules()) if isinstance(model, nn.Module) else [model]
-    if any(kind.__module__.startswith(_PIPELINES) for part in parts for kind in type(part).__mro__):
-        raise NotImplementedError(_PIPELINED.format(f"model is a {type(model).__name__}"))
+    if any(map(pipelines.are_in_use, parts)):
+        raise NotImplementedError(pipelines.REFUSED.format(f"model is a {type(model).__name__}"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
     is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
@@ -129,11 +122,5 @@ def check_updates(model: nn.Module) -> None:
     """Raise where something else than a loop's optimizers computes the model's gradients, or uses them."""
     if any(getattr(part, "_in_backward_optimizers", None) for part in model.parameters()):
         raise ValueError(_UPDATED_IN_BACKWARD)
-    pipelines = sys.modules.get(_PIPELINES)
-    if pipelines is None:
-        return
-    parts = {id(part) for part in model.modules()}
-    kind = pipelines.PipelineStage.__base__
-    # A stage holds its module, which knows nothing of it.
-    if any(kind in type(each).__mro__ and id(each.submod) in parts for each in gc.get_objects()):
-        raise ValueError(_PIPELINED.format("the model is a stage of a pipeline"))
+    if pipelines.has_stage_of({id(part) for part in model.modules()}):
+        raise ValueError(pipelines.REFUSED.format("the model is a stage of a pipeline"))

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from watchdog.events import (
@@ -31,6 +31,7 @@ __all__ = ["FolderEvents", "names_on_the_way"]
 
 _logger = logging.getLogger(__name__)
 
+_EMITTERS_LOGGER = "watchdog.observers.inotify"
 _MOST_LINKS = 40  # what the kernel follows before it calls a chain of links a loop
 # What is asked of the kernel. Opening, reading and each write in place would wake every watcher of the folder for
 # nothing; a file written in place is seen when it is closed.
@@ -79,7 +80,8 @@ class FolderEvents(FileSystemEventHandler):
         """Stop watching; no call comes after this returns."""
         self._gave_up = True
         if self._observer is not None:
-            self._observer.stop()
+            with _stopping(self._observer):
+                self._observer.stop()
             self._observer.join(timeout=10.0)
             self._observer = None
         self._watches.clear()
@@ -114,7 +116,8 @@ class FolderEvents(FileSystemEventHandler):
             self._observer.start()
         self._names = names
         for folder in [folder for folder, identity in have.items() if wanted.get(folder) != identity or folder in gone]:
-            self._observer.unschedule(self._watches.pop(folder)[0])
+            with _stopping(self._observer):
+                self._observer.unschedule(self._watches.pop(folder)[0])
             self._gone.discard(folder)
         for folder, identity in wanted.items():
             if folder not in self._watches:
@@ -125,6 +128,25 @@ class FolderEvents(FileSystemEventHandler):
     def _schedule(self, folder: str) -> ObservedWatch:
         assert self._observer is not None
         return self._observer.schedule(self, folder, recursive=False, event_filter=_CHANGES)
+
+
+@contextlib.contextmanager
+def _stopping(observer: BaseObserver) -> Iterator[None]:
+    """Within it watchdog's threads of this observer may be stopped while they are being told of something.
+
+    They say so as an error, which it is not: what they were told is dropped.
+    """
+    threads = {emitter.ident for emitter in observer.emitters}
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread not in threads or record.funcName != "queue_events"
+
+    logger = logging.getLogger(_EMITTERS_LOGGER)
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
 
 
 def names_on_the_way(path: Path) -> dict[str, frozenset[str]]:

@@ -39,8 +39,9 @@ _UNCOUNTED = (
     "num_items=...) in every micro-step, with 0 where there is nothing to count, and once in the last"
 )
 _OVERRIDDEN = (
-    "no_sync() or set_requires_gradient_sync() was used within a step, and otherwise than the trainer does: it shares "
-    "gradients in a step's last micro-step by itself; take that out of the loop"
+    "no_sync(), set_requires_gradient_sync() or set_requires_all_reduce() was used, and otherwise than the trainer "
+    "does: it shares gradients over all ranks by itself, in a step's last micro-step, or with sync_every_micro_step in "
+    "each; take that out of the loop"
 )
 _DIVIDED = (
     "num_items needs gradients that are averaged over the ranks, and this model's are divided by a factor of its own "
@@ -192,6 +193,7 @@ class Gradients:
     def check(self) -> None:
         """Raise where this micro-step's gradients cannot be those of the step."""
         state, before = self._state, self._witness
+        self._weighing.refuse_pipeline()
         if state.is_last:
             if not state.has_backward and not self._is_alone and state.num_begun == 0:
                 raise StepError(_UNSHARED)

@@ -26,11 +26,11 @@ __all__ = [
     "forget_step",
     "is_flat_sharing",
     "is_idle",
-    "is_sharing",
     "is_unfinished",
     "make_sure_of",
     "num_exchanges",
     "num_hidden",
+    "shares",
 ]
 
 
@@ -40,10 +40,12 @@ def make_sure_of(part: nn.Module) -> None:
         is_unfinished(part)
         _found(part.reducer, "_reset_state")
     elif isinstance(part, FSDPModule):
-        is_sharing(part)
+        shares(part, all_of_it=True)
         divides_by(part)
         num_hidden(part)
         _found(_found(part, "_get_fsdp_state")(), "_is_root")
+        for group in _parameter_groups(part):
+            _found(group, "_partial_reduce_output")
     elif isinstance(part, FullyShardedDataParallel):
         is_flat_sharing(part)
         is_idle(part)
@@ -87,12 +89,16 @@ def divides_by(module: FSDPModule) -> float | None:
     return None
 
 
-def is_sharing(root: FSDPModule) -> bool:
-    """Whether the next backward pass shares gradients, as ``set_requires_gradient_sync`` says."""
-    for part in _parts(root):
-        for group in _parameter_groups(part):
-            return bool(_found(group, "reduce_grads"))
-    return True
+def shares(part: FSDPModule, *, all_of_it: bool) -> bool:
+    """Whether the next backward pass shares the gradients of ``part`` itself: over all ranks, or not at all.
+
+    In between are those that ``set_requires_all_reduce`` keeps within one of two meshes.
+    """
+    return all(
+        bool(_found(group, name)) is all_of_it
+        for group in _parameter_groups(part)
+        for name in ("reduce_grads", "all_reduce_grads")
+    )
 
 
 def is_flat_sharing(module: FullyShardedDataParallel) -> bool:
@@ -125,6 +131,8 @@ def forget_step(root: FSDPModule) -> None:
         root.reset_iter_state()
     for part in _parts(root):
         for group in _parameter_groups(part):
+            _found(group, "_partial_reduce_output")
+            group._partial_reduce_output = None  # shared within one of two meshes
             for parameter in _found(group, "fsdp_params"):
                 _found(parameter, "unsharded_accumulated_grad")
                 parameter.unsharded_accumulated_grad = None

@@ -213,6 +213,7 @@ class _Sharded(Sharing):
         super().__init__(model)
         self.exchanges_always = True
         self._roots = roots
+        self._sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
         sizes = {internals.data_parallel_groups(root) for root in roots}
         if len({tuple(dist.get_world_size(group) for group in groups) for groups in sizes}) > 1:
             raise ValueError(
@@ -225,7 +226,7 @@ class _Sharded(Sharing):
 
     @property
     def is_overridden(self) -> bool:
-        return any(internals.is_sharing(root) is not self.is_sharing for root in self._roots)
+        return not all(internals.shares(part, all_of_it=self.is_sharing) for part in self._sharded)
 
     @property
     def num_hidden(self) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from . import pipelines
 from .engine import Engine
 from .errors import StepError
 from .hooks import Hook
@@ -62,6 +63,7 @@ class Weighing:
         self._num_calls = 0  # in this micro-step, those within one another counted as one
         self._is_called_once = False  # in the micro-step before in which anything was weighed or counted
         self._given: list[tuple[torch.Tensor, int]] = []  # to the call under way: inputs and their versions
+        self._is_in_pipeline = False  # a stage calls the model in this micro-step
         self._needs_exact = ""  # why the loss of this micro-step must be weighed itself
 
     def turn_on(self, trained: Iterable[torch.Tensor]) -> None:
@@ -100,6 +102,12 @@ class Weighing:
                 self._handles.append(entry.register_forward_pre_hook(Hook(before), with_kwargs=True))
                 self._handles.append(entry.register_forward_hook(Hook(after), prepend=True, always_call=True))
 
+    def refuse_pipeline(self) -> None:
+        """Raise where a pipeline's stage has called the model in this micro-step."""
+        if self._is_in_pipeline:
+            self._is_in_pipeline = False
+            raise StepError(pipelines.REFUSED.format("the model was called by a stage of a pipeline"))
+
     def check(self) -> None:
         """Raise where this micro-step's loss had to be weighed itself."""
         if self._state.has_forward and self._needs_exact:
@@ -114,6 +122,7 @@ class Weighing:
         if not state.has_forward:
             state.has_forward = True
             self._needs_exact = ""
+            self._is_in_pipeline = pipelines.is_running_a_stage()
             self._depth = 0
             self._is_called_once = self._num_calls == 1
             self._num_calls = 0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +58,14 @@ def _kept_after_forward(model: Any) -> Any:
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
+def _offloaded(model: Any) -> Any:
+    """On a machine without a GPU nothing is copied; what torch does otherwise for such a model, it does."""
+    mesh = _mesh(dist.get_world_size())
+    policy = CPUOffloadPolicy(pin_memory=False)  # which takes a GPU
+    fully_shard(model[0], mesh=mesh, offload_policy=policy)
+    return fully_shard(model, mesh=mesh, offload_policy=policy)
+
+
 def _blocks_alone(model: Any) -> Any:
     mesh = _mesh(dist.get_world_size())
     for part in (model[0], model[2]):
@@ -98,6 +106,7 @@ WAYS = {
     "ddp": Way(num_ranks=2, wrap=DistributedDataParallel, degree=_all),
     "fully_shard": Way(num_ranks=2, wrap=_fully, degree=_all),
     "fully_shard, kept after forward": Way(num_ranks=2, wrap=_kept_after_forward, degree=_all),
+    "fully_shard, offloaded": Way(num_ranks=2, wrap=_offloaded, degree=_all),
     "fully_shard of blocks alone": Way(num_ranks=2, wrap=_blocks_alone, degree=_all),
     "hybrid": Way(num_ranks=4, wrap=_hybrid, degree=_all),
     "tensor": Way(num_ranks=2, wrap=_tensor, degree=lambda: (1, 0)),

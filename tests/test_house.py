@@ -66,6 +66,7 @@ LAYERS: Mapping[str, int] = {
     "guard": 1,
     "hooks": 1,
     "internals": 1,
+    "pipelines": 1,
     "scaling": 1,
     "sharing": 1,
     "sources": 1,

@@ -234,7 +234,15 @@ class Run:
     """A training of some steps, whose every boundary leaves a record of what this rank holds."""
 
     def __init__(
-        self, rank: int, folder: Path, way: str, faults: Faults, num_micro_steps: int, *, is_random: bool = False
+        self,
+        rank: int,
+        folder: Path,
+        way: str,
+        faults: Faults,
+        num_micro_steps: int,
+        *,
+        is_random: bool = False,
+        shares_always: bool = False,
     ) -> None:
         chosen = WAYS[way]
         plain = make_model(torch.float32)
@@ -246,10 +254,8 @@ class Run:
         self.rank, self.faults, self.index = rank, faults, 0
         self.source = Slices(make_data(64 * degree, torch.float32), MICRO_BATCH, is_endless=True)
         batch = MICRO_BATCH * degree * num_micro_steps
-        rollback = "full" if is_random else "gradients"
-        self.trainer = trainer_of(
-            folder, self.model, self.source, rank=rank, global_batch_size=batch, rollback=rollback
-        )
+        options = {"rollback": "full" if is_random else "gradients", "sync_every_micro_step": shares_always}
+        self.trainer = trainer_of(folder, self.model, self.source, rank=rank, global_batch_size=batch, **options)
         self.optimizer = self.trainer.prepare(AdamW(self.model.parameters(), lr=1e-2))
         self.records = [self.record()]
         self.num_caught = 0
@@ -573,7 +579,70 @@ def sharing_by_hand_rank(rank: int, folder: Path, way: str) -> str:
 @pytest.mark.parametrize("way", ["ddp", "fully_shard", "FSDP1"])
 def test_sharing_gradients_by_hand_as_well_is_refused(ranks: RankPool, tmp_path: Path, way: str) -> None:
     for text in ranks.run(2, sharing_by_hand_rank, tmp_path, way):
-        assert "no_sync() or set_requires_gradient_sync()" in text
+        assert "no_sync(), set_requires_gradient_sync() or" in text
+
+
+def sharing_partly_rank(rank: int, folder: Path, case: str) -> str:
+    """A loop that has some gradients shared otherwise, by means that a sharded module offers beside the usual one."""
+    run = Run(rank, folder, "hybrid", Faults(), 2, shares_always=case != "in the last alone")
+    model: Any = run.model
+
+    def train() -> None:
+        if case == "before the step":
+            model.set_requires_all_reduce(False)
+        for inputs, targets in run.source:
+            with run.trainer.step():
+                if case == "in all but the last":
+                    model.set_requires_all_reduce(run.trainer.sync_gradients)
+                elif case == "in the last alone":
+                    model.set_requires_all_reduce(not run.trainer.sync_gradients)
+                elif case == "of a part":
+                    model[0].set_requires_gradient_sync(False)
+                output = model(inputs)
+                if case == "after the forward pass":
+                    model.set_requires_all_reduce(False)
+                nn.functional.cross_entropy(output, targets).backward()  # type: ignore[no-untyped-call]
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            if run.trainer.global_step == 2:
+                break
+
+    with pytest.raises(StepError) as caught:
+        train()
+    assert run.trainer.global_step == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "case", ["before the step", "in all but the last", "in the last alone", "after the forward pass", "of a part"]
+)
+def test_sharing_gradients_over_a_part_of_the_ranks_by_hand_is_refused(
+    ranks: RankPool, tmp_path: Path, case: str
+) -> None:
+    for text in ranks.run(4, sharing_partly_rank, tmp_path, case):
+        assert "set_requires_all_reduce() was used" in text
+
+
+def shared_before_rank(rank: int, folder: Path, num_micro_steps: int) -> None:
+    """What a loop before the trainer's has left: an order not to share, and gradients that wait to be shared."""
+
+    def left(model: Any) -> Any:
+        model = WAYS["hybrid"].wrap(model)
+        model.set_requires_all_reduce(False)
+        inputs, targets = make_data(4, torch.float32, seed=7)
+        nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        return model
+
+    expected = by_hand(WAYS["hybrid"], "sgd", num_micro_steps, None)
+    way = replace(WAYS["hybrid"], wrap=left)
+    assert by_trainer(way, folder, rank, "sgd", num_micro_steps, None) == expected
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 2])
+def test_what_an_earlier_loop_left_unshared_is_no_part_of_a_step(
+    ranks: RankPool, tmp_path: Path, num_micro_steps: int
+) -> None:
+    ranks.run(4, shared_before_rank, tmp_path, num_micro_steps)
 
 
 def around_rank(rank: int, folder: Path, way: str) -> str:

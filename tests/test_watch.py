@@ -578,6 +578,30 @@ def test_a_watcher_is_started_once_and_closed_as_often_as_one_likes(tmp_path: Pa
         watcher.start()
 
 
+def test_closing_says_nothing_while_the_folder_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Again and again, since watchdog's threads have to be hit between two of their lines."""
+    path = tmp_path / "config.json"
+    is_done = threading.Event()
+
+    def write_on() -> None:
+        while not is_done.is_set():
+            path.write_bytes(b"")
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    try:
+        for _ in range(200):
+            told = threading.Event()
+            events = FolderEvents(lambda must_follow, told=told: told.set())  # type: ignore[misc]
+            assert events.follow(path)
+            assert told.wait(DEADLINE_SECONDS)
+            events.close()
+    finally:
+        is_done.set()
+        writer.join()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_a_watcher_that_was_never_started_looks_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     watcher = ConfigWatcher(path)

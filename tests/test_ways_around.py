@@ -410,3 +410,30 @@ def test_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:
     code = "\n".join([f"run_dir = {str(tmp_path)!r}", SETUP, OPTIMIZER, TRAINER, PREPARE, TRAIN])
     ended = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=True)
     assert "Traceback" not in ended.stderr
+
+
+FOLLOWING = TRAINER.replace("run_dir=run_dir", "run_dir=run_dir, config_file=folder / 'config.json'")
+LEAVING = """
+import logging, shutil, sys
+from pathlib import Path
+
+logging.basicConfig(level=logging.WARNING)
+
+def make_folder(name):
+    folder = Path(run_dir) / name
+    folder.mkdir()
+    (folder / "config.json").write_text('{"version": 1, "optimizer": {"learning_rate": 0.25}}')
+    return folder
+"""
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_script_whose_config_file_is_gone_at_the_end_says_nothing(tmp_path: Path, is_closed: bool) -> None:
+    """One whose folder stays, and one whose folder is removed before."""
+    cells = [f"run_dir = {str(tmp_path)!r}", SETUP, LEAVING]
+    for name, gone in (("there", ""), ("gone", "shutil.rmtree(folder)")):
+        cells += [f"folder = make_folder({name!r})", OPTIMIZER, FOLLOWING, PREPARE, TRAIN, gone, TRAIN]
+        cells += ["assert optimizer.effective_rates == [0.25]", "trainer.close()" if is_closed else f"{name} = trainer"]
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", "\n".join(cells)]
+    ended = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

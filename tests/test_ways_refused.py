@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_ext import ElasticTrainer, StepError
 from tests.ranks import RankPool
-from tests.training import Slices, make_data, trainer_of
+from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 from tests.ways import Loop, Net, Setting, Way, by_hand, result_of, train
 
 # ---- optimizers within backward ----
@@ -128,6 +128,71 @@ def test_the_module_of_a_pipelines_stage_is_refused_by_prepare(pipelines: Any, t
     del stage, trainer
     with trainer_of(tmp_path, other) as trainer:
         trainer.prepare(SGD(other.parameters(), lr=0.1))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch itself
+@pytest.mark.parametrize("num_micro_steps", [2, 4])
+@pytest.mark.parametrize("num_late", [0, 5])
+def test_a_stage_that_is_made_after_prepare_is_refused_when_it_calls_the_model(
+    pipelines: Any, tmp_path: Path, num_micro_steps: int, num_late: int
+) -> None:
+    """In the first steps, and in those that look at little."""
+    model, source = make_model(), Slices(make_data(64), 8 // num_micro_steps)
+    trainer = trainer_of(tmp_path, model, source, global_batch_size=8)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    schedule: Any = None
+    before: list[Any] = []
+
+    def train() -> None:
+        nonlocal schedule, before
+        for inputs, targets in source:
+            if trainer.global_step == num_late and schedule is None:
+                stage = pipelines.PipelineStage(model, 0, 1, torch.device("cpu"))
+                schedule = pipelines.ScheduleGPipe(stage, n_microbatches=1, loss_fn=nn.functional.cross_entropy)
+                before = bits_of(model)
+            with trainer.step():
+                if schedule is None:
+                    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                else:
+                    schedule.step(inputs, target=targets)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(StepError, match=r"called by a stage of a pipeline .* leave the loop to the schedule"):
+        train()
+    assert trainer.global_step == num_late
+    assert bits_of(model) == before
+    source.rollback()
+    schedule = False
+    for inputs, targets in source:
+        with trainer.step():
+            nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    trainer.close()
+    assert trainer.global_step == num_late + 8
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch itself
+def test_stages_of_the_models_parts_are_refused_too(pipelines: Any, tmp_path: Path) -> None:
+    model, source = make_model(), Slices(make_data(64), 4)
+    trainer = trainer_of(tmp_path, model, source, global_batch_size=8)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    parts = [nn.Sequential(model[0], model[1]), model[2]]
+    stages = [pipelines.PipelineStage(part, index, 2, torch.device("cpu")) for index, part in enumerate(parts)]
+    schedule = pipelines.ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=nn.functional.cross_entropy)
+
+    def train() -> None:
+        for inputs, targets in source:
+            with trainer.step():
+                schedule.step(inputs, target=targets)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(StepError):
+        train()
+    assert trainer.global_step == 0
+    trainer.close()
 
 
 def test_pipelines_are_loaded_by_nobody_else() -> None:
