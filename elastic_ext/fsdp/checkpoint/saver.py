@@ -1,15 +1,8 @@
 """Saver: has every rank write its part of a checkpoint, and the first one make it exist.
 
 What ranks hold is compared once, and again when it changes on one of them. Each element is written once, by one of the
-ranks that have it. Nothing is decided here of where checkpoints lie among each other, which is jobfolder.py's affair.
-
-What a power cut may leave of a checkpoint is right because some things are on the disk before others:
-
-1. what files hold, before their names: each is synced under another name;
-2. those names, before COMMIT's: each machine has its ranks sync the folder, the first one's does as the last;
-3. the folder's own name and COMMIT's, before a save is said to be done.
-
-Nothing else waits for the disk. A folder that was made and lost, or a name without COMMIT, is no checkpoint.
+ranks that have it. Nothing is decided here of where checkpoints lie among each other, which is jobfolder.py's affair,
+nor of what comes before what on the disk, which is writing.py's.
 """
 
 from __future__ import annotations
@@ -18,25 +11,27 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.errors import ElasticError
-from elastic_ext.files import NewFiles, sync_folder
+from elastic_ext.errors import CheckpointError, ElasticError
 from elastic_ext.fsdp.state import Held
 from elastic_ext.ranks import Ranks
 
-from .commit import Commit, FileSummary, checksum_of
-from .contents import KINDS, STATE_FILE, VALUES, Contents, FileKind, meta_file, shard_file
+from .background import BackgroundSave
+from .commit import Commit, checksum_of
+from .contents import KINDS, VALUES, Contents, FileKind
 from .inventory import Inventory, meta_of
 from .jobfolder import JobFolder
-from .lineage import Chain
-from .memory import part_of
+from .letters import Letters, OwnStore
+from .memory import Part, part_of
 from .meta import StateMeta
-from .shardfile import ShardSummary
-from .shardwriter import Piece, write_shard
+from .shardwriter import Piece
+from .staging import Staging
 from .storage import Storage
+from .together import gather_or_raise
+from .writing import Shard, Writing
 
 __all__ = ["Saver"]
 
@@ -54,35 +49,31 @@ class _Agreed:
     """The metadata as it is written."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Begun:
     """A save under way, as one rank sees it."""
 
-    name: str
+    writing: Writing
+    parts: Mapping[FileKind, Sequence[Part]]
+    """Of tensors, which this rank writes."""
     generation: str
-    contents: Contents
-    """This rank's."""
-    agreed: _Agreed
-    values: Mapping[str, Any]
-    """Of all ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What COMMIT says of a checkpoint's files."""
-
-    metas: dict[str, str] = field(default_factory=dict)
-    states: dict[str, FileSummary] = field(default_factory=dict)
-    shards: dict[str, ShardSummary] = field(default_factory=dict)
 
 
 class Saver:
     """One rank's part in saving."""
 
-    def __init__(self, ranks: Ranks, storage: Storage) -> None:
+    def __init__(self, ranks: Ranks, storage: Storage, *, staging: Staging | None = None) -> None:
         self._ranks = ranks
         self._storage = storage
+        self._staging = staging
         self._agreed: _Agreed | None = None
+        self._under_way: BackgroundSave | None = None
+        self._store = ranks.store or OwnStore()
+
+    @property
+    def can_save_in_background(self) -> bool:
+        """Whether there is memory for it, and a store by which the ranks' threads can tell each other how it goes."""
+        return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
 
     def save(self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit) -> Path:
         """Write the checkpoint ``name``; on return it exists, for every rank. All ranks call this between two steps.
@@ -91,24 +82,127 @@ class Saver:
         besides the names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint
         of this name.
         """
+        storage = self._storage
+        begun = self._begin(folder, name, collect)
+        writing = begun.writing
         try:
-            begun = self._begin(folder, name, collect, draft.lineage)
-            written = self._write(folder, begun)
+
+            def make_folder() -> None:
+                if self._ranks.rank == 0:
+                    writing.make_folder(draft.lineage)
+
+            storage.together(make_folder, f"beginning checkpoint {name}")
+            doing = f"writing checkpoint {name}"
+
+            def write() -> dict[str, list[object]]:
+                shards = {kind: Shard(list(map(_piece, parts))) for kind, parts in begun.parts.items()}
+                return storage.within(lambda: writing.write(shards), doing)
+
+            of_ranks = storage.together(write, doing, is_patient=False)
 
             def commit() -> None:
                 if self._ranks.rank == 0:
-                    folder.commit(name, _completed(draft, begun.generation, written))
+                    writing.commit(draft, of_ranks)
 
-            self._storage.together(commit, f"committing checkpoint {name}")
+            storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
-            if self._ranks.rank == 0 and name in folder.begun:
-                self._discard(folder, name)
+            self._discard(writing)
             raise
-        return folder.path / name
+        return writing.path
 
-    def _begin(self, folder: JobFolder, name: str, collect: Callable[[], Contents], lineage: Chain) -> _Begun:
-        """Collect what this rank has, have the first one make the folder, and hear of what the others have."""
-        doing = f"beginning checkpoint {name}"
+    def save_in_background(
+        self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit, on_end: Callable[[], None]
+    ) -> Path:
+        """Begin to write the checkpoint ``name``; on return nothing of what it holds is needed any more.
+
+        No other may be under way. How it went is what ``settle`` tells; ``on_end`` is called once it exists.
+        """
+        assert self._staging is not None
+        assert self._under_way is None, "settle() comes before the next save"
+        begun = self._begin(folder, name, collect)
+        seconds = self._storage.seconds
+        letters = Letters(self._store, name=begun.generation, rank=self._ranks.rank, seconds=seconds)
+        shards: dict[FileKind, Shard] = {}
+
+        def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+            begun.writing.commit(draft, of_ranks)
+
+        save = self._under_way = BackgroundSave(
+            begun.writing.path,
+            letters,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.world_size,
+            make_folder=lambda: begun.writing.make_folder(draft.lineage),
+            write=lambda: begun.writing.write(shards),
+            commit=commit,
+            discard=begun.writing.discard,
+            on_end=on_end,
+        )
+        try:
+            for kind, staged in self._staging.hold(begun.parts).items():
+                shards[kind] = Shard(staged.pieces, staged.data)
+        except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
+            save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
+        else:
+            save.start()
+        return begun.writing.path
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way, as far as this rank knows."""
+        return self._under_way is not None and not self._under_way.is_over
+
+    def settle(self) -> None:
+        """Return once nothing is under way; raise on all ranks where what was under way has failed on one of them."""
+        save = self._under_way
+        if save is None:
+            return
+        save.join(self._storage.seconds)
+        self._under_way = None
+
+        def tell() -> None:
+            if save.error is not None:
+                raise save.error
+
+        try:
+            gather_or_raise(self._ranks, tell, f"saving {save.path}")
+        finally:
+            save.burn_letters()
+
+    def end(self) -> None:
+        """Wait for what is under way, without the other ranks, which may be gone; what fails has been logged."""
+        if self._under_way is not None:
+            self._under_way.join(self._storage.seconds)
+            self._under_way = None
+
+    def make_ready(self, collect: Callable[[], Contents]) -> None:
+        """Begin to make room for what ``collect`` gives, off training's way; with all ranks."""
+        if self._staging is not None:
+            contents, agreed, _ = self._compare("to come", collect, "")
+            self._staging.make_ready(_parts_of(contents, agreed, self._ranks.rank))
+
+    def _begin(self, folder: JobFolder, name: str, collect: Callable[[], Contents]) -> _Begun:
+        """Collect what this rank has, and hear of what the others have."""
+        rank, generation = self._ranks.rank, secrets.token_hex(8)
+        contents, agreed, answers = self._compare(name, collect, generation)
+        generation = answers[0][3]
+        values = {key: value for _, _, values, _ in answers for key, value in values.items()}
+        state = json.dumps({**contents.state, VALUES: values}, allow_nan=False).encode() if rank == 0 else b""
+        writing = Writing(
+            folder,
+            name,
+            generation=generation,
+            rank=rank,
+            num_ranks=self._ranks.world_size,
+            descriptions=agreed.data,
+            state=state,
+        )
+        return _Begun(writing, _parts_of(contents, agreed, rank), generation)
+
+    def _compare(
+        self, name: str, collect: Callable[[], Contents], generation: str
+    ) -> tuple[Contents, _Agreed, list[list[Any]]]:
+        """What this rank has; what the ranks hold together; and what each has said: name, digest, values, generation."""
         found: list[Contents] = []
         inventories: dict[FileKind, Inventory] = {}
 
@@ -117,22 +211,13 @@ class Saver:
             found.append(contents)
             inventories.update(contents.inventories())
             digest = checksum_of(b"\n".join(inventories[kind].to_json() for kind in KINDS))
-            generation = ""
-            if self._ranks.rank == 0:
-                generation = self._storage.within(lambda: _make_folder(folder, name, lineage), doing)
             return [name, digest, dict(contents.values), generation]
 
-        answers = self._storage.together(begin, doing, is_patient=False)
-        names, digests, values, generations = zip(*answers, strict=True)
+        answers = gather_or_raise(self._ranks, begin, f"beginning checkpoint {name}")
+        names = [given for given, *_ in answers]
         if len(set(names)) > 1:
             raise ElasticError(f"the ranks save different checkpoints at once: {', '.join(names)}, rank by rank")
-        return _Begun(
-            name=name,
-            generation=generations[0],
-            contents=found[0],
-            agreed=self._agree(inventories, digests, name),
-            values={key: value for of_rank in values for key, value in of_rank.items()},
-        )
+        return found[0], self._agree(inventories, [digest for _, digest, *_ in answers], name), answers
 
     def _agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
         """What the ranks hold together, with the same answer on every rank."""
@@ -147,81 +232,29 @@ class Saver:
             self._agreed = _Agreed(digests, metas, data)
         return self._agreed
 
-    def _write(self, folder: JobFolder, begun: _Begun) -> _Written:
-        """Have every rank write its files; what COMMIT has to say of them, which the first rank knows of all."""
-        doing = f"writing checkpoint {begun.name}"
-        rank, path = self._ranks.rank, folder.path / begun.name
-        written = _Written()
-
-        def write_files(pieces: Mapping[FileKind, Sequence[Piece]]) -> dict[str, list[object]]:
-            with NewFiles() as new:
-                if rank == 0:
-                    _put_descriptions(new, folder, begun, written)
-                shards = self._write_shards(new, path, pieces, begun.generation)
-                new.sync()
-                new.put_in_place()
-            if rank > 0:  # committing does it for the first one
-                sync_folder(path)
-            return shards
-
-        def write() -> dict[str, list[object]]:
-            pieces = {kind: _pieces(begun.agreed.metas[kind], held, rank) for kind, held in begun.contents.by_kind()}
-            return self._storage.within(lambda: write_files(pieces), doing)
-
-        for of_rank in self._storage.together(write, doing, is_patient=False):
-            for file, (num_bytes, checksum) in of_rank.items():
-                written.shards[file] = ShardSummary(num_bytes=num_bytes, checksum=checksum)
-        return written
-
-    def _write_shards(
-        self, new: NewFiles, path: Path, pieces: Mapping[FileKind, Sequence[Piece]], generation: str
-    ) -> dict[str, list[object]]:
-        """This rank's files of tensors, and what COMMIT has to say of them."""
-        written: dict[str, list[object]] = {}
-        for kind, own in pieces.items():
-            if own:
-                file = shard_file(kind, self._ranks.rank, self._ranks.world_size)
-                summary = write_shard(new, path / file, own, generation=generation)
-                written[file] = [summary.num_bytes, summary.checksum]
-        return written
-
-    def _discard(self, folder: JobFolder, name: str) -> None:
-        """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
+    def _discard(self, writing: Writing) -> None:
         try:
             self._storage.restart_clock()
-            self._storage.within(lambda: folder.discard(name), f"discarding checkpoint {name}")
+            self._storage.within(writing.discard, f"discarding checkpoint {writing.path.name}")
         except (ElasticError, OSError) as error:
-            _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
+            _logger.warning("what is left of checkpoint %s stays for now: %s", writing.path, error)
 
 
-def _make_folder(folder: JobFolder, name: str, lineage: Chain) -> str:
-    """Begin the checkpoint ``name``, on the first rank; the generation that it gets."""
-    generation = secrets.token_hex(8)
-    for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
-        folder.discard(left)
-    folder.begin(name, generation, lineage)
-    return generation
-
-
-def _put_descriptions(new: NewFiles, folder: JobFolder, begun: _Begun, written: _Written) -> None:
-    """The first rank's files that hold no tensors."""
-    for kind, data in begun.agreed.data.items():
-        written.metas[meta_file(kind)] = folder.put_meta(begun.name, meta_file(kind), data)
-    state = json.dumps({**begun.contents.state, VALUES: begun.values}, allow_nan=False)
-    written.states[STATE_FILE] = folder.put_state(new, begun.name, STATE_FILE, state.encode())
-
-
-def _completed(draft: Commit, generation: str, written: _Written) -> Commit:
-    return replace(draft, generation=generation, metas=written.metas, states=written.states, shards=written.shards)
-
-
-def _pieces(meta: StateMeta, held: Sequence[Held], rank: int) -> list[Piece]:
+def _parts_of(contents: Contents, agreed: _Agreed, rank: int) -> dict[FileKind, list[Part]]:
     """What this rank writes of what it holds."""
-    pieces = []
+    return {kind: list(_parts(agreed.metas[kind], held, rank)) for kind, held in contents.by_kind()}
+
+
+def _parts(meta: StateMeta, held: Sequence[Held], rank: int) -> list[Part]:
+    parts = []
     for each in held:
         if each.is_alias_of is not None:
             continue
         part = meta.tensors[each.name].layout.boxes[rank]
         if not part.is_empty:
-            pieces.append(Piece(each.name, each.dtype, part.sizes, part_of(each.tensor, each.box, part)))
-    return pieces
+            parts.append(Part(each.name, each.dtype, each.tensor, each.box, part))
+    return parts
+
+
+def _piece(part: Part) -> Piece:
+    return Piece(part.name, part.dtype, part.sizes, part_of(part.tensor, part.box, part.part))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from .blocksums import BlockSums
 from .dtypes import ITEM_BYTES
 from .shardfile import BLOCK_BYTES, ShardSummary, checksum_of, laid_out
 
-__all__ = ["Piece", "write_shard"]
+__all__ = ["PAGE_BYTES", "Piece", "write_shard"]
 
+PAGE_BYTES = 4096
 _BATCH_BYTES = 4 << 20  # written at once, just after it has gone through the processor's cache for its checksums
 _BATCH_VIEWS = 1000  # Linux takes 1024
 
@@ -35,9 +37,18 @@ class Piece:
 
 
 def write_shard(
-    new: NewFiles, path: Path, pieces: Sequence[Piece], *, generation: str, block_bytes: int = BLOCK_BYTES
+    new: NewFiles,
+    path: Path,
+    pieces: Sequence[Piece],
+    *,
+    generation: str,
+    block_bytes: int = BLOCK_BYTES,
+    staged: memoryview | None = None,
 ) -> ShardSummary:
     """Write ``pieces`` as one of ``new``, to be the file ``path`` of the save ``generation``.
+
+    Where they lie one after another as they will in the file, ``staged`` is all of them: it goes straight to the disk,
+    where the file system lets it.
 
     The summary is what makes the file trusted, once ``new`` is in place. OSError names the file that could not be
     written; ValueError says which piece cannot be in such a file.
@@ -54,7 +65,12 @@ def write_shard(
             )
     first = header.encoded()
     with naming(path):
-        table = _write_all(new.begin(path), first, [memory[name] for name in header.entries], block_bytes)
+        file = new.begin(path)
+        if staged is None:
+            table = _write_all(file, first, [memory[name] for name in header.entries], block_bytes)
+        else:
+            assert len(staged) == header.data_bytes
+            table = _write_staged(file, first, staged, block_bytes)
     return ShardSummary(num_bytes=len(first) + header.data_bytes + len(table), checksum=checksum_of(first, table))
 
 
@@ -78,6 +94,42 @@ def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_byt
     table = sums.table()
     _write(file, [memoryview(table)])
     return table
+
+
+def _write_staged(file: int, header: bytes, data: memoryview, block_bytes: int) -> bytes:
+    """The same of data that lies in memory as in the file: whole pages go past the system's cache, if they can."""
+    _write(file, [memoryview(header)])
+    sums = BlockSums(block_bytes)
+    end_of_pages = len(data) // PAGE_BYTES * PAGE_BYTES
+    if len(header) % PAGE_BYTES == 0 and end_of_pages >= _BATCH_BYTES:
+        _go_past_the_cache(file, True)
+    for start in range(0, end_of_pages, _BATCH_BYTES):
+        batch = data[start : min(start + _BATCH_BYTES, end_of_pages)]
+        sums.add(batch)
+        try:
+            num_bytes = os.write(file, batch)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            num_bytes = 0  # so says a file system that cannot
+        if num_bytes < len(batch):
+            _go_past_the_cache(file, False)
+            _write(file, [batch[num_bytes:]])
+    _go_past_the_cache(file, False)
+    sums.add(data[end_of_pages:])
+    table = sums.table()
+    _write(file, [data[end_of_pages:], memoryview(table)])
+    return table
+
+
+def _go_past_the_cache(file: int, is_wanted: bool) -> None:
+    """Have what is written from now on go straight from memory to the disk, where there is a way; or not."""
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    wanted = flags | direct if is_wanted else flags & ~direct
+    if wanted != flags:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_SETFL, wanted)
 
 
 def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
