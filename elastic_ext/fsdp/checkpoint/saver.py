@@ -18,6 +18,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ class Saver:
         written = _Written()
 
         def write_files(pieces: Mapping[FileKind, Sequence[Piece]]) -> dict[str, list[object]]:
-            with NewFiles() as new:
+            with folder.told_if_fenced() if rank == 0 else nullcontext(), NewFiles() as new:
                 if rank == 0:
                     _put_descriptions(new, folder, begun, written)
                 shards = self._write_shards(new, path, pieces, begun.generation)
