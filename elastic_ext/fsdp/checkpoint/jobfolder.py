@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -167,11 +167,8 @@ class JobFolder:
         if name in self._begun:
             raise CheckpointError(f"{self.path / name} is being saved already; wait for that, or discard it")
         clearing.vacate(name, lineage)
-        try:
+        with self.told_if_fenced():
             os.mkdir(self.path / name)  # a power cut may take it back: commit() is what makes it last
-        except FileExistsError:
-            self._clearing()
-            raise
         self._begun[name] = _Begun(generation)
         return self.path / name
 
@@ -214,23 +211,28 @@ class JobFolder:
         assert begun.generation == commit.generation
         path = self.path / name
         _check_files(path, commit.sizes() | {file: begun.meta_bytes[file] for file in commit.metas})
-        try:
-            with NewFiles() as new:
-                new.write(path / COMMIT, commit.to_json())
-                new.sync()
-                sync_folder(self.path)  # which has the checkpoint's folder
-                sync_folder(path)  # which has this rank's files
-                if self._settled != commit.run_id:
-                    self._clearing().abandon(commit.lineage)
-                self._clearing()  # a run that comes after this puts the folder aside, and the file with it
-                new.put_in_place()
+        with self.told_if_fenced(), NewFiles() as new:
+            new.write(path / COMMIT, commit.to_json())
+            new.sync()
+            sync_folder(self.path)  # which has the checkpoint's folder
+            sync_folder(path)  # which has this rank's files
+            if self._settled != commit.run_id:
+                self._clearing().abandon(commit.lineage)
+            self._clearing()  # a run that comes after this puts the folder aside, and the file with it
+            new.put_in_place()
             sync_folder(path)
-        except (FileNotFoundError, FileExistsError):
-            self._clearing()
-            raise
         self._settled = commit.run_id
         del self._begun[name]
         return Found(path=path, commit=commit)
+
+    @contextlib.contextmanager
+    def told_if_fenced(self) -> Iterator[None]:
+        """Have CheckpointFenced raised where names are missing or taken because another run has come."""
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError):
+            self._clearing()
+            raise
 
     @property
     def begun(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from .shardwriter import Piece
 from .staging import Staging
 from .storage import Storage
 from .together import gather_or_raise
-from .writing import Shard, Writing
+from .writing import Shard, Writing, make_folder
 
 __all__ = ["Saver"]
 
@@ -82,33 +82,33 @@ class Saver:
         besides the names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint
         of this name.
         """
-        storage = self._storage
-        begun = self._begin(folder, name, collect)
-        writing = begun.writing
+        storage, rank = self._storage, self._ranks.rank
+
+        def make(generation: str) -> None:
+            storage.restart_clock()
+            doing = f"beginning checkpoint {name}"
+            storage.within(lambda: make_folder(folder, name, generation, draft.lineage), doing)
+
         try:
-
-            def make_folder() -> None:
-                if self._ranks.rank == 0:
-                    writing.make_folder(draft.lineage)
-
-            storage.together(make_folder, f"beginning checkpoint {name}")
+            begun = self._begin(folder, name, collect, make if rank == 0 else None)
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
                 shards = {kind: Shard(list(map(_piece, parts))) for kind, parts in begun.parts.items()}
-                return storage.within(lambda: writing.write(shards), doing)
+                return storage.within(lambda: begun.writing.write(shards), doing)
 
             of_ranks = storage.together(write, doing, is_patient=False)
 
             def commit() -> None:
-                if self._ranks.rank == 0:
-                    writing.commit(draft, of_ranks)
+                if rank == 0:
+                    begun.writing.commit(draft, of_ranks)
 
             storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
-            self._discard(writing)
+            if rank == 0 and name in folder.begun:
+                self._discard(folder, name)
             raise
-        return writing.path
+        return begun.writing.path
 
     def save_in_background(
         self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit, on_end: Callable[[], None]
@@ -119,7 +119,7 @@ class Saver:
         """
         assert self._staging is not None
         assert self._under_way is None, "settle() comes before the next save"
-        begun = self._begin(folder, name, collect)
+        begun = self._begin(folder, name, collect, None)
         seconds = self._storage.seconds
         letters = Letters(self._store, name=begun.generation, rank=self._ranks.rank, seconds=seconds)
         shards: dict[FileKind, Shard] = {}
@@ -132,7 +132,7 @@ class Saver:
             letters,
             rank=self._ranks.rank,
             num_ranks=self._ranks.world_size,
-            make_folder=lambda: begun.writing.make_folder(draft.lineage),
+            make_folder=lambda: make_folder(folder, name, begun.generation, draft.lineage),
             write=lambda: begun.writing.write(shards),
             commit=commit,
             discard=begun.writing.discard,
@@ -178,13 +178,19 @@ class Saver:
     def make_ready(self, collect: Callable[[], Contents]) -> None:
         """Begin to make room for what ``collect`` gives, off training's way; with all ranks."""
         if self._staging is not None:
-            contents, agreed, _ = self._compare("to come", collect, "")
+            contents, agreed, _ = self._compare("to come", collect, None)
             self._staging.make_ready(_parts_of(contents, agreed, self._ranks.rank))
 
-    def _begin(self, folder: JobFolder, name: str, collect: Callable[[], Contents]) -> _Begun:
-        """Collect what this rank has, and hear of what the others have."""
-        rank, generation = self._ranks.rank, secrets.token_hex(8)
-        contents, agreed, answers = self._compare(name, collect, generation)
+    def _begin(
+        self,
+        folder: JobFolder,
+        name: str,
+        collect: Callable[[], Contents],
+        and_then: Callable[[str], None] | None,
+    ) -> _Begun:
+        """Collect what this rank has, do what is given, by the save's generation, and hear of what the others have."""
+        rank = self._ranks.rank
+        contents, agreed, answers = self._compare(name, collect, and_then)
         generation = answers[0][3]
         values = {key: value for _, _, values, _ in answers for key, value in values.items()}
         state = json.dumps({**contents.state, VALUES: values}, allow_nan=False).encode() if rank == 0 else b""
@@ -200,7 +206,7 @@ class Saver:
         return _Begun(writing, _parts_of(contents, agreed, rank), generation)
 
     def _compare(
-        self, name: str, collect: Callable[[], Contents], generation: str
+        self, name: str, collect: Callable[[], Contents], and_then: Callable[[str], None] | None
     ) -> tuple[Contents, _Agreed, list[list[Any]]]:
         """What this rank has; what the ranks hold together; and what each has said: name, digest, values, generation."""
         found: list[Contents] = []
@@ -211,6 +217,9 @@ class Saver:
             found.append(contents)
             inventories.update(contents.inventories())
             digest = checksum_of(b"\n".join(inventories[kind].to_json() for kind in KINDS))
+            generation = secrets.token_hex(8)  # the first rank's counts
+            if and_then is not None:
+                and_then(generation)
             return [name, digest, dict(contents.values), generation]
 
         answers = gather_or_raise(self._ranks, begin, f"beginning checkpoint {name}")
@@ -232,12 +241,13 @@ class Saver:
             self._agreed = _Agreed(digests, metas, data)
         return self._agreed
 
-    def _discard(self, writing: Writing) -> None:
+    def _discard(self, folder: JobFolder, name: str) -> None:
+        """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
         try:
             self._storage.restart_clock()
-            self._storage.within(writing.discard, f"discarding checkpoint {writing.path.name}")
+            self._storage.within(lambda: folder.discard(name), f"discarding checkpoint {name}")
         except (ElasticError, OSError) as error:
-            _logger.warning("what is left of checkpoint %s stays for now: %s", writing.path, error)
+            _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
 
 
 def _parts_of(contents: Contents, agreed: _Agreed, rank: int) -> dict[FileKind, list[Part]]:

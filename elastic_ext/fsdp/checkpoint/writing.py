@@ -12,6 +12,7 @@ Nothing else waits for the disk. A folder that was made and lost, or a name with
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from .lineage import Chain
 from .shardfile import ShardSummary
 from .shardwriter import Piece, write_shard
 
-__all__ = ["Shard", "Writing"]
+__all__ = ["Shard", "Writing", "make_folder"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +36,13 @@ class Shard:
     pieces: Sequence[Piece]
     staged: memoryview | None = None
     """All of them, where they lie as they will in the file."""
+
+
+def make_folder(folder: JobFolder, name: str, generation: str, lineage: Chain) -> None:
+    """Begin the checkpoint ``name``, on the first rank, before any other does anything."""
+    for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
+        folder.discard(left)
+    folder.begin(name, generation, lineage)
 
 
 class Writing:
@@ -62,16 +70,10 @@ class Writing:
         self._metas: dict[str, str] = {}
         self._states: dict[str, FileSummary] = {}
 
-    def make_folder(self, lineage: Chain) -> None:
-        """On the first rank, before any other does anything."""
-        for left in self._folder.begun:  # by tries that failed, and came to their end when nobody waited any more
-            self._folder.discard(left)
-        self._folder.begin(self._name, self._generation, lineage)
-
     def write(self, shards: Mapping[FileKind, Shard]) -> dict[str, list[object]]:
         """Write this rank's files; what COMMIT has to say of those with tensors."""
         is_first = self._rank == 0
-        with NewFiles() as new:
+        with self._folder.told_if_fenced() if is_first else nullcontext(), NewFiles() as new:
             if is_first:
                 self._put_descriptions(new)
             written = {
