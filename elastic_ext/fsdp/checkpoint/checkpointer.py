@@ -100,6 +100,7 @@ class ShardCheckpointer:
         self._storage = Storage(self._ranks, timeout_seconds=storage_timeout_seconds)
         self._saver = Saver(self._ranks, self._storage)
         self._run = Run(self._ranks, self._storage, self._root, self._job)
+        self._is_closed = False
 
     # ---- for users ----
 
@@ -116,6 +117,7 @@ class ShardCheckpointer:
 
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
+        self._refuse_closed()
         own = self.own_buffers(model)
 
         def collect() -> Contents:
@@ -175,13 +177,15 @@ class ShardCheckpointer:
 
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
+        self._refuse_closed()
         return self._run.latest()
 
     def wait(self) -> None:
         """Return once what ``save`` has begun is done, which it is."""
 
     def close(self) -> None:
-        """Let another run of the job have the folder. Twice is allowed."""
+        """Let another run of the job have the folder; nothing can be saved or loaded afterwards. Twice is allowed."""
+        self._is_closed = True
         self._run.leave()
         if self._owns_ranks:
             self._owns_ranks = False
@@ -199,6 +203,7 @@ class ShardCheckpointer:
 
     def claim(self) -> None:
         """Make the job's folder this run's own; CheckpointFenced where another run of the job is alive."""
+        self._refuse_closed()
         self._run.claim()
 
     def try_out(self, collect: Callable[[], Contents]) -> None:
@@ -224,6 +229,7 @@ class ShardCheckpointer:
         about: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
+        self._refuse_closed()
         folder = self._run.claim()
         began = time.perf_counter()
         draft = Commit(
@@ -258,6 +264,7 @@ class ShardCheckpointer:
         Both are called on every rank, ``act`` once ``check`` has raised on none; and again for an older checkpoint
         where ranks found the newer one damaged.
         """
+        self._refuse_closed()
         candidates = [path] if path is not None else self._run.candidates(falls_back=falls_back)
         for place, candidate in enumerate(candidates):
             try:
@@ -268,6 +275,14 @@ class ShardCheckpointer:
                 if self._ranks.rank == 0:
                     _logger.warning("%s; going on from %s, which was saved before it", error, candidates[place + 1])
         return None
+
+    def _refuse_closed(self) -> None:
+        """What is closed has left the other ranks, and its place among the job's checkpoints."""
+        if self._is_closed:
+            raise CheckpointError(
+                f"the ShardCheckpointer of job {self._job!r} is closed, and saves and loads nothing any more; call "
+                "this before close(), or within its `with`, or make another one"
+            )
 
     def _restore_one(self, check: Callable[[Opened], None], act: Callable[[Opened], _Result], path: Path) -> _Result:
         results: list[_Result] = []
