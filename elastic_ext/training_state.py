@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,33 +143,46 @@ class TrainingState:
         self._wanted = self._wanted_of_registered(opened)
 
     def load(self, opened: Opened) -> Resumed:
-        """Fill all tensors, and give what is taken up once every rank has come so far."""
+        """Fill all tensors, and give what is taken up once every rank has come so far.
+
+        What goes into memory of its own is read first: damage that is found there has touched nothing.
+        """
         parts, state = self._parts, opened.state
+        own = {name for name in opened.names("extra") if name.startswith(f"{_PLAIN}/")}
+        tensors = {name: opened.read_whole("extra", name) for name in own}
+        drawn = self._drawn(opened)
         self._loader.load_model(opened)
         load: Callable[[], object] = partial(self._loader.load_optimizers, opened)
         for optimizer in parts.optimizers:
             load = partial(optimizer.rates.load, load)
         load()
         opened.read("extra", self._wanted)
-        own = {name for name in opened.names("extra") if name.startswith(f"{_PLAIN}/")}
-        tensors = {name: opened.read_whole("extra", name) for name in own}
         for scheduler, packed in zip(parts.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(unpack(packed["state"], tensors))
         if parts.scaler is not None:
             parts.scaler.load_state_dict(unpack(state["scaler"], tensors))
-        drawer = self.rank if opened.num_ranks == self.num_ranks else 0
-        prefix = f"random/{drawer}/"
         return Resumed(
             path=opened.found.path,
             commit=opened.found.commit,
             state=state,
             position=unpack(state["position"], tensors),
-            random={
-                name.removeprefix(prefix): opened.read_whole("extra", name)
-                for name in sorted(opened.names("extra"))
-                if name.startswith(prefix)
-            },
+            random=drawn,
         )
+
+    def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
+        """Of what another checkpoint has ``touched``, what this one would not leave a part of."""
+        registered = {each.what for each in self._wanted if each.what is not None}
+        return self._loader.refilled(opened, touched) | registered
+
+    def _drawn(self, opened: Opened) -> dict[str, torch.Tensor]:
+        """The states of random generators: this rank's, or the first one's."""
+        drawer = self.rank if opened.num_ranks == self.num_ranks else 0
+        prefix = f"random/{drawer}/"
+        return {
+            name.removeprefix(prefix): opened.read_whole("extra", name)
+            for name in sorted(opened.names("extra"))
+            if name.startswith(prefix)
+        }
 
     def take_up(self, resumed: Resumed) -> None:
         """Go on where the checkpoint was: the last of all that is done to resume, so that nothing is drawn after it."""
@@ -222,7 +235,8 @@ class TrainingState:
                     f"registered state {name!r} has {sorted(held)}, and {opened.found.path} has {sorted(keys)}, or "
                     "their shapes differ"
                 )
-            wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key])) for key, full in keys.items()]
+            what = f"registered state {name}"
+            wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key]), what) for key, full in keys.items()]
         return wanted
 
     def _restore_random(self, resumed: Resumed) -> None:
