@@ -29,6 +29,7 @@ from .fsdp.checkpoint.contents import Contents
 from .fsdp.checkpoint.loader import Loader
 from .fsdp.checkpoint.memory import put_part
 from .fsdp.checkpoint.opened import Opened, Wanted
+from .fsdp.dtypes import dtype_of
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
 from .fsdp.state import box_of, local_of
@@ -36,7 +37,7 @@ from .ranks import Ranks
 from .sharing import Sharing
 from .taking_part import TakingPart
 
-__all__ = ["Registered", "Resumed", "TrainingState", "fill_registered"]
+__all__ = ["Registered", "Resumed", "TrainingState", "claim_registered", "fill_registered"]
 
 _logger = logging.getLogger(__name__)
 
@@ -226,15 +227,9 @@ class TrainingState:
             if held is None:
                 self._unclaimed[name] = {key: opened.read_whole("extra", full) for key, full in keys.items()}
                 continue
-            shapes = {key: (opened.tensor("extra", full), held.get(key)) for key, full in keys.items()}
-            if held.keys() != keys.keys() or any(
-                meta is None or tensor is None or meta.layout.shape != tuple(tensor.shape)
-                for meta, tensor in shapes.values()
-            ):
-                raise CheckpointMismatch(
-                    f"registered state {name!r} has {sorted(held)}, and {opened.found.path} has {sorted(keys)}, or "
-                    "their shapes differ"
-                )
+            metas = {key: opened.tensor("extra", full) for key, full in keys.items()}
+            kept = {key: _Kept(meta.layout.shape, dtype_of(meta.dtype)) for key, meta in metas.items() if meta}
+            _check_registered(name, held, kept, str(opened.found.path))
             what = f"registered state {name}"
             wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key]), what) for key, full in keys.items()]
         return wanted
@@ -258,16 +253,44 @@ class TrainingState:
             numpy.random.seed(seed % (1 << 32))
 
 
+def claim_registered(name: str, held: Mapping[str, torch.Tensor], unclaimed: Registered) -> None:
+    """Fill what is registered now with what was loaded under its name, if anything was; it stays there if it cannot."""
+    if name in unclaimed:
+        fill_registered(name, held, unclaimed[name])
+        del unclaimed[name]
+
+
 def fill_registered(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors that were loaded, whole, into those that are registered now."""
-    if held.keys() != loaded.keys():
-        raise ValueError(f"registered state {name!r} has {sorted(held)}, and what was loaded has {sorted(loaded)}")
+    """Put tensors that were loaded, whole, into those that are registered; CheckpointMismatch if they do not fit."""
+    kept = {key: _Kept(tuple(tensor.shape), tensor.dtype) for key, tensor in loaded.items()}
+    _check_registered(name, held, kept, "what was loaded")
     with torch.no_grad():
         for key, tensor in held.items():
             if isinstance(tensor, DTensor) and not isinstance(loaded[key], DTensor):
                 put_part(local_of(tensor), box_of(key, tensor), loaded[key])
             else:
                 tensor.copy_(loaded[key])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor of registered state, as it was saved."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _check_registered(name: str, held: Mapping[str, torch.Tensor], kept: Mapping[str, _Kept], where: str) -> None:
+    """CheckpointMismatch unless the tensors that are registered can be filled with those that were saved."""
+    if held.keys() != kept.keys():
+        raise CheckpointMismatch(f"registered state {name!r} has {sorted(held)}, and {where} has {sorted(kept)}")
+    misshaped = {
+        key or name: f"{tensor.dtype} {tuple(tensor.shape)} here, {kept[key].dtype} {kept[key].shape} there"
+        for key, tensor in held.items()
+        if tuple(tensor.shape) != kept[key].shape or not torch.can_cast(kept[key].dtype, tensor.dtype)
+    }
+    if misshaped:
+        raise CheckpointMismatch(f"registered state {name!r} is not that of {where}", misshaped=misshaped)
 
 
 def _generators_of(loader: Any) -> dict[str, torch.Generator]:
