@@ -124,9 +124,7 @@ class Checkpoints:
         self._checkpointer.claim()
         if self._how == "never":
             return False
-        resumed: Resumed | None = self._checkpointer.restore(
-            self._state.check, self._state.load, falls_back=self._how != "strict"
-        )
+        resumed = self._checkpointer.restore(self._state, falls_back=self._how != "strict")
         if resumed is None:
             return False
         self._counts.load_state_dict(resumed.state["counts"])

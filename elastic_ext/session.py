@@ -201,6 +201,11 @@ class Session:
     def _saving(self) -> Checkpoints:
         if self.checkpoints is None:
             raise ElasticError("this trainer keeps no checkpoints; give it shared_storage_path")
+        if self._has_ended:
+            raise ElasticError(
+                "training has ended, and its checkpoints with it; save and load within `with trainer:`, or before "
+                "trainer.close()"
+            )
         if self.steps.is_inside or self.steps.is_partial:
             raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
         return self.checkpoints

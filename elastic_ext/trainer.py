@@ -60,7 +60,7 @@ from .snapshot import Snapshot
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
-from .training_state import TrainingState, fill_registered
+from .training_state import TrainingState, claim_registered, fill_registered
 
 __all__ = ["ElasticTrainer"]
 
@@ -231,8 +231,7 @@ class ElasticTrainer:
         if name in self._registered:
             raise ValueError(f"{name!r} is registered already; give each state a name of its own")
         held = {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
-        if name in self._unclaimed:
-            fill_registered(name, held, self._unclaimed.pop(name))
+        claim_registered(name, held, self._unclaimed)
         self._registered[name] = held
 
     def save_checkpoint(self) -> Path:

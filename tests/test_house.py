@@ -114,6 +114,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint.loader": 2,
     "fsdp.checkpoint.memory": 2,
     "fsdp.checkpoint.opened": 2,
+    "fsdp.checkpoint.restorer": 2,
     "fsdp.checkpoint.run": 2,
     "fsdp.checkpoint.saver": 2,
     # 3: what joins them
@@ -145,6 +146,7 @@ USES_TORCH = frozenset(
         "fsdp.checkpoint.loader",
         "fsdp.checkpoint.memory",
         "fsdp.checkpoint.opened",
+        "fsdp.checkpoint.restorer",
         "fsdp.checkpoint.run",
         "fsdp.checkpoint.saver",
         "fsdp.checkpoint.storage",

@@ -14,8 +14,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.plain import pack, unpack
 from elastic_ext.ranks import Ranks
 
@@ -34,9 +33,9 @@ from .collecting import contents_of, own_buffers
 from .commit import Commit
 from .contents import Contents
 from .jobname import job_name
-from .listing import Found
 from .loader import Loader
 from .opened import Opened
+from .restorer import Destination, Restorer
 from .run import Run
 from .saver import Saver
 from .storage import Storage
@@ -100,6 +99,8 @@ class ShardCheckpointer:
         self._storage = Storage(self._ranks, timeout_seconds=storage_timeout_seconds)
         self._saver = Saver(self._ranks, self._storage)
         self._run = Run(self._ranks, self._storage, self._root, self._job)
+        self._restorer = Restorer(self._ranks, self._storage, self._run)
+        self._is_closed = False
 
     # ---- for users ----
 
@@ -116,6 +117,7 @@ class ShardCheckpointer:
 
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
+        self._refuse_closed()
         own = self.own_buffers(model)
 
         def collect() -> Contents:
@@ -137,36 +139,13 @@ class ShardCheckpointer:
     ) -> Loaded:
         """Load the checkpoint in the folder ``path``, or the job's newest one; all ranks raise where one cannot.
 
-        A newest one that is damaged is passed over with a warning, for the one before it. Without ``strict`` what fits
-        is loaded, what the model has besides stays as it is, and its optimizer state begins anew. CheckpointNotFound
-        where there is none.
+        A newest one that is damaged is passed over with a warning, for the one before it, if that fills all that the
+        damaged one has begun to fill; otherwise that is a CheckpointError, and memory is of no use. Without ``strict``
+        what fits is loaded, what the model has besides stays as it is, and its optimizer state begins anew.
+        CheckpointNotFound where there is none.
         """
-        optimizers = _as_list(optimizer)
-        loaders: list[Loader] = []
-
-        def check(opened: Opened) -> None:
-            loader = Loader(model, optimizers, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
-            if strict:
-                loader.check(opened)
-            loaders[:] = [loader]
-
-        def act(opened: Opened) -> Loaded:
-            loaders[0].load_model(opened)
-            if optimizers:
-                loaders[0].load_optimizers(opened)
-            commit = opened.found.commit
-            names = [name for name in opened.names("extra") if name.startswith(f"{_EXTRA}/") or name == _EXTRA]
-            tensors = {name: opened.read_whole("extra", name) for name in names}
-            extra = unpack(opened.state.get(_EXTRA), tensors)
-            return Loaded(
-                path=opened.found.path,
-                step=commit.global_step,
-                epoch=commit.epoch,
-                extra=extra,
-                num_ranks=commit.num_ranks,
-            )
-
-        loaded = self.restore(check, act, None if path is None else Path(path))
+        into = _Into(model, _as_list(optimizer), self._ranks, is_strict=strict)
+        loaded = self.restore(into, None if path is None else Path(path))
         if loaded is None:
             raise CheckpointNotFound(
                 f"{self._root} has no checkpoint of job {self._job!r}; give path= to load another's, or job="
@@ -175,13 +154,15 @@ class ShardCheckpointer:
 
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
+        self._refuse_closed()
         return self._run.latest()
 
     def wait(self) -> None:
         """Return once what ``save`` has begun is done, which it is."""
 
     def close(self) -> None:
-        """Let another run of the job have the folder. Twice is allowed."""
+        """Let another run of the job have the folder; nothing can be saved or loaded afterwards. Twice is allowed."""
+        self._is_closed = True
         self._run.leave()
         if self._owns_ranks:
             self._owns_ranks = False
@@ -199,6 +180,7 @@ class ShardCheckpointer:
 
     def claim(self) -> None:
         """Make the job's folder this run's own; CheckpointFenced where another run of the job is alive."""
+        self._refuse_closed()
         self._run.claim()
 
     def try_out(self, collect: Callable[[], Contents]) -> None:
@@ -224,6 +206,7 @@ class ShardCheckpointer:
         about: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
+        self._refuse_closed()
         folder = self._run.claim()
         began = time.perf_counter()
         draft = Commit(
@@ -246,51 +229,54 @@ class ShardCheckpointer:
         return path
 
     def restore(
-        self,
-        check: Callable[[Opened], None],
-        act: Callable[[Opened], _Result],
-        path: Path | None = None,
-        *,
-        falls_back: bool = True,
+        self, into: Destination[_Result], path: Path | None = None, *, falls_back: bool = True
     ) -> _Result | None:
-        """What ``act`` gives of the checkpoint in ``path`` or of the newest good one; None where the job has none.
+        """What ``into`` gives of the checkpoint in ``path`` or of the newest good one; None where the job has none."""
+        self._refuse_closed()
+        return self._restorer.restore(into, path, falls_back=falls_back)
 
-        Both are called on every rank, ``act`` once ``check`` has raised on none; and again for an older checkpoint
-        where ranks found the newer one damaged.
-        """
-        candidates = [path] if path is not None else self._run.candidates(falls_back=falls_back)
-        for place, candidate in enumerate(candidates):
-            try:
-                return self._restore_one(check, act, candidate)
-            except CheckpointDamaged as error:
-                if not falls_back or place + 1 == len(candidates):
-                    raise
-                if self._ranks.rank == 0:
-                    _logger.warning("%s; going on from %s, which was saved before it", error, candidates[place + 1])
-        return None
+    def _refuse_closed(self) -> None:
+        """What is closed has left the other ranks, and its place among the job's checkpoints."""
+        if self._is_closed:
+            raise CheckpointError(
+                f"the ShardCheckpointer of job {self._job!r} is closed, and saves and loads nothing any more; call "
+                "this before close(), or within its `with`, or make another one"
+            )
 
-    def _restore_one(self, check: Callable[[Opened], None], act: Callable[[Opened], _Result], path: Path) -> _Result:
-        results: list[_Result] = []
-        with ExitStack() as stack:
-            opened: list[Opened] = []
 
-            def open_it() -> list[Any]:
-                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
-                opened.append(stack.enter_context(Opened(found, self._storage)))
-                is_own = self._ranks.rank == 0 and self._storage.within(
-                    lambda: self._run.is_own(path), f"reading {path}"
-                )
-                check(opened[0])
-                return [found.commit.generation, is_own]
+class _Into:
+    """A model and its optimizers on one rank, to be loaded into."""
 
-            doing = f"loading {path}"
-            answers = self._storage.together(open_it, doing, is_patient=False)
-            if len({generation for generation, _ in answers}) > 1:
-                raise CheckpointError(f"ranks see different checkpoints in {path}: look after the storage")
-            self._storage.together(lambda: results.append(act(opened[0])), doing, is_patient=False)
-            if answers[0][1]:  # of another job's it has values alone, and goes on as it was
-                self._run.go_on_from(opened[0].found.commit)
-        return results[0]
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, *, is_strict: bool) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._ranks = ranks
+        self._is_strict = is_strict
+        self._loader: Loader
+
+    def check(self, opened: Opened) -> None:
+        ranks = self._ranks
+        self._loader = Loader(self._model, self._optimizers, rank=ranks.rank, num_ranks=ranks.world_size)
+        if self._is_strict:
+            self._loader.check(opened)
+
+    def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
+        return self._loader.refilled(opened, touched)
+
+    def load(self, opened: Opened) -> Loaded:
+        """What goes into memory of its own is read first: damage that is found there has touched nothing."""
+        names = [name for name in opened.names("extra") if name.startswith(f"{_EXTRA}/") or name == _EXTRA]
+        tensors = {name: opened.read_whole("extra", name) for name in names}
+        self._loader.load_model(opened)
+        if self._optimizers:
+            self._loader.load_optimizers(opened)
+        commit = opened.found.commit
+        return Loaded(
+            path=opened.found.path,
+            step=commit.global_step,
+            epoch=commit.epoch,
+            extra=unpack(opened.state.get(_EXTRA), tensors),
+            num_ranks=commit.num_ranks,
+        )
 
 
 def _script() -> str | None:
