@@ -38,6 +38,7 @@ from .opened import Opened
 from .restorer import Destination, Restorer
 from .run import Run
 from .saver import Saver
+from .staging import Staging
 from .storage import Storage
 from .together import gather_or_raise
 
@@ -68,6 +69,9 @@ class ShardCheckpointer:
     ``job`` names the folder; by default it is ELASTIC_EXT_JOB, the launcher's run id, or the script. ``ranks`` is given
     by a trainer, which has them already; they lose patience with one another after ``timeout_seconds``. Each thing that
     touches the storage may take ``storage_timeout_seconds``, by default half of that.
+
+    With ``in_background`` a save copies what it is given, into memory that is kept for it and is as large as what this
+    rank writes, and goes on on a thread of its own; one at a time.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class ShardCheckpointer:
         ranks: Ranks | None = None,
         timeout_seconds: float = 1800.0,
         storage_timeout_seconds: float | None = None,
+        in_background: bool = False,
     ) -> None:
         if storage_timeout_seconds is None:
             storage_timeout_seconds = timeout_seconds / 2
@@ -97,7 +102,7 @@ class ShardCheckpointer:
         )
         self._job = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
         self._storage = Storage(self._ranks, timeout_seconds=storage_timeout_seconds)
-        self._saver = Saver(self._ranks, self._storage)
+        self._saver = Saver(self._ranks, self._storage, staging=Staging() if in_background else None)
         self._run = Run(self._ranks, self._storage, self._root, self._job)
         self._restorer = Restorer(self._ranks, self._storage, self._run)
         self._is_closed = False
@@ -115,19 +120,23 @@ class ShardCheckpointer:
     ) -> Path:
         """Save under the name ``step_<step>``; on return the checkpoint exists, and it is the newest. Gives its folder.
 
+        In the background it is begun, once the one before is done, and what it holds may change on return. If that one
+        has failed, this raises, and nothing is begun.
+
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
         self._refuse_closed()
-        own = self.own_buffers(model)
+        return self.save_contents(f"step_{step}", self._collector(model, optimizer, extra), step=step, epoch=epoch)
 
-        def collect() -> Contents:
-            tensors: dict[str, torch.Tensor] = {}
-            packed = pack(extra, _EXTRA, tensors)
-            optimizers = _as_list(optimizer)
-            rank = self._ranks.rank
-            return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, extra: Any = None
+    ) -> None:
+        """Make the memory for saving these in the background now, beside what comes next, and not in the first save.
 
-        return self.save_contents(f"step_{step}", collect, step=step, epoch=epoch)
+        Call it once the optimizer has its state. Otherwise the first save makes the memory, and takes longer.
+        """
+        self._refuse_closed()
+        self.make_ready(self._collector(model, optimizer, extra))
 
     def load(
         self,
@@ -158,11 +167,22 @@ class ShardCheckpointer:
         return self._run.latest()
 
     def wait(self) -> None:
-        """Return once what ``save`` has begun is done, which it is."""
+        """Return once what ``save`` has begun is done; CheckpointError on all ranks where it failed on one of them."""
+        self._refuse_closed()
+        self._saver.settle()
+
+    def is_saving(self) -> bool:
+        """Whether what ``save`` has begun goes on on any rank: then the next one would wait for it."""
+        self._refuse_closed()
+        return self._saver.is_busy()
 
     def close(self) -> None:
-        """Let another run of the job have the folder; nothing can be saved or loaded afterwards. Twice is allowed."""
+        """Let another run of the job have the folder; nothing can be saved or loaded afterwards. Twice is allowed.
+
+        What is being saved is saved first. Whether that has worked out is in the log; ``wait`` raises.
+        """
         self._is_closed = True
+        self._saver.end()
         self._run.leave()
         if self._owns_ranks:
             self._owns_ranks = False
@@ -207,6 +227,7 @@ class ShardCheckpointer:
     ) -> Path:
         """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
         self._refuse_closed()
+        self._saver.settle()
         folder = self._run.claim()
         began = time.perf_counter()
         draft = Commit(
@@ -222,18 +243,40 @@ class ShardCheckpointer:
             versions=_versions(),
             about=dict(about or {}),
         )
+        if self._saver.can_save_in_background:
+            return self._saver.save_in_background(folder, name, collect, draft, on_end=self._run.note_save)
         path = self._saver.save(folder, name, collect, draft)
         self._run.note_save()
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
+    def make_ready(self, collect: Callable[[], Contents]) -> None:
+        """Make the memory for what ``collect`` gives, if that is needed."""
+        self._saver.make_ready(collect)
+
     def restore(
         self, into: Destination[_Result], path: Path | None = None, *, falls_back: bool = True
     ) -> _Result | None:
         """What ``into`` gives of the checkpoint in ``path`` or of the newest good one; None where the job has none."""
         self._refuse_closed()
+        self._saver.settle()
         return self._restorer.restore(into, path, falls_back=falls_back)
+
+    def _collector(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, extra: Any
+    ) -> Callable[[], Contents]:
+        """What gives the contents of a checkpoint of these."""
+        own = self.own_buffers(model)
+
+        def collect() -> Contents:
+            tensors: dict[str, torch.Tensor] = {}
+            packed = pack(extra, _EXTRA, tensors)
+            optimizers = _as_list(optimizer)
+            rank = self._ranks.rank
+            return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
+
+        return collect
 
     def _refuse_closed(self) -> None:
         """What is closed has left the other ranks, and its place among the job's checkpoints."""

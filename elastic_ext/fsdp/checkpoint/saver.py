@@ -147,10 +147,10 @@ class Saver:
             save.start()
         return begun.writing.path
 
-    @property
     def is_busy(self) -> bool:
-        """Whether a save is under way, as far as this rank knows."""
-        return self._under_way is not None and not self._under_way.is_over
+        """Whether a save is under way on any rank; all ranks call this."""
+        is_own = self._under_way is not None and not self._under_way.is_over
+        return sum(self._ranks.sum([int(is_own)], "seeing whether a save is under way")) > 0
 
     def settle(self) -> None:
         """Return once nothing is under way; raise on all ranks where what was under way has failed on one of them."""

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from elastic_ext.files import NewFiles, naming
 
 from .blocksums import BlockSums
 from .dtypes import ITEM_BYTES
 from .shardfile import BLOCK_BYTES, ShardSummary, checksum_of, laid_out
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["PAGE_BYTES", "Piece", "write_shard"]
 
@@ -66,11 +73,9 @@ def write_shard(
     first = header.encoded()
     with naming(path):
         file = new.begin(path)
-        if staged is None:
-            table = _write_all(file, first, [memory[name] for name in header.entries], block_bytes)
-        else:
-            assert len(staged) == header.data_bytes
-            table = _write_staged(file, first, staged, block_bytes)
+        views = [memory[name] for name in header.entries] if staged is None else [staged]
+        assert sum(map(len, views)) == header.data_bytes
+        table = _write_all(file, first, views, block_bytes, is_staged=staged is not None)
     return ShardSummary(num_bytes=len(first) + header.data_bytes + len(table), checksum=checksum_of(first, table))
 
 
@@ -80,56 +85,86 @@ def _bytes_of(piece: Piece) -> memoryview:
     return piece.data.cast("B") if piece.data.nbytes else memoryview(b"")  # what is empty cannot be cast
 
 
-def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_bytes: int) -> bytes:
+def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_bytes: int, *, is_staged: bool) -> bytes:
     """Write the file from its beginning to its end; gives the table of checksums."""
     _write(file, [memoryview(header)])
     sums = BlockSums(block_bytes)
-    offset = len(header)
-    for batch in _batches(memory):
-        for view in batch:
-            sums.add(view)
-        num_bytes = _write(file, batch)
-        _start_writing_back(file, offset, num_bytes)
-        offset += num_bytes
+    num_bytes = sum(map(len, memory))
+    is_large = num_bytes >= _BATCH_BYTES and len(header) % PAGE_BYTES == 0
+    with _PastTheCache(file) if is_large else nullcontext() as pages:
+        for batch in _batches(memory):
+            for view in batch:
+                sums.add(view)
+            if pages is None:
+                _write(file, batch)
+            else:
+                pages.write(batch, is_aligned=is_staged)
     table = sums.table()
     _write(file, [memoryview(table)])
     return table
 
 
-def _write_staged(file: int, header: bytes, data: memoryview, block_bytes: int) -> bytes:
-    """The same of data that lies in memory as in the file: whole pages go past the system's cache, if they can."""
-    _write(file, [memoryview(header)])
-    sums = BlockSums(block_bytes)
-    end_of_pages = len(data) // PAGE_BYTES * PAGE_BYTES
-    if len(header) % PAGE_BYTES == 0 and end_of_pages >= _BATCH_BYTES:
-        _go_past_the_cache(file, True)
-    for start in range(0, end_of_pages, _BATCH_BYTES):
-        batch = data[start : min(start + _BATCH_BYTES, end_of_pages)]
-        sums.add(batch)
+class _PastTheCache:
+    """Writes whole pages straight to the disk, where the file system has a way, and the last, broken one as it can.
+
+    The system's cache would copy them just as often, and then hold up whoever waits for the disk.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._memory = memoryview(mmap.mmap(-1, _BATCH_BYTES))  # which begins with a page
+        self._num_held = 0
+        self._go(past=True)
+
+    def __enter__(self) -> _PastTheCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            whole = self._num_held // PAGE_BYTES * PAGE_BYTES
+            self._write_pages(self._memory[:whole])
+            self._go(past=False)
+            _write(self._file, [self._memory[whole : self._num_held]])
+
+    def write(self, views: Sequence[memoryview], *, is_aligned: bool) -> None:
+        """Write ``views``; from where they are, if their memory begins with a page as long as nothing came before."""
+        for view in views:
+            if is_aligned and not self._num_held and len(view) % PAGE_BYTES == 0:
+                self._write_pages(view)
+                continue
+            start = 0
+            while start < len(view):
+                part = view[start : start + len(self._memory) - self._num_held]
+                self._memory[self._num_held : self._num_held + len(part)] = part
+                self._num_held += len(part)
+                start += len(part)
+                if self._num_held == len(self._memory):
+                    self._write_pages(self._memory)
+                    self._num_held = 0
+
+    def _write_pages(self, pages: memoryview) -> None:
+        if not pages:
+            return
         try:
-            num_bytes = os.write(file, batch)
+            num_bytes = os.write(self._file, pages)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             num_bytes = 0  # so says a file system that cannot
-        if num_bytes < len(batch):
-            _go_past_the_cache(file, False)
-            _write(file, [batch[num_bytes:]])
-    _go_past_the_cache(file, False)
-    sums.add(data[end_of_pages:])
-    table = sums.table()
-    _write(file, [data[end_of_pages:], memoryview(table)])
-    return table
+        if num_bytes < len(pages):
+            self._go(past=False)
+            _write(self._file, [pages[num_bytes:]])
 
-
-def _go_past_the_cache(file: int, is_wanted: bool) -> None:
-    """Have what is written from now on go straight from memory to the disk, where there is a way; or not."""
-    direct = getattr(os, "O_DIRECT", 0)
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    wanted = flags | direct if is_wanted else flags & ~direct
-    if wanted != flags:
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(file, fcntl.F_SETFL, wanted)
+    def _go(self, *, past: bool) -> None:
+        if fcntl is None or not hasattr(os, "O_DIRECT"):
+            return
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if past else flags & ~os.O_DIRECT
+        if wanted != flags:
+            with contextlib.suppress(OSError):  # a file system that cannot
+                fcntl.fcntl(self._file, fcntl.F_SETFL, wanted)
 
 
 def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -168,13 +203,3 @@ def _write(file: int, views: Sequence[memoryview]) -> int:
         if num_bytes:
             waiting[0] = waiting[0][num_bytes:]
     return total
-
-
-def _start_writing_back(file: int, offset: int, num_bytes: int) -> None:
-    """Let the disk begin with what was just written, while the next batch is on its way.
-
-    Linux starts to write pages that it is told are not needed any more; those still to be written stay in memory.
-    """
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # not everything can be advised
-            os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
