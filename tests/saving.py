@@ -144,11 +144,15 @@ def go_on(
         fill(model, optimizer, step)
         operations = FileOperations(storage, strike, at if rank == victim else None)
         checkpointer.save(step, model, optimizer, extra_of(step))
+        digest = digest_of(model, optimizer)
+        if checkpointer.saves_in_background:  # what is trained goes on
+            fill(model, optimizer, step + 100)
+        checkpointer.wait()
         return Saved(
             loaded_step=loaded.step,
             loaded_digest=loaded_digest,
             step=step,
-            digest=digest_of(model, optimizer),
+            digest=digest,
             operations=operations.end(),
         )
 

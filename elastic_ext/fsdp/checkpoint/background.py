@@ -73,11 +73,14 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def join(self, seconds: float) -> None:
-        """Wait until it is over on this rank; it has failed where it takes longer."""
+        """Wait until it is over on this rank, for so long at most."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
-            if self._thread.is_alive():
-                self.error = CheckpointError(f"the storage took longer than {seconds:g} seconds while saving {self.path}")
+
+    def give_up(self, why: str) -> None:
+        """Nobody waits for it any more; what its thread does yet makes no checkpoint, or one that is whole."""
+        self.error = self.error or CheckpointError(why)
+        self._letters.cancel(why)
 
     def burn_letters(self) -> None:
         """Forget what was told, once it is over on all ranks."""

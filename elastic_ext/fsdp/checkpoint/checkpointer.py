@@ -171,6 +171,11 @@ class ShardCheckpointer:
         self._refuse_closed()
         self._saver.settle()
 
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether saves go on while training does: it was asked for, and the ranks have a store to tell by."""
+        return self._saver.can_save_in_background
+
     def is_saving(self) -> bool:
         """Whether what ``save`` has begun goes on on any rank: then the next one would wait for it."""
         self._refuse_closed()

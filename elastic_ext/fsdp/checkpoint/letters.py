@@ -50,6 +50,7 @@ class Letters:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._posted: list[str] = []
+        self._cancelled: str | None = None
 
     def post(self, what: str, value: object = None) -> None:
         """Tell the others; each ``what`` once."""
@@ -81,10 +82,16 @@ class Letters:
 
     def raise_if_failed(self) -> None:
         """CheckpointError where a rank has failed: by its words."""
+        if self._cancelled is not None:
+            raise CheckpointError(self._cancelled)
         key = self._key(_FAILED)
         if self._store.check([key]):
             rank, why = json.loads(self._store.get(key))
             raise CheckpointError(why if rank == self._rank else f"rank {rank}: {why}")
+
+    def cancel(self, why: str) -> None:
+        """Have this rank wait no longer."""
+        self._cancelled = why
 
     def burn(self) -> None:
         """Take back what this rank has posted, when nobody reads it any more."""

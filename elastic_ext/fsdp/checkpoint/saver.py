@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from .writing import Shard, Writing, make_folder
 __all__ = ["Saver"]
 
 _logger = logging.getLogger(__name__)
+
+_SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,27 +156,52 @@ class Saver:
         return sum(self._ranks.sum([int(is_own)], "seeing whether a save is under way")) > 0
 
     def settle(self) -> None:
-        """Return once nothing is under way; raise on all ranks where what was under way has failed on one of them."""
+        """Return once nothing is under way; raise on all ranks where what was under way has failed on one of them.
+
+        PeerLostError at once where a rank is gone.
+        """
         save = self._under_way
         if save is None:
             return
-        save.join(self._storage.seconds)
         self._under_way = None
+        doing = f"saving {save.path}"
+        try:
+            self._wait_for(save, doing)
+        except BaseException:
+            save.give_up(f"it was given up while {doing}")
+            raise
 
         def tell() -> None:
             if save.error is not None:
                 raise save.error
 
         try:
-            gather_or_raise(self._ranks, tell, f"saving {save.path}")
+            gather_or_raise(self._ranks, tell, doing)
         finally:
             save.burn_letters()
 
+    def _wait_for(self, save: BackgroundSave, doing: str) -> None:
+        """Until it is over on all ranks, or there is no time left on one."""
+        deadline, slice_seconds = time.monotonic() + self._storage.seconds, _SHORT_SECONDS
+        while True:
+            save.join(slice_seconds)
+            is_late = not save.is_over and time.monotonic() > deadline
+            num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
+            if num_late:
+                save.give_up(
+                    f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
+                    "allow it more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
+                )
+            if num_late or not num_waiting:
+                return
+            slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
+
     def end(self) -> None:
         """Wait for what is under way, without the other ranks, which may be gone; what fails has been logged."""
-        if self._under_way is not None:
-            self._under_way.join(self._storage.seconds)
-            self._under_way = None
+        save, self._under_way = self._under_way, None
+        if save is not None:
+            save.join(self._storage.seconds)
+            save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
 
     def make_ready(self, collect: Callable[[], Contents]) -> None:
         """Begin to make room for what ``collect`` gives, off training's way; with all ranks."""
