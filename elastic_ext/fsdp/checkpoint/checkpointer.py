@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.plain import pack, unpack
+from elastic_ext.given import as_list
 from elastic_ext.ranks import Ranks
 
 from .collecting import contents_of, own_buffers
@@ -121,7 +122,7 @@ class ShardCheckpointer:
         def collect() -> Contents:
             tensors: dict[str, torch.Tensor] = {}
             packed = pack(extra, _EXTRA, tensors)
-            optimizers = _as_list(optimizer)
+            optimizers = as_list(optimizer)
             rank = self._ranks.rank
             return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
 
@@ -141,7 +142,7 @@ class ShardCheckpointer:
         is loaded, what the model has besides stays as it is, and its optimizer state begins anew. CheckpointNotFound
         where there is none.
         """
-        optimizers = _as_list(optimizer)
+        optimizers = as_list(optimizer)
         loaders: list[Loader] = []
 
         def check(opened: Opened) -> None:
@@ -300,9 +301,3 @@ def _script() -> str | None:
 
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
-
-
-def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
