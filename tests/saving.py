@@ -162,7 +162,9 @@ def garbage_in(folder: Path) -> list[str]:
     found = []
     for path in sorted(folder.iterdir()):
         if path.name == "meta":
-            found += [str(file) for file in path.iterdir() if file.suffix != ".json" or file.name.startswith(".")]
+            commits = [read_commit(commit.parent) for commit in folder.glob(f"*/{COMMIT}")]
+            named = {f"{checksum}.json" for commit in commits for checksum in commit.metas.values()}
+            found += [str(file) for file in path.iterdir() if file.name not in named]
         elif is_name(path.name) or ".abandoned-" in path.name:
             if not (path / COMMIT).exists():
                 found.append(str(path))

@@ -136,8 +136,11 @@ def test_operation_that_fails_is_an_error_on_all_ranks_and_the_next_try_saves(
 def test_failed_save_is_one_error_on_all_ranks_and_the_old_checkpoint_stays(
     victim: int, strike: Strike, like: str, words: str, ranks: RankPool, storage: Path
 ) -> None:
-    error = error_of_all(run_one(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, strike, like))))
+    ends = run_one(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, strike, like)))
+    error = error_of_all(ends)
     assert error.startswith("CheckpointError: ") and words in error and f"rank {victim}: " in error, error
+    log = [text for end in ends for text in end.log if "checkpoint step_2 failed on rank" in text]
+    assert len(log) == 1 and log[0].endswith(f"rank {victim}"), "where it failed, and nowhere else"
     assert newest_of(storage) == 1
     assert not (job_folder(storage) / "step_2").exists()
     assert [end.error for end in run_one(ranks, storage.parent, Trial(fn=go_on, args=(storage,)))] == [None, None]

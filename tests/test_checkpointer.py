@@ -157,3 +157,17 @@ def test_what_does_not_fit_on_one_rank_is_touched_on_none_and_the_first_rank_nam
     ranks.run(2, unlike_rank, tmp_path)
     (folder,) = (tmp_path / "fsdp_checkpoint").glob("[!.]*")
     assert folder.name.startswith("named%20by%20rank%200_")
+
+
+def test_the_traceback_of_what_failed_is_in_the_log_of_the_rank_where_it_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ShardCheckpointer(tmp_path, job="a") as checkpointer:
+        with pytest.raises(CheckpointError, match="extra/a is a object, which cannot be saved"):
+            checkpointer.save(1, nn.Linear(2, 2), None, {"a": object()})
+        assert "beginning checkpoint step_1 failed on rank 0" in caplog.text
+        assert "in save\n" not in caplog.text and "in _pack\n" in caplog.text, "from where it was caught on"
+        caplog.clear()
+        with pytest.raises(CheckpointError, match="has no checkpoint of job"):
+            checkpointer.load(nn.Linear(2, 2))
+        assert "Traceback" not in caplog.text, "what says all by itself needs none"

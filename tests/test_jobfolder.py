@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced, CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.commit import COMMIT, checksum_of
 from elastic_ext.fsdp.checkpoint.jobfolder import FOLDER, JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import place_in
 from elastic_ext.fsdp.checkpoint.listing import Found
@@ -115,6 +115,7 @@ def test_a_run_that_comes_at_any_call_of_anothers_save_has_the_last_word(ram: Pa
 
         def usurp(path: Path = path, seen: list[Found | None] = seen) -> None:
             other = Run(path, "usurper")
+            other.folder.prune_garbage()
             seen.append(other.folder.latest())
             other.go_on(seen[0])
             other.save(f"step_{seen[0].commit.global_step + 1 if seen[0] else 2}")  # often the same name
@@ -145,7 +146,7 @@ def test_what_a_commit_vouches_for_is_on_the_disk_before_it_and_it_is_before_com
         run.save("step_1")
         run.save("step_2")
     seen = [name for name in calls.names if name in ("write", "writev", "fsync", "link", "mkdir")]
-    new_meta = ["link", "mkdir", "write", "fsync", "link", "link"]
+    new_meta = ["link", "write", "fsync", "link", "mkdir", "link"]
     files = ["write", "writev", "writev", "writev", "fsync", "fsync", "link", "link"]
     commit = ["write", "fsync", "fsync", "fsync", "link", "fsync"]  # itself, the job's folder, its own; its own again
     assert seen == ["mkdir", *new_meta, *files, *commit, "mkdir", "link", *files, *commit]
@@ -389,6 +390,45 @@ def test_a_description_that_the_disk_has_changed_is_written_again(tmp_path: Path
         found.read_meta("model_meta.json")
     assert_loads(run.save("step_2"))
     run.end()
+
+
+def test_descriptions_that_no_checkpoint_has_are_removed_and_nothing_beside_them(tmp_path: Path) -> None:
+    runs(tmp_path, {"a": (None, ["step_1", "step_2"])})
+    run = Run(tmp_path, "b").go_on(Found.read(tmp_path / "step_1"))
+    for name, data in (("step_3", b"given up"), ("step_4", b"under way")):
+        run.folder.begin(name, "g", run.chain)
+        run.folder.put_meta(name, "model_meta.json", data)
+    run.folder.discard("step_3")
+    (tmp_path / "meta" / "notes.json").write_text("somebody's own")
+    (tmp_path / "step_1").rename(tmp_path / "step_1.abandoned-a")
+    shutil.rmtree(tmp_path / "step_2")
+    kept = {f"{checksum_of(data)}.json" for data in (META, b"under way")} | {"notes.json"}
+    assert run.folder.prune_garbage() == [f"meta/{checksum_of(b'given up')}.json"]
+    assert set(os.listdir(tmp_path / "meta")) == kept
+    shutil.rmtree(tmp_path / "step_1.abandoned-a")
+    assert run.folder.prune_garbage() == [f"meta/{checksum_of(META)}.json"]
+    run.end()
+
+
+def test_a_save_goes_on_whenever_another_run_removes_what_is_kept(tmp_path: Path) -> None:
+    for call in range(1000):
+        path = tmp_path / str(call)
+        path.mkdir()
+        run = Run(path, "a")
+        run.folder.begin("step_1", "g", run.chain)
+        run.folder.put_meta("step_1", "model_meta.json", META)
+        run.folder.discard("step_1")
+
+        def remove(path: Path = path) -> None:
+            (path / "meta" / f"{checksum_of(META)}.json").unlink(missing_ok=True)
+
+        with at_call(call, remove) as calls:
+            saved = run.save("step_2")
+        assert_loads(saved)
+        run.end()
+        if len(calls.names) <= call:
+            break
+    assert call > 20
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK])

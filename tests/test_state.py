@@ -626,6 +626,17 @@ def test_tensors_arrays_and_torchs_own_values_come_back() -> None:
     assert (back["t"], back["n"]) == (value["t"], 0.5)
 
 
+def test_arrays_whatever_their_memory_is_like_come_back() -> None:
+    whole = numpy.arange(12.0).reshape(3, 4)
+    fixed = whole.copy()
+    fixed.flags.writeable = False
+    arrays = [whole[::-1], whole[:, ::-2], whole.T, whole[:0, ::-1], fixed, numpy.broadcast_to(whole, (2, 3, 4))]
+    for array in arrays:
+        tensors: dict[str, torch.Tensor] = {}
+        back = unpack(pack(array, "it", tensors), tensors)
+        assert back.dtype == array.dtype and numpy.array_equal(back, array)
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -633,6 +644,7 @@ def test_tensors_arrays_and_torchs_own_values_come_back() -> None:
         (optim, "it is a module"),
         ("\ud800", "it holds half a character"),
         (numpy.array(["a"]), "it is an array of <U1"),
+        ({"a": numpy.arange(3, dtype=">i4")}, "it/a is an array of >i4: .* byte order"),
         ({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, "two tensors come to be called 'it/a/b'"),
     ],
 )

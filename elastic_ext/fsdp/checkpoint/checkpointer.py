@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.plain import pack, unpack
+from elastic_ext.given import as_list
 from elastic_ext.ranks import Ranks
 
 from .collecting import contents_of, own_buffers
@@ -153,7 +154,7 @@ class ShardCheckpointer:
         what fits is loaded, what the model has besides stays as it is, and its optimizer state begins anew.
         CheckpointNotFound where there is none.
         """
-        into = _Into(model, _as_list(optimizer), self._ranks, is_strict=strict)
+        into = _Into(model, as_list(optimizer), self._ranks, is_strict=strict)
         loaded = self.restore(into, None if path is None else Path(path))
         if loaded is None:
             raise CheckpointNotFound(
@@ -277,7 +278,7 @@ class ShardCheckpointer:
         def collect() -> Contents:
             tensors: dict[str, torch.Tensor] = {}
             packed = pack(extra, _EXTRA, tensors)
-            optimizers = _as_list(optimizer)
+            optimizers = as_list(optimizer)
             rank = self._ranks.rank
             return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
 
@@ -334,9 +335,3 @@ def _script() -> str | None:
 
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
-
-
-def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

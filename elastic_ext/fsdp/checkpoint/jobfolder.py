@@ -31,11 +31,10 @@ from elastic_ext.files import (
     read_at_most,
     sync_folder,
     write_new,
-    write_whole,
 )
 
 from .claim import PATIENCE_SECONDS, Claim
-from .clearing import Clearing
+from .clearing import Clearing, meta_path
 from .commit import COMMIT, Commit, FileSummary, checksum_of
 from .jobname import check_job, folder_name, newest_folder, quoted
 from .lineage import Chain, check_chain
@@ -44,7 +43,6 @@ from .listing import Found, Listing, check_name, newest_of
 __all__ = ["FOLDER", "JobFolder"]
 
 FOLDER = "fsdp_checkpoint"
-_META = "meta"
 _JOBS = ".jobs"
 _MOST_NAME_BYTES = 255
 
@@ -65,8 +63,8 @@ class _Begun:
     """A checkpoint that this run is saving."""
 
     generation: str
-    meta_bytes: dict[str, int] = field(default_factory=dict)
-    """How long the descriptions are that were put into it, by file."""
+    metas: dict[str, FileSummary] = field(default_factory=dict)
+    """The descriptions that were put into it, by file."""
 
 
 class JobFolder:
@@ -177,23 +175,18 @@ class JobFolder:
 
         One that is kept there is not written again. Its contents are durable once this returns.
         """
-        checksum = checksum_of(data)
-        kept, path = self.path / _META / f"{checksum}.json", self.path / name / file
-        self._begun[name].meta_bytes[file] = len(data)
+        summary = FileSummary(num_bytes=len(data), checksum=checksum_of(data))
+        kept, path = meta_path(self.path, summary.checksum), self.path / name / file
+        self._begun[name].metas[file] = summary
         try:
             link_or_copy(kept, path)
         except FileNotFoundError:
-            kept.parent.mkdir(exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # by another run, just now
-                write_new(kept, data)
-            link_or_copy(kept, path)
-        if (
-            read_at_most(path, len(data)) != data
-        ):  # the disk has changed it; what was linked to it stays as it was found
-            write_whole(kept, data)
+            _write_and_keep(data, path, kept)
+        if read_at_most(path, len(data)) != data:  # the disk has changed it; checkpoints that have it are left alone
             os.unlink(path)
-            link_or_copy(kept, path)
-        return checksum
+            kept.unlink(missing_ok=True)
+            _write_and_keep(data, path, kept)
+        return summary.checksum
 
     def put_state(self, new: NewFiles, name: str, file: str, data: bytes) -> FileSummary:
         """Write plain values as one of ``new``, to be ``file`` of a begun checkpoint; what COMMIT has to say of it."""
@@ -210,7 +203,7 @@ class JobFolder:
         begun = self._begun[name]
         assert begun.generation == commit.generation
         path = self.path / name
-        _check_files(path, commit.sizes() | {file: begun.meta_bytes[file] for file in commit.metas})
+        _check_files(path, commit.sizes() | {file: begun.metas[file].num_bytes for file in commit.metas})
         with self.told_if_fenced(), NewFiles() as new:
             new.write(path / COMMIT, commit.to_json())
             new.sync()
@@ -250,13 +243,22 @@ class JobFolder:
 
         What cannot be removed is a warning, and is tried again the next time.
         """
-        return self._clearing().prune(begun=self._begun)
+        metas = {summary.checksum for begun in self._begun.values() for summary in begun.metas.values()}
+        return self._clearing().prune(begun=self._begun, metas=metas)
 
     def _clearing(self) -> Clearing:
         """What may change names here; CheckpointFenced if this run may not any more."""
         assert self._claim is not None, "claim() comes before anything that changes names"
         self._claim.check()
         return Clearing(self._claim)
+
+
+def _write_and_keep(data: bytes, path: Path, kept: Path) -> None:
+    """Write a description into a checkpoint; what is kept of it is another name, which may go at any time."""
+    write_new(path, data)
+    kept.parent.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        link_or_copy(path, kept)
 
 
 def _check_files(path: Path, sizes: Mapping[str, int]) -> None:

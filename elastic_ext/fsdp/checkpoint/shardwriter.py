@@ -20,6 +20,7 @@ from elastic_ext.files import NewFiles, naming
 from .blocksums import BlockSums
 from .dtypes import ITEM_BYTES
 from .shardfile import BLOCK_BYTES, ShardSummary, checksum_of, laid_out
+from .views import MOST_VIEWS, go_through
 
 try:
     import fcntl
@@ -30,7 +31,6 @@ __all__ = ["PAGE_BYTES", "Piece", "write_shard"]
 
 PAGE_BYTES = 4096
 _BATCH_BYTES = 4 << 20  # written at once, just after it has gone through the processor's cache for its checksums
-_BATCH_VIEWS = 1000  # Linux takes 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
             batch.append(part)
             start += len(part)
             room -= len(part)
-            if not room or len(batch) == _BATCH_VIEWS:
+            if not room or len(batch) == MOST_VIEWS:
                 yield batch
                 batch = []
                 room = room or _BATCH_BYTES
@@ -188,18 +188,11 @@ def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _write(file: int, views: Sequence[memoryview]) -> int:
     """Write all of ``views``, however little the system takes at a time; the number of bytes."""
-    waiting = [view for view in views if view]
-    total = 0
-    while waiting:
-        num_bytes = os.writev(file, waiting)
+
+    def write(left: Sequence[memoryview], _: int) -> int:
+        num_bytes = os.writev(file, left)
         if not num_bytes:
             raise OSError(errno.EIO, "nothing was written, and no reason was given")
-        total += num_bytes
-        done = 0
-        while done < len(waiting) and num_bytes >= len(waiting[done]):
-            num_bytes -= len(waiting[done])
-            done += 1
-        waiting = waiting[done:]
-        if num_bytes:
-            waiting[0] = waiting[0][num_bytes:]
-    return total
+        return num_bytes
+
+    return go_through(views, write)

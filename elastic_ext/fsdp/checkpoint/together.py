@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_ext import errors
 from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError
@@ -12,13 +13,14 @@ from elastic_ext.ranks import Ranks
 
 __all__ = ["gather_or_raise"]
 
-_Result = TypeVar("_Result")
+_logger = logging.getLogger(__name__)
 
 
 def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list[Any]:
     """What ``act`` gives on each rank, which is JSON; where it fails on some, all raise the same.
 
-    Every rank calls this. A peer that is lost is no failure of this kind, and is raised as what it is.
+    Every rank calls this. The words of an error go to all, its traceback to this rank's log. A peer that is lost is no
+    failure of this kind, and is raised as what it is.
     """
     answer: dict[str, object] = {}
     raised: Exception | None = None
@@ -28,6 +30,8 @@ def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list
         raise
     except Exception as error:  # whatever it is, the others are to hear of it
         raised = error
+        if not isinstance(error, CheckpointError) or error.__cause__ is not None:  # else its words say it all
+            _logger.warning("%s failed on rank %d", doing, ranks.rank, exc_info=error)
         answer["failed"] = {"kind": type(error).__name__, "text": _in_words(error), "mismatch": _parts_of(error)}
     answers = [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), doing)]
     failed = {rank: each["failed"] for rank, each in enumerate(answers) if "failed" in each}
