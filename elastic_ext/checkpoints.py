@@ -88,11 +88,11 @@ class Checkpoints:
         self._checkpointer.close()
 
     def _save(self, name: str) -> Path:
-        own = self._checkpointer.own_buffers(self._state.model)
         counts = self._counts
         path = self._checkpointer.save_contents(
             name,
-            lambda: self._state.collect(own),
+            self._state.model,
+            self._state.collect,
             step=counts.global_step,
             epoch=counts.epoch,
             about=self._state.about(),

@@ -10,6 +10,7 @@ All ranks make it, and call ``save``, ``load`` and ``latest``, in the same order
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import platform
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -39,14 +40,18 @@ from .restorer import Destination, Restorer
 from .run import Run
 from .saver import Saver
 from .storage import Storage
-from .together import gather_or_raise
+from .together import agree_on, gather_or_raise
 
 __all__ = ["Loaded", "ShardCheckpointer"]
 
 _logger = logging.getLogger(__name__)
 
+Collect: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Contents]"
+"""Gives what this rank has, when it is told which buffers are its own."""
+
 _Result = TypeVar("_Result")
 _EXTRA = "extra"
+_MOST = 10**18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,16 +123,21 @@ class ShardCheckpointer:
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
         self._refuse_closed()
-        own = self.own_buffers(model)
+        place: list[int] = []
 
-        def collect() -> Contents:
+        def ask() -> str:
+            place[:] = _as_count("step", step), _as_count("epoch", epoch)
+            return f"save step {place[0]} of epoch {place[1]}"
+
+        def collect(own: Mapping[str, torch.Tensor]) -> Contents:
             tensors: dict[str, torch.Tensor] = {}
             packed = pack(extra, _EXTRA, tensors)
             optimizers = _as_list(optimizer)
             rank = self._ranks.rank
             return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
 
-        return self.save_contents(f"step_{step}", collect, step=step, epoch=epoch)
+        agree_on(self._ranks, ask)
+        return self._save(f"step_{place[0]}", model, collect, step=place[0], epoch=place[1])
 
     def load(
         self,
@@ -144,8 +154,18 @@ class ShardCheckpointer:
         what fits is loaded, what the model has besides stays as it is, and its optimizer state begins anew.
         CheckpointNotFound where there is none.
         """
+        self._refuse_closed()
+
+        given: list[Path] = []
+
+        def ask() -> str:
+            given[:] = [] if path is None else [Path(path)]  # which hosts may have under different names
+            which = "the checkpoint that is given" if given else "the newest checkpoint"
+            return f"load {which}{'' if strict else ', as far as it fits'}"
+
+        agree_on(self._ranks, ask)
         into = _Into(model, _as_list(optimizer), self._ranks, is_strict=strict)
-        loaded = self.restore(into, None if path is None else Path(path))
+        loaded = self._restorer.restore(into, given[0] if given else None, falls_back=True)
         if loaded is None:
             raise CheckpointNotFound(
                 f"{self._root} has no checkpoint of job {self._job!r}; give path= to load another's, or job="
@@ -155,6 +175,7 @@ class ShardCheckpointer:
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
         self._refuse_closed()
+        agree_on(self._ranks, lambda: "tell the newest checkpoint")
         return self._run.latest()
 
     def wait(self) -> None:
@@ -192,21 +213,31 @@ class ShardCheckpointer:
 
         gather_or_raise(self._ranks, act, "seeing what a checkpoint would hold")
 
-    def own_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """This rank's buffers, where ranks that share a model have come to different ones."""
-        return own_buffers(model, self._ranks)
-
     def save_contents(
+        self, name: str, model: nn.Module, collect: Collect, *, step: int, epoch: int, about: Mapping[str, Any]
+    ) -> Path:
+        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
+        self._refuse_closed()
+        agree_on(self._ranks, lambda: f"save {name} at step {step} of epoch {epoch}")
+        return self._save(name, model, collect, step=step, epoch=epoch, about=about)
+
+    def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
+        """What ``into`` gives of the newest good checkpoint; None where the job has none."""
+        self._refuse_closed()
+        agree_on(self._ranks, lambda: "load the newest checkpoint")
+        return self._restorer.restore(into, None, falls_back=falls_back)
+
+    def _save(
         self,
         name: str,
-        collect: Callable[[], Contents],
+        model: nn.Module,
+        collect: Collect,
         *,
         step: int,
         epoch: int,
         about: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
-        self._refuse_closed()
+        own = own_buffers(model, self._ranks)
         folder = self._run.claim()
         began = time.perf_counter()
         draft = Commit(
@@ -222,18 +253,11 @@ class ShardCheckpointer:
             versions=_versions(),
             about=dict(about or {}),
         )
-        path = self._saver.save(folder, name, collect, draft)
+        path = self._saver.save(folder, name, lambda: collect(own), draft)
         self._run.note_save()
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
-
-    def restore(
-        self, into: Destination[_Result], path: Path | None = None, *, falls_back: bool = True
-    ) -> _Result | None:
-        """What ``into`` gives of the checkpoint in ``path`` or of the newest good one; None where the job has none."""
-        self._refuse_closed()
-        return self._restorer.restore(into, path, falls_back=falls_back)
 
     def _refuse_closed(self) -> None:
         """What is closed has left the other ranks, and its place among the job's checkpoints."""
@@ -286,6 +310,15 @@ def _script() -> str | None:
 
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def _as_count(what: str, given: object) -> int:
+    """An integer of Python's or numpy's as Python's own; ValueError where it cannot be a count."""
+    if isinstance(given, SupportsIndex) and not isinstance(given, bool):
+        count = operator.index(given)
+        if 0 <= count < _MOST:
+            return count
+    raise ValueError(f"{what} is {given!r}; allowed: an integer from 0 to {_MOST - 1}")
 
 
 def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
