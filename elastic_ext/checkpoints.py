@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from .config import ElasticConfig
-from .errors import CheckpointError, CheckpointFenced, RanksDisagreeError
+from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
 from .follow import ConfigFollower
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .interval import CheckpointInterval
@@ -52,6 +52,7 @@ class Checkpoints:
         self._how = how_to_resume
         self._saved_at: int | None = None  # the global step of the last save that there is
         self._path: Path | None = None  # where that is
+        self._has_told_of_epochs = False
 
     # ---- saving ----
 
@@ -71,7 +72,7 @@ class Checkpoints:
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
         if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_or_warn(f"epoch_{self._counts.epoch}")
+            self._save_or_warn(f"epoch_{self._counts.epoch}", else_by_step=True)
 
     def save_now(self) -> Path:
         """Save on all ranks, unless that was done at this very step; gives the folder, and raises where it cannot."""
@@ -100,7 +101,7 @@ class Checkpoints:
         self._saved_at, self._path = counts.global_step, path
         return path
 
-    def _save_or_warn(self, name: str) -> None:
+    def _save_or_warn(self, name: str, *, else_by_step: bool = False) -> None:
         is_there = self._path is not None and self._saved_at == self._counts.global_step
         if is_there and (name.startswith("step_") or (self._path is not None and self._path.name == name)):
             return
@@ -108,11 +109,25 @@ class Checkpoints:
             self._save(name)
         except CheckpointFenced:
             raise
+        except CheckpointExists as error:
+            if not else_by_step:
+                raise
+            self._tell_of_repeated_epoch(error)
+            self._save_or_warn(f"step_{self._counts.global_step}")
         except CheckpointError as error:
             if not self._warns:
                 raise
             if self._state.rank == 0:
                 _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
+
+    def _tell_of_repeated_epoch(self, error: CheckpointExists) -> None:
+        if self._state.rank == 0 and not self._has_told_of_epochs:
+            _logger.warning(
+                "%s. An epoch of this number has ended before: the step names its checkpoint instead, and those of "
+                "all epochs to come that repeat a number; begin with trainer.start_epoch, and go on counting",
+                error,
+            )
+        self._has_told_of_epochs = True
 
     # ---- resuming ----
 
