@@ -19,7 +19,7 @@ from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDi
 from .follow import ConfigFollower
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .interval import CheckpointInterval
-from .training_state import Resumed, TrainingState
+from .training_state import PASSES_BY_ITSELF, Resumed, TrainingState
 
 __all__ = ["Checkpoints", "Resume", "WhenSaveFails", "checkpoints_for"]
 
@@ -75,10 +75,20 @@ class Checkpoints:
             self._save_or_warn(f"epoch_{self._counts.epoch}", else_by_step=True)
 
     def save_now(self) -> Path:
-        """Save on all ranks, unless that was done at this very step; gives the folder, and raises where it cannot."""
-        if self._path is not None and self._saved_at == self._counts.global_step:
-            return self._path
-        return self._save(f"step_{self._counts.global_step}")
+        """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder.
+
+        CheckpointExists where this step has one, and something has changed since.
+        """
+        path, name = self._path, f"step_{self._counts.global_step}"
+        if path is None or self._saved_at != self._counts.global_step:
+            return self._save(name)
+        change = self._checkpointer.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
+        if change is None:
+            return path
+        try:
+            return self._save(name)
+        except CheckpointExists as error:
+            raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
     def try_out(self) -> None:
         """Find out now what could not be saved later."""

@@ -32,8 +32,10 @@ from elastic_ext.ranks import Ranks
 
 from .collecting import contents_of, own_buffers
 from .commit import Commit
+from .comparing import first_change
 from .contents import Contents
 from .jobname import job_name
+from .listing import Found
 from .loader import Loader
 from .opened import Opened
 from .restorer import Destination, Restorer
@@ -220,6 +222,26 @@ class ShardCheckpointer:
         self._refuse_closed()
         agree_on(self._ranks, lambda: f"save {name} at step {step} of epoch {epoch}")
         return self._save(name, model, collect, step=step, epoch=epoch, about=about)
+
+    def change_since(self, path: Path, model: nn.Module, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
+        """What is not as the checkpoint in ``path`` has it, on any rank; None where saving would give the same again.
+
+        ``passes_over`` is what does not matter, as ``first_change`` takes it.
+        """
+        self._refuse_closed()
+        agree_on(self._ranks, lambda: f"save again what {path.name} has")
+        own = own_buffers(model, self._ranks)
+
+        def compare() -> str | None:
+            try:
+                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
+            except CheckpointNotFound:
+                return "anything"
+            with Opened(found, self._storage) as opened:
+                return first_change(opened, collect(own), rank=self._ranks.rank, passes_over=passes_over)
+
+        answers = self._storage.together(compare, f"comparing {path} with what is here", is_patient=False)
+        return next((change for change in answers if change is not None), None)
 
     def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
         """What ``into`` gives of the newest good checkpoint; None where the job has none."""
