@@ -88,6 +88,43 @@ def test_a_training_that_has_ended_neither_saves_nor_loads(ranks: RankPool, tmp_
     assert sorted(name for name in os.listdir(folder) if name.startswith("step")) == ["step_1", "step_2"]
 
 
+# --- steps that would not be the newest -----------------------------------------------------------------------------
+
+
+def earlier_step_rank(_: int, storage: Path) -> None:
+    model = nn.Linear(2, 2)
+    with ShardCheckpointer(storage, job="x") as checkpointer:
+        early, newest = checkpointer.save(5, model), checkpointer.save(10, model)
+        before = everything_in(storage)
+        for step in (10, 7, 5, 0):
+            with pytest.raises(
+                ValueError, match=rf"step is {step}, and this run has saved step 10; .* older checkpoint"
+            ):
+                checkpointer.save(step, model)
+        assert everything_in(storage) == before
+        assert checkpointer.latest() == newest
+    with ShardCheckpointer(storage, job="x") as checkpointer:
+        checkpointer.load(model)
+        before = everything_in(storage)
+        for step in (10, 3):
+            with pytest.raises(ValueError, match=rf"step is {step}, and this run has gone on from step 10; .* job="):
+                checkpointer.save(step, model)
+        assert everything_in(storage) == before
+        checkpointer.load(model, path=early)
+        path = checkpointer.save(7, model)
+        assert checkpointer.latest() == path
+        assert checkpointer.load(model).step == 7
+        checkpointer.save(10, model)
+    with ShardCheckpointer(storage, job="tuned") as checkpointer:
+        checkpointer.load(model, path=path)
+        assert checkpointer.save(0, model) == checkpointer.latest()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_that_is_not_the_next_is_refused(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    ranks.run(num_ranks, earlier_step_rank, tmp_path)
+
+
 # --- arguments that one rank alone has, or that cannot be -----------------------------------------------------------
 
 SAVED = 1  # the step of the checkpoint that is there

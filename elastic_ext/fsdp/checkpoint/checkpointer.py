@@ -122,6 +122,7 @@ class ShardCheckpointer:
     ) -> Path:
         """Save under the name ``step_<step>``; on return the checkpoint exists, and it is the newest. Gives its folder.
 
+        ``step`` comes after the one that was loaded or saved last: ValueError otherwise, and nothing is changed.
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
         self._refuse_closed()
@@ -129,6 +130,7 @@ class ShardCheckpointer:
 
         def ask() -> str:
             place[:] = _as_count("step", step), _as_count("epoch", epoch)
+            self._run.check_is_next(place[0])
             return f"save step {place[0]} of epoch {place[1]}"
 
         def collect(own: Mapping[str, torch.Tensor]) -> Contents:
@@ -276,7 +278,7 @@ class ShardCheckpointer:
             about=dict(about or {}),
         )
         path = self._saver.save(folder, name, lambda: collect(own), draft)
-        self._run.note_save()
+        self._run.note_save(step)
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
