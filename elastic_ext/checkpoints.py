@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 
 from .config import ElasticConfig
-from .errors import CheckpointError, CheckpointFenced, RanksDisagreeError
+from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
 from .follow import ConfigFollower
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .interval import CheckpointInterval
-from .training_state import Resumed, TrainingState
+from .training_state import PASSES_BY_ITSELF, Resumed, TrainingState
 
 __all__ = ["Checkpoints", "Resume", "WhenSaveFails", "checkpoints_for"]
 
@@ -52,6 +52,7 @@ class Checkpoints:
         self._how = how_to_resume
         self._saved_at: int | None = None  # the global step of the last save that there is
         self._path: Path | None = None  # where that is
+        self._has_told_of_epochs = False
 
     # ---- saving ----
 
@@ -71,13 +72,23 @@ class Checkpoints:
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
         if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_or_warn(f"epoch_{self._counts.epoch}")
+            self._save_or_warn(f"epoch_{self._counts.epoch}", else_by_step=True)
 
     def save_now(self) -> Path:
-        """Save on all ranks, unless that was done at this very step; gives the folder, and raises where it cannot."""
-        if self._path is not None and self._saved_at == self._counts.global_step:
-            return self._path
-        return self._save(f"step_{self._counts.global_step}")
+        """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder.
+
+        CheckpointExists where this step has one, and something has changed since.
+        """
+        path, name = self._path, f"step_{self._counts.global_step}"
+        if path is None or self._saved_at != self._counts.global_step:
+            return self._save(name)
+        change = self._checkpointer.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
+        if change is None:
+            return path
+        try:
+            return self._save(name)
+        except CheckpointExists as error:
+            raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
     def try_out(self) -> None:
         """Find out now what could not be saved later."""
@@ -88,11 +99,11 @@ class Checkpoints:
         self._checkpointer.close()
 
     def _save(self, name: str) -> Path:
-        own = self._checkpointer.own_buffers(self._state.model)
         counts = self._counts
         path = self._checkpointer.save_contents(
             name,
-            lambda: self._state.collect(own),
+            self._state.model,
+            self._state.collect,
             step=counts.global_step,
             epoch=counts.epoch,
             about=self._state.about(),
@@ -100,7 +111,7 @@ class Checkpoints:
         self._saved_at, self._path = counts.global_step, path
         return path
 
-    def _save_or_warn(self, name: str) -> None:
+    def _save_or_warn(self, name: str, *, else_by_step: bool = False) -> None:
         is_there = self._path is not None and self._saved_at == self._counts.global_step
         if is_there and (name.startswith("step_") or (self._path is not None and self._path.name == name)):
             return
@@ -108,11 +119,25 @@ class Checkpoints:
             self._save(name)
         except CheckpointFenced:
             raise
+        except CheckpointExists as error:
+            if not else_by_step:
+                raise
+            self._tell_of_repeated_epoch(error)
+            self._save_or_warn(f"step_{self._counts.global_step}")
         except CheckpointError as error:
             if not self._warns:
                 raise
             if self._state.rank == 0:
                 _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
+
+    def _tell_of_repeated_epoch(self, error: CheckpointExists) -> None:
+        if self._state.rank == 0 and not self._has_told_of_epochs:
+            _logger.warning(
+                "%s. An epoch of this number has ended before: the step names its checkpoint instead, and those of "
+                "all epochs to come that repeat a number; begin with trainer.start_epoch, and go on counting",
+                error,
+            )
+        self._has_told_of_epochs = True
 
     # ---- resuming ----
 

@@ -235,7 +235,7 @@ class ElasticTrainer:
         self._registered[name] = held
 
     def save_checkpoint(self) -> Path:
-        """Save a checkpoint now, under ``shared_storage_path``; gives its folder. All ranks call this between steps."""
+        """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
         return self._prepared.save_checkpoint()
 
     def _save_fsdp_state(self) -> Path:

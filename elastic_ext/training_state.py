@@ -37,10 +37,12 @@ from .ranks import Ranks
 from .sharing import Sharing
 from .taking_part import TakingPart
 
-__all__ = ["Registered", "Resumed", "TrainingState", "claim_registered", "fill_registered"]
+__all__ = ["PASSES_BY_ITSELF", "Registered", "Resumed", "TrainingState", "claim_registered", "fill_registered"]
 
 _logger = logging.getLogger(__name__)
 
+PASSES_BY_ITSELF = ("counts", "config", "position", "random/", "plain/dataloader")
+"""What may become another between two steps, with nothing to be saved: keys and names in ``collect``'s contents."""
 Registered = dict[str, Mapping[str, torch.Tensor]]
 _PLAIN = "plain"  # what the names of tensors in plain values begin with
 

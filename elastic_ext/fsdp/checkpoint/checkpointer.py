@@ -10,6 +10,7 @@ All ranks make it, and call ``save``, ``load`` and ``latest``, in the same order
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import platform
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -32,8 +33,10 @@ from elastic_ext.ranks import Ranks
 
 from .collecting import contents_of, own_buffers
 from .commit import Commit
+from .comparing import first_change
 from .contents import Contents
 from .jobname import job_name
+from .listing import Found
 from .loader import Loader
 from .opened import Opened
 from .restorer import Destination, Restorer
@@ -41,14 +44,18 @@ from .run import Run
 from .saver import Saver
 from .staging import Staging
 from .storage import Storage
-from .together import gather_or_raise
+from .together import agree_on, gather_or_raise
 
 __all__ = ["Loaded", "ShardCheckpointer"]
 
 _logger = logging.getLogger(__name__)
 
+Collect: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Contents]"
+"""Gives what this rank has, when it is told which buffers are its own."""
+
 _Result = TypeVar("_Result")
 _EXTRA = "extra"
+_MOST = 10**18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,10 +131,20 @@ class ShardCheckpointer:
         In the background it is begun, once the one before is done, and what it holds may change on return. If that one
         has failed, this raises, and nothing is begun.
 
+        ``step`` comes after the one that was loaded or saved last: ValueError otherwise, and nothing is changed.
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
-        self._refuse_closed()
-        return self.save_contents(f"step_{step}", self._collector(model, optimizer, extra), step=step, epoch=epoch)
+        self.wait()
+        place: list[int] = []
+
+        def ask() -> str:
+            place[:] = _as_count("step", step), _as_count("epoch", epoch)
+            self._run.check_is_next(place[0])
+            return f"save step {place[0]} of epoch {place[1]}"
+
+        agree_on(self._ranks, ask)
+        collect = self._collector(model, optimizer, extra)
+        return self._save(f"step_{place[0]}", model, collect, step=place[0], epoch=place[1])
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, extra: Any = None
@@ -137,7 +154,8 @@ class ShardCheckpointer:
         Call it once the optimizer has its state. Otherwise the first save makes the memory, and takes longer.
         """
         self._refuse_closed()
-        self.make_ready(self._collector(model, optimizer, extra))
+        agree_on(self._ranks, lambda: "make ready for saving")
+        self.make_ready(model, self._collector(model, optimizer, extra))
 
     def load(
         self,
@@ -154,8 +172,17 @@ class ShardCheckpointer:
         what fits is loaded, what the model has besides stays as it is, and its optimizer state begins anew.
         CheckpointNotFound where there is none.
         """
+        self.wait()
+        given: list[Path] = []
+
+        def ask() -> str:
+            given[:] = [] if path is None else [Path(path)]  # which hosts may have under different names
+            which = "the checkpoint that is given" if given else "the newest checkpoint"
+            return f"load {which}{'' if strict else ', as far as it fits'}"
+
+        agree_on(self._ranks, ask)
         into = _Into(model, as_list(optimizer), self._ranks, is_strict=strict)
-        loaded = self.restore(into, None if path is None else Path(path))
+        loaded = self._restorer.restore(into, given[0] if given else None, falls_back=True)
         if loaded is None:
             raise CheckpointNotFound(
                 f"{self._root} has no checkpoint of job {self._job!r}; give path= to load another's, or job="
@@ -165,6 +192,7 @@ class ShardCheckpointer:
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
         self._refuse_closed()
+        agree_on(self._ranks, lambda: "tell the newest checkpoint")
         return self._run.latest()
 
     def wait(self) -> None:
@@ -218,22 +246,57 @@ class ShardCheckpointer:
 
         gather_or_raise(self._ranks, act, "seeing what a checkpoint would hold")
 
-    def own_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """This rank's buffers, where ranks that share a model have come to different ones."""
-        return own_buffers(model, self._ranks)
-
     def save_contents(
+        self, name: str, model: nn.Module, collect: Collect, *, step: int, epoch: int, about: Mapping[str, Any]
+    ) -> Path:
+        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
+        self.wait()
+        agree_on(self._ranks, lambda: f"save {name} at step {step} of epoch {epoch}")
+        return self._save(name, model, collect, step=step, epoch=epoch, about=about)
+
+    def make_ready(self, model: nn.Module, collect: Collect) -> None:
+        """Make the memory for what ``collect`` gives, where that is needed."""
+        if self._saver.can_save_in_background:
+            own = own_buffers(model, self._ranks)
+            self._saver.make_ready(lambda: collect(own))
+
+    def change_since(self, path: Path, model: nn.Module, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
+        """What is not as the checkpoint in ``path`` has it, on any rank; None where saving would give the same again.
+
+        ``passes_over`` is what does not matter, as ``first_change`` takes it.
+        """
+        self.wait()
+        agree_on(self._ranks, lambda: f"save again what {path.name} has")
+        own = own_buffers(model, self._ranks)
+
+        def compare() -> str | None:
+            try:
+                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
+            except CheckpointNotFound:
+                return "anything"
+            with Opened(found, self._storage) as opened:
+                return first_change(opened, collect(own), rank=self._ranks.rank, passes_over=passes_over)
+
+        answers = self._storage.together(compare, f"comparing {path} with what is here", is_patient=False)
+        return next((change for change in answers if change is not None), None)
+
+    def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
+        """What ``into`` gives of the newest good checkpoint; None where the job has none."""
+        self.wait()
+        agree_on(self._ranks, lambda: "load the newest checkpoint")
+        return self._restorer.restore(into, None, falls_back=falls_back)
+
+    def _save(
         self,
         name: str,
-        collect: Callable[[], Contents],
+        model: nn.Module,
+        collect: Collect,
         *,
         step: int,
         epoch: int,
         about: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
-        self._refuse_closed()
-        self._saver.settle()
+        own = own_buffers(model, self._ranks)
         folder = self._run.claim()
         began = time.perf_counter()
         draft = Commit(
@@ -250,32 +313,19 @@ class ShardCheckpointer:
             about=dict(about or {}),
         )
         if self._saver.can_save_in_background:
-            return self._saver.save_in_background(folder, name, collect, draft, on_end=self._run.note_save)
-        path = self._saver.save(folder, name, collect, draft)
-        self._run.note_save()
+            return self._saver.save_in_background(
+                folder, name, lambda: collect(own), draft, on_end=lambda: self._run.note_save(step)
+            )
+        path = self._saver.save(folder, name, lambda: collect(own), draft)
+        self._run.note_save(step)
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
-    def make_ready(self, collect: Callable[[], Contents]) -> None:
-        """Make the memory for what ``collect`` gives, if that is needed."""
-        self._saver.make_ready(collect)
-
-    def restore(
-        self, into: Destination[_Result], path: Path | None = None, *, falls_back: bool = True
-    ) -> _Result | None:
-        """What ``into`` gives of the checkpoint in ``path`` or of the newest good one; None where the job has none."""
-        self._refuse_closed()
-        self._saver.settle()
-        return self._restorer.restore(into, path, falls_back=falls_back)
-
-    def _collector(
-        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, extra: Any
-    ) -> Callable[[], Contents]:
+    def _collector(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, extra: Any) -> Collect:
         """What gives the contents of a checkpoint of these."""
-        own = self.own_buffers(model)
 
-        def collect() -> Contents:
+        def collect(own: Mapping[str, torch.Tensor]) -> Contents:
             tensors: dict[str, torch.Tensor] = {}
             packed = pack(extra, _EXTRA, tensors)
             optimizers = as_list(optimizer)
@@ -335,3 +385,12 @@ def _script() -> str | None:
 
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def _as_count(what: str, given: object) -> int:
+    """An integer of Python's or numpy's as Python's own; ValueError where it cannot be a count."""
+    if isinstance(given, SupportsIndex) and not isinstance(given, bool):
+        count = operator.index(given)
+        if 0 <= count < _MOST:
+            return count
+    raise ValueError(f"{what} is {given!r}; allowed: an integer from 0 to {_MOST - 1}")

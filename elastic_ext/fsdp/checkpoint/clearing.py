@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointError, CheckpointFenced, CheckpointNotFound
+from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, CheckpointNotFound
 from elastic_ext.files import is_taken, is_temporary, move_folder, remove_folder
 
 from .claim import Claim
@@ -41,7 +41,7 @@ class Clearing:
         self._path = claim.folder
 
     def vacate(self, name: str, chain: Sequence[Lineage]) -> None:
-        """See that nothing has the name of a checkpoint which is to begin; CheckpointError if it is to stay."""
+        """See that nothing has the name of a checkpoint which is to begin; CheckpointExists if that is to stay."""
         path = self._path / name
         if not is_taken(path):
             return
@@ -56,7 +56,7 @@ class Clearing:
             self._rename(name, "unreadable", None)
         else:
             if _is_kept(commit, chain):
-                raise CheckpointError(
+                raise CheckpointExists(
                     f"{path} holds a checkpoint already, saved at step {commit.global_step} by run {commit.run_id}, "
                     "and no checkpoint is written twice; move it away, or save at another step"
                 )

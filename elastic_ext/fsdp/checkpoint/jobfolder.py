@@ -156,7 +156,7 @@ class JobFolder:
     def begin(self, name: str, generation: str, lineage: Chain) -> Path:
         """Make the folder of a new checkpoint, for all ranks to write into; its path.
 
-        A name that an abandoned run used is free again: what has it is renamed. CheckpointError if this run, or one
+        A name that an abandoned run used is free again: what has it is renamed. CheckpointExists if this run, or one
         that it goes on from, has saved under this name.
         """
         check_name(name)

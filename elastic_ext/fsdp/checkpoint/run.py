@@ -39,7 +39,7 @@ class Run:
         self._claim: Claim | None = None  # on the first rank
         self._id = _NOT_BEGUN
         self._came_from: Commit | None = None
-        self._has_saved = False
+        self._saved_at: int | None = None  # the global step of this run's newest checkpoint
 
     @property
     def chain(self) -> Chain:
@@ -86,11 +86,22 @@ class Run:
             self._claim.release()
         self._claim = self._folder = None
         self._id = _NOT_BEGUN
-        self._has_saved = False
+        self._saved_at = None
 
-    def note_save(self) -> None:
+    def note_save(self, step: int) -> None:
         """A checkpoint of this run exists."""
-        self._has_saved = True
+        self._saved_at = step
+
+    def check_is_next(self, step: int) -> None:
+        """ValueError unless a checkpoint of ``step`` would be the newest of those that lead to where this run is."""
+        newest, did = self._saved_at, "saved"
+        if newest is None and self._came_from is not None:
+            newest, did = self._came_from.global_step, "gone on from"
+        if newest is not None and step <= newest:
+            raise ValueError(
+                f"step is {step}, and this run has {did} step {newest}; allowed: a step after that. To go back, load "
+                "an older checkpoint first; for another training that begins with these weights give another job="
+            )
 
     def is_own(self, path: Path) -> bool:
         """Whether a checkpoint's folder is one of this job's."""
@@ -100,7 +111,7 @@ class Run:
     def go_on_from(self, commit: Commit) -> None:
         """Training stands where ``commit`` says. What is saved from here on does not follow what was saved so far."""
         self._came_from = commit
-        if self._has_saved:
+        if self._saved_at is not None:
             self.leave()
 
     def latest(self) -> Path | None:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ext import errors
-from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError
+from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError, RanksDisagreeError
 from elastic_ext.ranks import Ranks
 
-__all__ = ["gather_or_raise"]
+__all__ = ["agree_on", "gather_or_raise"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +38,31 @@ def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list
     if failed:
         raise _joined(failed, doing, len(answers)) from raised
     return [each["gives"] for each in answers]
+
+
+def agree_on(ranks: Ranks, ask: Callable[[], str]) -> None:
+    """Return if all ranks are asked for the same, which ``ask`` gives in words. Every rank calls this, first of all.
+
+    ValueError on all ranks where an argument of one is wrong, which ``ask`` has raised a ValueError or TypeError for;
+    RanksDisagreeError where they are asked for different things, and would wait for one another in vain.
+    """
+    answer: dict[str, str] = {}
+    raised: Exception | None = None
+    try:
+        answer["asks"] = ask()
+    except (ValueError, TypeError) as error:
+        raised = error
+        answer["refuses"] = str(error)
+    answers = [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), "comparing what is asked for")]
+    refused = {rank: each["refuses"] for rank, each in enumerate(answers) if "refuses" in each}
+    if refused:
+        raise ValueError(_told(refused, len(answers))) from raised
+    asked = {rank: each["asks"] for rank, each in enumerate(answers)}
+    if len(set(asked.values())) > 1:
+        raise RanksDisagreeError(
+            f"the ranks are asked for different things ({_told(asked, len(answers))}); call the same on all of them, "
+            "in the same order, with the same arguments"
+        )
 
 
 def _joined(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:
