@@ -92,7 +92,7 @@ class Session:
             self._materialise()
             if self.checkpoints is not None:
                 self.checkpoints.resume(self.resume)
-                self.checkpoints.try_out()
+                self.checkpoints.make_ready()
             self._plan_saving()
             if self._accelerated is not None:
                 self._accelerated.begin(lambda: steps.is_committing)
@@ -177,6 +177,8 @@ class Session:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
                 self.follower.finish(is_doubtful=self.steps.is_doubtful)
+                if self.checkpoints is not None:
+                    self.checkpoints.end()
         finally:
             self._progress.end()
             self._gradients.release()

@@ -44,7 +44,7 @@ from .arguments import (
     check_updates,
 )
 from .batches import Batches
-from .checkpoints import Resume, WhenSaveFails, checkpoints_for
+from .checkpoints import Resume, WhenSaveFails, WhenSaving, checkpoints_for
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, NotPrepared, OwnStep
 from .counts import Counts
@@ -96,6 +96,8 @@ class ElasticTrainer:
         shared_storage_path: str | Path | None = None,
         resume: Resume = "auto",
         when_save_fails: WhenSaveFails = "raise",
+        save_in_background: bool = True,
+        when_saving: WhenSaving = "wait",
         accelerator: Any = None,
         config_file: str | Path | None = None,
         agree_every_steps: Every = "auto",
@@ -108,6 +110,7 @@ class ElasticTrainer:
         check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
         check_choice("resume", resume, ("auto", "strict", "never"))
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
+        check_choice("when_saving", when_saving, ("wait", "skip", "error"))
         check_checkpoints(checkpoint_interval, shared_storage_path)
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
         self._accelerated = None if accelerator is None else Accelerated(accelerator)
@@ -128,6 +131,8 @@ class ElasticTrainer:
             "job": job,
             "interval": checkpoint_interval,
             "when_save_fails": when_save_fails,
+            "in_background": save_in_background,
+            "when_saving": when_saving,
             "how_to_resume": resume,
         }
         self._state = StepState()

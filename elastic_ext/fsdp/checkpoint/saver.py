@@ -236,7 +236,7 @@ class Saver:
     def _compare(
         self, name: str, collect: Callable[[], Contents], and_then: Callable[[str], None] | None
     ) -> tuple[Contents, _Agreed, list[list[Any]]]:
-        """What this rank has; what the ranks hold together; and what each has said: name, digest, values, generation."""
+        """What this rank has; what all hold together; what each has said: name, digest, values, generation."""
         found: list[Contents] = []
         inventories: dict[FileKind, Inventory] = {}
 
