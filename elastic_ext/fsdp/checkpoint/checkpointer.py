@@ -134,7 +134,7 @@ class ShardCheckpointer:
         ``step`` comes after the one that was loaded or saved last: ValueError otherwise, and nothing is changed.
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
-        self.wait()
+        self._come_to_rest()
         place: list[int] = []
 
         def ask() -> str:
@@ -172,7 +172,7 @@ class ShardCheckpointer:
         what fits is loaded, what the model has besides stays as it is, and its optimizer state begins anew.
         CheckpointNotFound where there is none.
         """
-        self.wait()
+        self._come_to_rest()
         given: list[Path] = []
 
         def ask() -> str:
@@ -197,7 +197,6 @@ class ShardCheckpointer:
 
     def wait(self) -> None:
         """Return once what ``save`` has begun is done; CheckpointError on all ranks where it failed on one of them."""
-        self._refuse_closed()
         self._saver.settle()
 
     @property
@@ -250,7 +249,7 @@ class ShardCheckpointer:
         self, name: str, model: nn.Module, collect: Collect, *, step: int, epoch: int, about: Mapping[str, Any]
     ) -> Path:
         """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
-        self.wait()
+        self._come_to_rest()
         agree_on(self._ranks, lambda: f"save {name} at step {step} of epoch {epoch}")
         return self._save(name, model, collect, step=step, epoch=epoch, about=about)
 
@@ -265,7 +264,7 @@ class ShardCheckpointer:
 
         ``passes_over`` is what does not matter, as ``first_change`` takes it.
         """
-        self.wait()
+        self._come_to_rest()
         agree_on(self._ranks, lambda: f"save again what {path.name} has")
         own = own_buffers(model, self._ranks)
 
@@ -282,7 +281,7 @@ class ShardCheckpointer:
 
     def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
         """What ``into`` gives of the newest good checkpoint; None where the job has none."""
-        self.wait()
+        self._come_to_rest()
         agree_on(self._ranks, lambda: "load the newest checkpoint")
         return self._restorer.restore(into, None, falls_back=falls_back)
 
@@ -333,6 +332,11 @@ class ShardCheckpointer:
             return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
 
         return collect
+
+    def _come_to_rest(self) -> None:
+        """Nothing is under way when what comes next begins."""
+        self._refuse_closed()
+        self._saver.settle()
 
     def _refuse_closed(self) -> None:
         """What is closed has left the other ranks, and its place among the job's checkpoints."""
