@@ -1855,7 +1855,7 @@ class Adding(Training):
     def make_model(self) -> nn.Module:
         model = Net()
         model.offset = nn.Parameter(torch.ones(5))  # type: ignore[assignment]
-        model.register_forward_hook(lambda module, arguments, output: output + module.offset)  # type: ignore[operator]
+        model.register_forward_hook(lambda module, arguments, output: output + module.offset)
         return model
 
 
