@@ -89,7 +89,6 @@ class Gradients:
         self._is_counted: bool | None = None  # whether this step's backward passes come with num_items
         self._has_counted = False  # in this training
         self._is_divided = False
-        self._is_exact = self._was_exact = False  # the step so far, and the one before, came by trainer.backward alone
         self._hidden = 0  # what has come to gradients that no parameter shows, as a number that grows
         self._witness: tuple[torch.Tensor, int] | None = None  # has a gradient since an earlier micro-step; its version
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -127,16 +126,7 @@ class Gradients:
     def begin_gathering(self) -> None:
         """A step of several micro-steps begins."""
         self._guard.begin_step()
-        self._is_exact = self._was_exact or self._guard.is_looking
         self._weighing.counts = not self._is_alone or self._has_counted or self._guard.is_looking
-
-    def attend(self) -> None:
-        """See the passes of the micro-step that begins; unless ``trainer.backward`` is all that the loop calls."""
-        state = self._state
-        is_trusted = self._is_exact and (state.index > 0 or state.weight == 1.0)
-        needed = self._weighing.counts or not is_trusted
-        if needed is not self._weighing.is_attending:
-            self._weighing.attend(needed=needed)
 
     def release(self) -> None:
         """Leave the model as it was found."""
@@ -146,13 +136,17 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **options: Any) -> None:
         """``loss.backward()`` with this micro-batch's weight, however the loss came about."""
-        state = self._state
+        state, weighing = self._state, self._weighing
         weight = state.weight
-        self._note_pass(is_counted=num_items is not None, is_first=not state.has_backward)
+        is_first = not state.has_backward and (weighing.counts or weight != 1.0)  # else others may have gone unseen
+        self._note_pass(is_counted=num_items is not None, is_first=is_first)
+        is_gathering = self._guard.is_looking and not state.is_last
+        if is_gathering and self._guard.has_seen_change():
+            raise StepError(_CHANGED)
         if num_items is not None:
             weight = 1.0
             self._count(loss, num_items)
-        self._weighing.is_exact = state.is_exact = True
+        weighing.is_exact = state.is_exact = True
         try:
             if weight == 1.0:
                 loss.backward(**options)  # type: ignore[no-untyped-call]
@@ -161,8 +155,10 @@ class Gradients:
             else:
                 (loss * weight).backward(**options)  # type: ignore[no-untyped-call]
         finally:
-            self._weighing.is_exact = False
+            weighing.is_exact = False
         state.has_backward = True
+        if is_gathering:
+            self._guard.note(self._trained())
         if state.is_last and num_items is not None:
             self._divide()
 
@@ -201,7 +197,6 @@ class Gradients:
                 raise StepError(_UNCOUNTED.format("the last micro-step has none"))
         self._note_witness()
         if not state.is_last:
-            self._is_exact &= state.is_exact
             sharing = self.sharing
             is_shown = state.has_backward and (sharing.shows_gathered or sharing.is_sharing)
             if is_shown and (self._witness is None or self._witness[0].grad is None):
@@ -239,7 +234,6 @@ class Gradients:
     def drop(self) -> None:
         """Forget what this step has gathered, and a pass that failed."""
         self._forget_counts()
-        self._was_exact = False  # what was refused since it was not seen is seen when it comes again
         self.sharing.forget()
         if self.sharing.forgets_passes:
             self.awaited.clear()
@@ -249,7 +243,6 @@ class Gradients:
     def end_step(self) -> None:
         """The next step counts its items anew, and shares buffers."""
         self._forget_counts()
-        self._was_exact = self._is_exact and self._state.is_exact
         self._has_shared_buffers = self.shares_first = False
         self._weighing.counts = not self._is_alone or self._has_counted
 

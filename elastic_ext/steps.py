@@ -118,8 +118,6 @@ class Steps:
         elif self.keep_batch is not self._keeps_batch:
             raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
         state.weight = self._weights[state.index]
-        if state.num_micro_steps > 1:
-            self._gradients.attend()
         is_last = state.index + 1 == state.num_micro_steps
         state.is_last = self.is_committing = is_last
         state.is_inside = True

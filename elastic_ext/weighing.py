@@ -48,15 +48,12 @@ class Weighing:
         """The loss is weighed itself: gradients are left as they are."""
         self.counts = True
         """Notice passes that need no weight too."""
-        self.is_attending = False
-        """The model calls this object."""
         self._entries = list(dict.fromkeys(entry for part in parts for entry in _callable_parts(part)))
         self._state = state
         self._on_output = on_output
         self._on_backward = on_backward
         self._engine = Engine()
         self._handles: list[RemovableHandle] = []
-        self._handles_outside: list[RemovableHandle] = []
         self._own: set[int] = set()  # the model's parameters
         self._has_outside = False  # parameters that are trained and not the model's
         self._depth = 0  # calls of entries within one another that are under way
@@ -70,37 +67,24 @@ class Weighing:
         """See forward and backward passes; ``trained`` are all parameters, the model's and others."""
         self.turn_off()
         self._own = {id(part) for entry in self._entries for part in entry.parameters()}
-        outside = [part for part in trained if id(part) not in self._own and part.requires_grad]
-        self._has_outside = bool(outside)
-        self._handles_outside = [part.register_hook(self._weigh_outside) for part in outside]  # type: ignore[no-untyped-call]
-        self.attend(needed=True)
-
-    def turn_off(self) -> None:
-        """Stay out of the model's way."""
-        self.attend(needed=False)
-        for handle in self._handles_outside:
-            handle.remove()
-        self._handles_outside.clear()
-
-    def attend(self, *, needed: bool) -> None:
-        """Have the model call this object from now on; or not, since that costs more than all else here."""
-        if needed is self.is_attending:
-            return
-        self.is_attending = needed
-        if not needed:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            return
         before, after = self._before_forward, self._after_forward
         dynamo: Any = sys.modules.get("torch._dynamo")
         if dynamo is not None:  # a compiled model: what is done here is not for its graph
             before, after = (dynamo.disable(each, reason=_NOT_COMPILED) for each in (before, after))
         for entry in self._entries:
             if not isinstance(entry, torch.jit.ScriptModule):  # which takes no hooks: its gradients are found unweighed
-                # What others do to inputs before, and to outputs after, is outside of the model.
                 self._handles.append(entry.register_forward_pre_hook(Hook(before), with_kwargs=True))
-                self._handles.append(entry.register_forward_hook(Hook(after), prepend=True, always_call=True))
+                self._handles.append(entry.register_forward_hook(Hook(after), always_call=True))
+        outside = [part for part in trained if id(part) not in self._own and part.requires_grad]
+        self._has_outside = bool(outside)
+        for part in outside:
+            self._handles.append(part.register_hook(self._weigh_outside))  # type: ignore[no-untyped-call]
+
+    def turn_off(self) -> None:
+        """Stay out of the model's way."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def refuse_pipeline(self) -> None:
         """Raise where a pipeline's stage has called the model in this micro-step."""

@@ -1738,90 +1738,151 @@ def test_outside_of_steps_and_where_a_step_is_one_micro_batch_the_model_is_left_
             break
 
 
-# --- loops that always call trainer.backward ------------------------------------------------------------------------
+# --- loops that call one and the other -----------------------------------------------------------------------------
 
 EQUAL_BATCH = 3 * MICRO_BATCH  # micro-batches of one size, and so of one weight
+NUM_TURNS = 8
 
 
-def train_by_turns(folder: Path, is_by_trainer: Callable[[int, int], bool]) -> tuple[list[list[Tensor]], list[bool]]:
-    """The gradients of 8 steps, and whether the model was seen in each micro-step; a refused step is taken again."""
-    training, found, seen = Training(), list[list[Tensor]](), list[bool]()
-    source = Slices(make_data(8 * EQUAL_BATCH), MICRO_BATCH)
+def by_turns(
+    training: Training, folder: Path, work: Callable[[Any, int, Tensor, Tensor], None]
+) -> tuple[list[list[Tensor]], list[str]]:
+    """The gradients of some steps of three micro-steps, and what was refused of them; that is taken again.
+
+    ``work`` is given the trainer, which micro-step of the step it is, and the samples.
+    """
+    found, refused = list[list[Tensor]](), list[str]()
+    source = Slices(make_data(NUM_TURNS * EQUAL_BATCH), MICRO_BATCH)
     trainer = trainer_of(folder, training.model, source, global_batch_size=EQUAL_BATCH)
     optimizer = trainer.prepare(SGD(training.parameters, lr=0.1))
     index = 0
     with trainer, trainer.epoch():
         for inputs, targets in source:
-            with trainer.step():
-                seen.append(bool(training.model._forward_hooks))
-                is_exact = is_by_trainer(trainer.global_step, index)
-                training.work(inputs, targets, trainer.backward if is_exact else plain)
-                if trainer.sync_gradients:
-                    found.append(training.gradients)
-                optimizer.step()
-                optimizer.zero_grad()
-            index = (index + 1) % 3
-    return found, seen
+            try:
+                with trainer.step():
+                    work(trainer, index, inputs, targets)
+                    if trainer.sync_gradients:
+                        found.append(training.gradients)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                index = (index + 1) % 3
+            except StepError as error:
+                refused.append(str(error))
+                index = 0
+                if len(refused) > 2:
+                    break
+    return found, refused
 
 
-def of_equal_batches() -> list[list[Tensor]]:
+def of_equal_batches(training: Training, work: Callable[[Tensor, Tensor], None]) -> list[list[Tensor]]:
     """The gradients of the same steps, each from its whole batch."""
-    training, data, found = Training(), make_data(8 * EQUAL_BATCH), list[list[Tensor]]()
+    data, found = make_data(NUM_TURNS * EQUAL_BATCH), list[list[Tensor]]()
     optimizer = SGD(training.parameters, lr=0.1)
     for start in range(0, len(data[0]), EQUAL_BATCH):
-        training.work(data[0][start : start + EQUAL_BATCH], data[1][start : start + EQUAL_BATCH], plain)
+        work(data[0][start : start + EQUAL_BATCH], data[1][start : start + EQUAL_BATCH])
         found.append(training.gradients)
         optimizer.step()
         optimizer.zero_grad()
     return found
 
 
-def test_a_loop_that_calls_trainer_backward_alone_is_left_alone_after_the_first_steps(tmp_path: Path) -> None:
-    found, seen = train_by_turns(tmp_path, lambda step, index: True)
-    assert seen == [True] * 9 + [False] * 15
-    assert farthest(found, of_equal_batches()) <= MOST_APART
-
-
 @pytest.mark.parametrize(
     "is_by_trainer",
     [
-        lambda step, index: False,
         lambda step, index: step < 4,
         lambda step, index: step != 5,
         lambda step, index: step < 4 or index > 0,
         lambda step, index: step < 4 or index == 1,
         lambda step, index: index == 2,
         lambda step, index: index < 2,
+        lambda step, index: step < 4 or index < 2,
     ],
-    ids=["never", "at first", "but once", "not at first", "in between", "at last", "but at last"],
+    ids=["at first", "but once", "not at first", "in between", "at last", "but at last", "later but at last"],
 )
-def test_a_loop_that_changes_over_to_plain_passes_is_seen_again(
+def test_a_loop_may_call_one_here_and_the_other_there(
     tmp_path: Path, is_by_trainer: Callable[[int, int], bool]
 ) -> None:
-    found, _ = train_by_turns(tmp_path, is_by_trainer)
-    assert farthest(found, of_equal_batches()) <= MOST_APART
+    training, other = Training(), Training()
+
+    def work(trainer: Any, index: int, inputs: Tensor, targets: Tensor) -> None:
+        training.work(inputs, targets, trainer.backward if is_by_trainer(trainer.global_step, index) else plain)
+
+    found, refused = by_turns(training, tmp_path, work)
+    assert refused == []
+    assert (
+        farthest(found, of_equal_batches(other, lambda inputs, targets: other.work(inputs, targets, plain)))
+        <= MOST_APART
+    )
 
 
-def test_a_plain_pass_that_was_not_seen_is_refused_and_seen_when_it_comes_again(tmp_path: Path) -> None:
-    training, refused = Training(), list[str]()
-    source = Slices(make_data(8 * EQUAL_BATCH), MICRO_BATCH)
-    trainer = trainer_of(tmp_path, training.model, source, global_batch_size=EQUAL_BATCH)
-    optimizer = trainer.prepare(SGD(training.parameters, lr=0.1))
-    found: list[list[Tensor]] = []
-    with trainer, trainer.epoch():
-        for inputs, targets in source:
-            try:
-                with trainer.step():
-                    is_plain = trainer.global_step >= 4 and trainer.sync_gradients
-                    training.work(inputs, targets, plain if is_plain else trainer.backward)
-                    optimizer.step()
-                    if trainer.sync_gradients:
-                        found.append(training.gradients)
-                    optimizer.zero_grad()
-            except StepError as error:
-                refused.append(str(error))
-    assert ["call trainer.backward(loss) instead of loss.backward()" in text for text in refused] == [True]
-    assert farthest(found, of_equal_batches()) <= MOST_APART
+def penalty(training: Training) -> Tensor:
+    return 1e-2 * torch.stack([part.square().sum() for part in training.parameters]).sum()
+
+
+@pytest.mark.parametrize("which", ["penalty first", "penalty last", "penalty in between", "penalty sometimes"])
+def test_a_loop_may_call_both_in_one_micro_step(tmp_path: Path, which: str) -> None:
+    training, other = Training(), Training()
+
+    def loss_of(of: Training, inputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(of.model(inputs), targets)
+
+    def has_penalty(step: int) -> bool:
+        return which != "penalty sometimes" or step % 5 == 4
+
+    def work(trainer: Any, index: int, inputs: Tensor, targets: Tensor) -> None:
+        is_penalised = has_penalty(trainer.global_step)
+        if is_penalised and which == "penalty first":
+            trainer.backward(penalty(training))
+        plain(loss_of(training, inputs, targets))
+        if is_penalised and which != "penalty first":
+            trainer.backward(penalty(training))
+        if which == "penalty in between":
+            plain(training.model(-inputs).square().mean())
+
+    steps = iter(range(NUM_TURNS))
+
+    def whole_work(inputs: Tensor, targets: Tensor) -> None:
+        loss = loss_of(other, inputs, targets)
+        if which == "penalty in between":
+            loss = loss + other.model(-inputs).square().mean()
+        plain(loss + penalty(other) if has_penalty(next(steps)) else loss)
+
+    found, refused = by_turns(training, tmp_path, work)
+    assert refused == []
+    assert farthest(found, of_equal_batches(other, whole_work)) <= MOST_APART
+
+
+class Adding(Training):
+    """What the loop calls has a hook of the user's that adds something trained to the output."""
+
+    def make_model(self) -> nn.Module:
+        model = Net()
+        model.offset = nn.Parameter(torch.ones(5))
+        model.register_forward_hook(lambda module, arguments, output: output + module.offset)
+        return model
+
+
+class Featuring(Training):
+    """A hook of the user's returns what lies within the model too."""
+
+    def make_model(self) -> nn.Module:
+        model = Net()
+        kept: list[Tensor] = []
+        model.hidden.register_forward_hook(lambda module, arguments, output: kept.append(output))
+        model.register_forward_hook(lambda module, arguments, output: (output, kept.pop()))
+        return model
+
+    def work(self, inputs: Tensor, targets: Tensor, backward: Backward) -> None:
+        logits, hidden = self.model(inputs)
+        backward(cross_entropy(logits, targets) + hidden.square().mean())
+
+
+@Ways
+@pytest.mark.parametrize("kind", [Adding, Featuring], ids=name_of)
+def test_a_hook_that_changes_what_the_model_returns_is_a_part_of_it(
+    tmp_path: Path, kind: type[Training], by_trainer: bool
+) -> None:
+    assert_exact(kind, tmp_path, by_trainer=by_trainer)
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
