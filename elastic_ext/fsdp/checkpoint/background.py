@@ -112,13 +112,13 @@ class BackgroundSave:
         self._on_end()
 
     def _tell_of(self, error: Exception) -> None:
+        if self._rank == 0:
+            _logger.warning("checkpoint %s was not saved: %s", self.path, error)
+            self._discard()
         try:
             self._letters.fail(_in_words(error))
-            if self._rank == 0:
-                _logger.warning("checkpoint %s was not saved: %s", self.path, error)
-                self._discard()
-        except Exception as another:  # a store that is gone, storage that does not answer
-            _logger.warning("what is left of checkpoint %s stays for now: %s", self.path, another)
+        except RuntimeError as another:  # the store is gone, with the process that had it
+            _logger.warning("the other ranks could not be told: %s", another)
 
 
 def _in_words(error: Exception) -> str:

@@ -8,7 +8,6 @@ nor of what comes before what on the disk, which is writing.py's.
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +31,9 @@ from .shardwriter import Piece
 from .staging import Staging
 from .storage import Storage
 from .together import gather_or_raise
-from .writing import Shard, Writing, make_folder
+from .writing import Shard, Writing, give_up, make_folder
 
 __all__ = ["Saver"]
-
-_logger = logging.getLogger(__name__)
 
 _SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
 
@@ -109,7 +106,9 @@ class Saver:
             storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
             if rank == 0 and name in folder.begun:
-                self._discard(folder, name)
+                storage.restart_clock()
+                discarding = f"discarding checkpoint {name}"
+                give_up(lambda: storage.within(lambda: folder.discard(name), discarding), name)
             raise
         return begun.writing.path
 
@@ -268,14 +267,6 @@ class Saver:
             data = {kind: meta.to_json() for kind, meta in metas.items()}
             self._agreed = _Agreed(digests, metas, data)
         return self._agreed
-
-    def _discard(self, folder: JobFolder, name: str) -> None:
-        """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
-        try:
-            self._storage.restart_clock()
-            self._storage.within(lambda: folder.discard(name), f"discarding checkpoint {name}")
-        except (ElasticError, OSError) as error:
-            _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
 
 
 def _parts_of(contents: Contents, agreed: _Agreed, rank: int) -> dict[FileKind, list[Part]]:

@@ -11,12 +11,14 @@ Nothing else waits for the disk. A folder that was made and lost, or a name with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from elastic_ext.errors import ElasticError
 from elastic_ext.files import NewFiles, sync_folder
 
 from .commit import Commit, FileSummary
@@ -26,7 +28,9 @@ from .lineage import Chain
 from .shardfile import ShardSummary
 from .shardwriter import Piece, write_shard
 
-__all__ = ["Shard", "Writing", "make_folder"]
+__all__ = ["Shard", "Writing", "give_up", "make_folder"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +47,14 @@ def make_folder(folder: JobFolder, name: str, generation: str, lineage: Chain) -
     for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
         folder.discard(left)
     folder.begin(name, generation, lineage)
+
+
+def give_up(discard: Callable[[], None], name: str) -> None:
+    """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
+    try:
+        discard()
+    except (ElasticError, OSError) as error:
+        _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
 
 
 class Writing:
@@ -95,12 +107,16 @@ class Writing:
             for file, (num_bytes, checksum) in of_rank.items()
         }
         whole = replace(draft, generation=self._generation, metas=self._metas, states=self._states, shards=shards)
-        self._folder.commit(self._name, whole)
+        try:
+            self._folder.commit(self._name, whole)
+        except BaseException:  # before the others hear of it: it may have a COMMIT that is not durable
+            self.discard()
+            raise
 
     def discard(self) -> None:
-        """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
-        if self._rank == 0 and self._name in self._folder.begun:
-            self._folder.discard(self._name)
+        """On the first rank: give up what has been begun, and not committed."""
+        if self._name in self._folder.begun:
+            give_up(lambda: self._folder.discard(self._name), self._name)
 
     def _put_descriptions(self, new: NewFiles) -> None:
         for kind, data in self._descriptions.items():
