@@ -131,7 +131,7 @@ class Saver:
             metas: dict[FileKind, StateMeta] = {}
             for kind in KINDS:
                 rows = self._ranks.gather(inventories[kind].to_json(), doing)
-                metas[kind] = meta_of([Inventory.from_json(row) for row in rows])
+                metas[kind] = meta_of([Inventory.from_json(row) for row in rows], is_of_one_model=kind == "model")
             data = {kind: meta.to_json() for kind, meta in metas.items()}
             self._agreed = _Agreed(digests, metas, data)
         return found[0], self._agreed, {key: value for _, _, values in answers for key, value in values.items()}
