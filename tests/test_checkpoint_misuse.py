@@ -15,6 +15,7 @@ from torch import nn
 from elastic_ext.errors import CheckpointError, ElasticError, RanksDisagreeError
 from elastic_ext.fsdp import ShardCheckpointer
 from tests.ranks import RankPool
+from tests.saving import job_folder
 from tests.training import make_data, make_model, shared, trainer_of
 
 
@@ -84,7 +85,7 @@ def ended_rank(rank: int, folder: Path, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_training_that_has_ended_neither_saves_nor_loads(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
     ranks.run(num_ranks, ended_rank, tmp_path, num_ranks)
-    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").iterdir()
+    folder = job_folder(tmp_path / "storage")
     assert sorted(name for name in os.listdir(folder) if name.startswith("step")) == ["step_1", "step_2"]
 
 
@@ -202,3 +203,22 @@ def test_trainers_that_are_asked_for_different_things_all_say_so(ranks: RankPool
     first, second = ranks.run(2, unlike_trainer_rank, tmp_path)
     assert first == second
     assert "rank 0: save step_0 at step 0 of epoch 0; rank 1: load the newest checkpoint" in first
+
+
+# --- models that are not one ----------------------------------------------------------------------------------------
+
+
+def stage_rank(rank: int, storage: Path) -> str:
+    """A rank of a pipeline, which has made its own stage alone."""
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+    with ShardCheckpointer(storage, job="x", timeout_seconds=60.0) as checkpointer:
+        with pytest.raises(CheckpointError) as told:
+            checkpointer.save(1, model)
+        assert checkpointer.latest() is None
+    return str(told.value)
+
+
+def test_models_with_other_names_on_each_rank_are_refused_when_they_are_saved(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, stage_rank, tmp_path)
+    assert first == second
+    assert "rank 0 has stage0.bias and 1 more in its model, and rank 1 has not; allowed: the same model on" in first

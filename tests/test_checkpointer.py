@@ -52,6 +52,23 @@ def test_a_job_is_named_by_the_environment_too(tmp_path: Path, monkeypatch: pyte
         assert checkpointer.save(1, nn.Linear(2, 2)).parent.name.startswith("from-outside_")
     with ShardCheckpointer(tmp_path, job="given") as checkpointer:
         assert checkpointer.save(1, nn.Linear(2, 2)).parent.name.startswith("given_")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launched")
+    with ShardCheckpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(2, nn.Linear(2, 2)).parent.name.startswith("from-outside_")
+    monkeypatch.delenv("ELASTIC_EXT_JOB")
+    with ShardCheckpointer(tmp_path) as checkpointer:
+        path = checkpointer.save(1, nn.Linear(2, 2))
+        assert path.parent.name.startswith("launched_")
+    with ShardCheckpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest() == path, "a job that is started again finds its folder"
+
+
+def test_waiting_after_a_save_finds_it_done(tmp_path: Path) -> None:
+    with ShardCheckpointer(tmp_path, job="x") as checkpointer:
+        checkpointer.wait()
+        path = checkpointer.save(1, nn.Linear(2, 2))
+        checkpointer.wait()
+        assert checkpointer.latest() == path
 
 
 class _Lazy(torch.optim.SGD):

@@ -171,6 +171,7 @@ def resumed_rank(rank: int, folder: Path, way: str, expected: Seen | None) -> No
         "dropout": 0.3,
         "micro_batch": 3,
         "clips": way != "FSDP1",  # which clips no doubles
+        "use_fsdp": way != "ddp",
     }
     torch.manual_seed(0)
     random.seed(7)
@@ -185,7 +186,7 @@ def resumed_rank(rank: int, folder: Path, way: str, expected: Seen | None) -> No
     assert second.final == whole.final
 
 
-@pytest.mark.parametrize("way", ["ddp", "FSDP1"])
+@pytest.mark.parametrize("way", ["ddp", "FSDP1", "fully_shard", "hybrid", "tensor and fully_shard"])
 def test_ranks_resume_bit_for_bit(ranks: RankPool, tmp_path: Path, way: str) -> None:
     ranks.run(WAYS[way].num_ranks, resumed_rank, tmp_path, way, None)
 

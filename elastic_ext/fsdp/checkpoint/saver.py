@@ -263,7 +263,7 @@ class Saver:
             for kind in KINDS:
                 own = inventories[kind].to_json()
                 rows = self._ranks.gather(own, f"comparing what ranks hold for checkpoint {name}")
-                metas[kind] = meta_of([Inventory.from_json(row) for row in rows])
+                metas[kind] = meta_of([Inventory.from_json(row) for row in rows], is_of_one_model=kind == "model")
             data = {kind: meta.to_json() for kind, meta in metas.items()}
             self._agreed = _Agreed(digests, metas, data)
         return self._agreed
