@@ -19,7 +19,7 @@ from typing import Any
 
 from elastic_ext.errors import CheckpointError
 
-from .letters import Letters
+from .letters import Letters, ToldOfFailure
 
 __all__ = ["THREAD_NAME", "BackgroundSave"]
 
@@ -47,7 +47,7 @@ class BackgroundSave:
         self.path = path
         """Where the checkpoint will be."""
         self.error: Exception | None = None
-        """Why there is none, once it is over."""
+        """Why there is none, once it is over; ToldOfFailure where that is another rank's affair."""
         self._letters = letters
         self._rank = rank
         self._num_ranks = num_ranks
@@ -89,8 +89,12 @@ class BackgroundSave:
     def _run(self) -> None:
         try:
             self._save()
+        except ToldOfFailure as error:
+            self.error = error
+            self._tidy(error)
         except Exception as error:  # whatever it is, the others are to hear of it, and whoever asks how it went
             self.error = error
+            self._tidy(error)
             self._tell_of(error)
 
     def _save(self) -> None:
@@ -111,10 +115,12 @@ class BackgroundSave:
             letters.wait("made", [0])
         self._on_end()
 
-    def _tell_of(self, error: Exception) -> None:
+    def _tidy(self, error: Exception) -> None:
         if self._rank == 0:
             _logger.warning("checkpoint %s was not saved: %s", self.path, error)
             self._discard()
+
+    def _tell_of(self, error: Exception) -> None:
         try:
             self._letters.fail(_in_words(error))
         except RuntimeError as another:  # the store is gone, with the process that had it

@@ -14,11 +14,15 @@ from typing import Any
 from elastic_ext.errors import CheckpointError
 from elastic_ext.peers import Store
 
-__all__ = ["Letters", "OwnStore"]
+__all__ = ["Letters", "OwnStore", "ToldOfFailure"]
 
 _POLL_SECONDS = 0.002
 _MOST_POLL_SECONDS = 0.1
 _FAILED = "failed"
+
+
+class ToldOfFailure(CheckpointError):
+    """Another rank has failed, and says why."""
 
 
 class OwnStore:
@@ -81,13 +85,13 @@ class Letters:
         return [json.loads(self._store.get(key)) for key in keys.values()]
 
     def raise_if_failed(self) -> None:
-        """CheckpointError where a rank has failed: by its words."""
+        """ToldOfFailure where another rank has failed: in its words."""
         if self._cancelled is not None:
             raise CheckpointError(self._cancelled)
         key = self._key(_FAILED)
         if self._store.check([key]):
             rank, why = json.loads(self._store.get(key))
-            raise CheckpointError(why if rank == self._rank else f"rank {rank}: {why}")
+            raise ToldOfFailure(f"rank {rank}: {why}")
 
     def cancel(self, why: str) -> None:
         """Have this rank wait no longer."""

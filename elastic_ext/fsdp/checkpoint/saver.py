@@ -24,7 +24,7 @@ from .commit import Commit, checksum_of
 from .contents import KINDS, VALUES, Contents, FileKind
 from .inventory import Inventory, meta_of
 from .jobfolder import JobFolder
-from .letters import Letters, OwnStore
+from .letters import Letters, OwnStore, ToldOfFailure
 from .memory import Part, part_of
 from .meta import StateMeta
 from .shardwriter import Piece
@@ -171,11 +171,13 @@ class Saver:
             raise
 
         def tell() -> None:
-            if save.error is not None:
+            if save.error is not None and not isinstance(save.error, ToldOfFailure):
                 raise save.error
 
         try:
             gather_or_raise(self._ranks, tell, doing)
+            if save.error is not None:
+                raise save.error
         finally:
             save.burn_letters()
 
