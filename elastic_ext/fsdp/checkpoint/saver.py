@@ -97,13 +97,20 @@ class Saver:
             written = self._write(folder, begun)
 
             def commit() -> None:
-                if self._ranks.rank == 0:
+                if self._ranks.rank > 0:
+                    return
+                try:
                     folder.commit(name, _completed(draft, begun.generation, written))
+                except (ElasticError, OSError):  # before the others hear of it: there may be a COMMIT already
+                    _give_up(lambda: folder.discard(name), name)
+                    raise
 
             self._storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
             if self._ranks.rank == 0 and name in folder.begun:
-                self._discard(folder, name)
+                self._storage.restart_clock()
+                discarding = f"discarding checkpoint {name}"
+                _give_up(lambda: self._storage.within(lambda: folder.discard(name), discarding), name)
             raise
         return folder.path / name
 
@@ -186,13 +193,13 @@ class Saver:
                 written[file] = [summary.num_bytes, summary.checksum]
         return written
 
-    def _discard(self, folder: JobFolder, name: str) -> None:
-        """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
-        try:
-            self._storage.restart_clock()
-            self._storage.within(lambda: folder.discard(name), f"discarding checkpoint {name}")
-        except (ElasticError, OSError) as error:
-            _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
+
+def _give_up(discard: Callable[[], None], name: str) -> None:
+    """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
+    try:
+        discard()
+    except (ElasticError, OSError) as error:
+        _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
 
 
 def _make_folder(folder: JobFolder, name: str, lineage: Chain) -> str:
