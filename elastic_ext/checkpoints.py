@@ -81,18 +81,18 @@ class Checkpoints:
             self._save_or_warn(f"epoch_{self._counts.epoch}", is_epoch=True)
 
     def save_now(self) -> Path:
-        """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder.
+        """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
 
         CheckpointExists where this step has one, and something has changed since.
         """
         path, name = self._path, f"step_{self._counts.global_step}"
         if path is None or self._saved_at != self._counts.global_step:
-            return self._save_whole(name)
+            return self._save(name, waits=True)
         change = self._checkpointer.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
         if change is None:
             return path
         try:
-            return self._save_whole(name)
+            return self._save(name, waits=True)
         except CheckpointExists as error:
             raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
@@ -109,7 +109,7 @@ class Checkpoints:
         """Let another run of the job have the folder."""
         self._checkpointer.close()
 
-    def _save(self, name: str) -> Path:
+    def _save(self, name: str, *, waits: bool = False) -> Path:
         counts = self._counts
         path = self._checkpointer.save_contents(
             name,
@@ -118,18 +118,9 @@ class Checkpoints:
             step=counts.global_step,
             epoch=counts.epoch,
             about=self._state.about(),
+            waits=waits,
         )
         self._saved_at, self._path = counts.global_step, path
-        return path
-
-    def _save_whole(self, name: str) -> Path:
-        """The same; on return the checkpoint exists."""
-        path = self._save(name)
-        try:
-            self._checkpointer.wait()
-        except CheckpointError:
-            self._saved_at = self._path = None
-            raise
         return path
 
     def _save_or_warn(self, name: str, *, is_epoch: bool = False) -> None:
@@ -191,8 +182,9 @@ class Checkpoints:
     def _tell_of_repeated_epoch(self, name: str) -> None:
         if self._state.rank == 0 and not self._has_told_of_epochs:
             _logger.warning(
-                "%s: an epoch of this number has ended before. The step names its checkpoint instead, and those of all "
-                "epochs to come that repeat a number; begin with trainer.start_epoch, and go on counting",
+                "%s holds a checkpoint already, of an epoch that had this number before. The step names this one's "
+                "instead, and those of all epochs to come that repeat a number; begin with trainer.start_epoch, and go "
+                "on counting",
                 name,
             )
         self._has_told_of_epochs = True

@@ -69,7 +69,7 @@ def test_an_epoch_whose_number_was_used_is_saved_by_its_step(
     train(tmp_path, [0, 1, 0, 1, 2], when_save_fails=when_save_fails)
     assert saved(tmp_path) == ["epoch_1", "epoch_2", "epoch_3", "step_12", "step_16"]
     (line,) = lines(caplog)
-    assert "epoch_1 holds a checkpoint already, saved at step 4" in line
+    assert "epoch_1 holds a checkpoint already" in line
     assert "begin with trainer.start_epoch" in line
     assert train(tmp_path) == [24], "and the last of them is what is resumed"
 

@@ -246,12 +246,13 @@ class ShardCheckpointer:
         gather_or_raise(self._ranks, act, "seeing what a checkpoint would hold")
 
     def save_contents(
-        self, name: str, model: nn.Module, collect: Collect, *, step: int, epoch: int, about: Mapping[str, Any]
+        self, name: str, model: nn.Module, collect: Collect, *, step: int, epoch: int, about: Mapping[str, Any], waits: bool
     ) -> Path:
-        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
+        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank; the caller ``waits`` for it, or
+        it may go on in the background."""
         self._come_to_rest()
         agree_on(self._ranks, lambda: f"save {name} at step {step} of epoch {epoch}")
-        return self._save(name, model, collect, step=step, epoch=epoch, about=about)
+        return self._save(name, model, collect, step=step, epoch=epoch, about=about, waits=waits)
 
     def make_ready(self, model: nn.Module, collect: Collect) -> None:
         """Make the memory for what ``collect`` gives, where that is needed."""
@@ -294,6 +295,7 @@ class ShardCheckpointer:
         step: int,
         epoch: int,
         about: Mapping[str, Any] | None = None,
+        waits: bool = False,
     ) -> Path:
         own = own_buffers(model, self._ranks)
         folder = self._run.claim()
@@ -311,7 +313,7 @@ class ShardCheckpointer:
             versions=_versions(),
             about=dict(about or {}),
         )
-        if self._saver.can_save_in_background:
+        if self._saver.can_save_in_background and not waits:
             return self._saver.save_in_background(
                 folder, name, lambda: collect(own), draft, on_end=lambda: self._run.note_save(step)
             )
