@@ -246,7 +246,15 @@ class ShardCheckpointer:
         gather_or_raise(self._ranks, act, "seeing what a checkpoint would hold")
 
     def save_contents(
-        self, name: str, model: nn.Module, collect: Collect, *, step: int, epoch: int, about: Mapping[str, Any], waits: bool
+        self,
+        name: str,
+        model: nn.Module,
+        collect: Collect,
+        *,
+        step: int,
+        epoch: int,
+        about: Mapping[str, Any],
+        waits: bool,
     ) -> Path:
         """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank; the caller ``waits`` for it, or
         it may go on in the background."""

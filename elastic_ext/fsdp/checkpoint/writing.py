@@ -109,7 +109,7 @@ class Writing:
         whole = replace(draft, generation=self._generation, metas=self._metas, states=self._states, shards=shards)
         try:
             self._folder.commit(self._name, whole)
-        except BaseException:  # before the others hear of it: it may have a COMMIT that is not durable
+        except (ElasticError, OSError):  # before the others hear of it: there may be a COMMIT already
             self.discard()
             raise
 
