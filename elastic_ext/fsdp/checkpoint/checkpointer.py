@@ -256,8 +256,10 @@ class ShardCheckpointer:
         about: Mapping[str, Any],
         waits: bool,
     ) -> Path:
-        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank; the caller ``waits`` for it, or
-        it may go on in the background."""
+        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank.
+
+        It may go on in the background unless the caller ``waits`` for it.
+        """
         self._come_to_rest()
         agree_on(self._ranks, lambda: f"save {name} at step {step} of epoch {epoch}")
         return self._save(name, model, collect, step=step, epoch=epoch, about=about, waits=waits)
