@@ -38,9 +38,10 @@ def contents_of(
     ``own`` are this rank's alone, under names that no other rank uses.
     """
     optim = held_of_optimizers(optimizers, parameters_of(model), rank=rank)
-    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in (tensors or {}).items()]
+    shared = dict(tensors or {})
+    packed = {name: pack(value, f"{EXTRA_STATES}/{name}", shared) for name, value in extra_states(model).items()}
+    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in shared.items()]
     extra += [held(name, tensor, box_of(name, tensor), "opaque") for name, tensor in (own or {}).items()]
-    packed = {name: pack(value, name) for name, value in extra_states(model).items()}
     return Contents(
         model=held_of_model(model),
         optim=optim.tensors,
