@@ -192,13 +192,15 @@ class Checkpoints:
     # ---- resuming ----
 
     def resume(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
+        """Take the job's folder, and go on from its newest checkpoint, unless that is never to be done."""
+        self._checkpointer.claim()
+        return self._how != "never" and self.load(take_up)
+
+    def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
         """Go on from the newest checkpoint, if there is one; ``take_up`` is given its config.
 
         One that is damaged is passed over for the one before it, unless resuming is "strict".
         """
-        self._checkpointer.claim()
-        if self._how == "never":
-            return False
         resumed = self._checkpointer.restore(self._state, falls_back=self._how != "strict")
         if resumed is None:
             return False

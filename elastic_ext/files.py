@@ -26,6 +26,7 @@ except ImportError:  # Windows has no flock; one writer per file is then up to t
 __all__ = [
     "FileStamp",
     "NewFiles",
+    "NotRegularError",
     "append_line",
     "exclusive",
     "is_taken",
@@ -255,12 +256,24 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
+class NotRegularError(OSError):
+    """What was to be read is no regular file, and reading it another time would not make it one."""
+
+
 def read_at_most(path: Path, limit: int) -> bytes:
-    """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; OSError for all else."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block the reader
+    """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told.
+
+    NotRegularError for a folder, a pipe, or links that lead round in a circle; OSError where it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block the reader
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotRegularError(f"{path} is a link that leads round in a circle") from None
+        raise
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} is not a regular file")
+            raise NotRegularError(f"{path} is not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit + 1)
     finally:

@@ -116,7 +116,7 @@ class Session:
         checkpoints = self._saving()
         if self._counts.num_boundaries > 0:
             raise StepError("a checkpoint is loaded before the first step; to go back to one, start the job again")
-        is_there = checkpoints.resume(self.resume)
+        is_there = checkpoints.load(self.resume)
         self._plan_saving()
         return is_there
 

@@ -247,7 +247,7 @@ class ElasticTrainer:
         return self._prepared.save_checkpoint()
 
     def _load_fsdp_state(self) -> bool:
-        """Go on from the newest checkpoint, as ``prepare`` does; whether there is one."""
+        """Go on from the newest checkpoint, as ``prepare`` does, even with ``resume="never"``; whether there is one."""
         return self._prepared.load_checkpoint()
 
     # ---- the loop ----

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from elastic_ext.errors import CheckpointError, CheckpointMismatch
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from elastic_ext.fsdp import Loaded, ShardCheckpointer
 from tests.ranks import RankPool
 from tests.saving import job_folder
@@ -58,6 +61,27 @@ def load(storage: Path, model: nn.Module, **options: Any) -> Loaded:
 
 
 MODEL = "model_param.00000-00001.safetensors"
+IN_ITS_PLACE: dict[str, Callable[[Path], object]] = {
+    "a folder": os.mkdir,
+    "a pipe": os.mkfifo,
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("what", IN_ITS_PLACE)
+@pytest.mark.parametrize("file", ["COMMIT", "model_meta.json", "trainer_state.json"])
+def test_what_is_no_file_in_the_place_of_one_is_damage(tmp_path: Path, file: str, what: str) -> None:
+    folder = saved(tmp_path, Parts("a", 1.0), Parts("a", 2.0))
+    path = folder / "step_2" / file
+    path.unlink()
+    IN_ITS_PLACE[what](path)
+    with ShardCheckpointer(tmp_path, job="x") as checkpointer:
+        model = Parts("a", 5.0)
+        assert checkpointer.load(model).step == 1
+        assert values_in(*model.parameters()) == [[1.0]]
+        with pytest.raises(CheckpointDamaged, match=re.escape(str(path))):
+            checkpointer.load(model, path=folder / "step_2")
+        checkpointer.save(2, model)  # and its name is free again
 
 
 def test_an_older_one_without_what_was_touched_is_refused_and_what_would_be_mixed_is_named(tmp_path: Path) -> None:

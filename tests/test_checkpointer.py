@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from elastic_ext.errors import CheckpointError, CheckpointMismatch
+from elastic_ext.errors import CheckpointError, CheckpointFenced, CheckpointMismatch
 from elastic_ext.fsdp import ShardCheckpointer
+from tests.file_operations import FileOperations
 from tests.ranks import RankPool
+from tests.trials import Trial, run_trials
 
 
 def test_one_that_was_dropped_leaves_the_folder_to_the_next(tmp_path: Path) -> None:
@@ -30,20 +32,40 @@ def test_one_that_was_dropped_leaves_the_folder_to_the_next(tmp_path: Path) -> N
         assert second.save(2, model).name == "step_2"
 
 
-def test_a_claim_that_took_too_long_is_given_back_and_taken_anew(tmp_path: Path) -> None:
+def test_a_claim_that_took_too_long_is_given_back_and_taken_anew(ranks: RankPool, tmp_path: Path) -> None:
+    trial = Trial(fn=late_claim_rank, args=(tmp_path / "storage",), num_ranks=1)
+    ((end,),) = run_trials(ranks, tmp_path / "ends", [trial])
+    assert end.error is None, end.trace
+
+
+def late_claim_rank(_: int, storage: Path) -> None:
     model = nn.Linear(2, 2)
-    holder = ShardCheckpointer(tmp_path, job="x")
-    holder.save(1, model)
-    with ShardCheckpointer(tmp_path, job="x", storage_timeout_seconds=0.1) as impatient:
+    with ShardCheckpointer(storage, job="x") as first:
+        first.save(1, model)
+    answer = threading.Event()
+    with ShardCheckpointer(storage, job="x", storage_timeout_seconds=0.1) as impatient:
+        FileOperations(storage, answer.wait, 0, like="RUN.json")
         with pytest.raises(CheckpointError, match="the storage took longer than"):
             impatient.claim()
-        holder.close()  # so that what was begun comes to the folder after all, and gives it back
+        answer.set()  # so that what was begun comes to the folder after all, and gives it back
         for thread in threading.enumerate():
             if thread.name == "elastic_ext checkpoint":
                 thread.join(60)
-        with ShardCheckpointer(tmp_path, job="x") as patient:
+        with ShardCheckpointer(storage, job="x") as patient:
             patient.load(model)
             assert patient.save(2, model).name == "step_2"
+
+
+def test_a_folder_in_use_is_told_as_that_however_soon_storage_is_given_up(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with ShardCheckpointer(tmp_path, job="x") as holder:
+        holder.save(1, model)
+        with ShardCheckpointer(tmp_path, job="x", timeout_seconds=8.0) as second:
+            with pytest.raises(CheckpointFenced, match=f"in use by another run of this job .process {os.getpid()} on"):
+                second.save(2, model)
+            holder.close()
+            second.load(model)
+            assert second.save(2, model).name == "step_2"
 
 
 def test_a_job_is_named_by_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -427,6 +427,22 @@ def test_never_begins_anew_and_puts_nothing_in_the_place_of_what_is_there(tmp_pa
     assert names[1].startswith("step_5.abandoned-")
 
 
+def test_never_is_about_resuming_by_itself_and_not_about_being_asked(tmp_path: Path) -> None:
+    trainer, model, optimizer = small(tmp_path, "a")
+    with trainer:
+        take(trainer, model, optimizer)
+        trainer.save_checkpoint()
+    before = bits_of(model)
+    trainer, model, optimizer = small(tmp_path, "b", resume="never")
+    with trainer:
+        assert (trainer.global_step, bits_of(model) == before) == (0, False)
+        assert trainer._load_fsdp_state()
+        assert (trainer.global_step, bits_of(model) == before) == (1, True)
+        take(trainer, model, optimizer)
+        trainer.save_checkpoint()
+    assert saved_in(tmp_path / "storage") == ["step_1", "step_2"], "and what is saved then follows what was loaded"
+
+
 def damage(folder: Path) -> None:
     file = folder / "model_param.00000-00001.safetensors"
     data = bytearray(file.read_bytes())

@@ -39,9 +39,10 @@ def contents_of(
     """
     of_model = held_of_model(model)
     optim = held_of_optimizers(optimizers, of_model.parameters, rank=rank)
-    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in (tensors or {}).items()]
+    shared = dict(tensors or {})
+    packed = {name: pack(value, f"{EXTRA_STATES}/{name}", shared) for name, value in extra_states(model).items()}
+    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in shared.items()]
     extra += [held(name, tensor, box_of(name, tensor), "opaque") for name, tensor in (own or {}).items()]
-    packed = {name: pack(value, name) for name, value in extra_states(model).items()}
     return Contents(
         model=of_model.tensors,
         optim=optim.tensors,

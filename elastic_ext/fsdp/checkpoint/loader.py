@@ -72,6 +72,8 @@ class Loader:
         Buffers are the first rank's where ranks had different ones, or one's own if there are as many ranks as there
         were.
         """
+        whole = [name for name in opened.names("extra") if name.startswith(f"{EXTRA_STATES}/")]
+        tensors = {name: opened.read_whole("extra", name) for name in whole}  # first: damage has then touched nothing
         opened.read("model", self._fit_of_model(opened))
         if self._num_ranks == opened.num_ranks:
             names = {each.name: f"{own_prefix(self._rank)}{each.name}" for each in self._held}
@@ -79,7 +81,7 @@ class Loader:
             opened.read("extra", [Wanted(names[each.name], each.tensor, each.box, _what(each)) for each in kept])
         packed = opened.state.get(EXTRA_STATES, {})
         opened.touched |= {_OF_MODULE + name for name in packed}
-        put_extra_states(self._model, {name: unpack(value) for name, value in packed.items()})
+        put_extra_states(self._model, {name: unpack(value, tensors) for name, value in packed.items()})
 
     def load_optimizers(self, opened: Opened) -> None:
         """Put the saved state in place, made where an optimizer has none so far, and the groups' values.

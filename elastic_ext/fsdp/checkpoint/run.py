@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elastic_ext.ranks import Ranks
 
-from .claim import Claim
+from .claim import PATIENCE_SECONDS, Claim
 from .commit import Commit, chain_after
 from .jobfolder import FOLDER, JobFolder
 from .jobname import newest_folder
@@ -59,7 +59,8 @@ class Run:
                 return "", ""
             folder = JobFolder.find_or_make(self._root, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
-            claims.append(folder.claim(run_id))
+            patience = min(PATIENCE_SECONDS, self._storage.seconds / 2)  # or it would look like slow storage
+            claims.append(folder.claim(run_id, patience_seconds=patience))
             if is_over.is_set():  # it came after all, when nobody waited for it any more
                 claims[0].release()
                 return "", ""
