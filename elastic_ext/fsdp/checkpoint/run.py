@@ -19,6 +19,7 @@ from .commit import Commit, chain_after
 from .jobfolder import FOLDER, JobFolder
 from .jobname import newest_folder
 from .lineage import Chain
+from .listing import abandoned_for_nothing
 from .storage import Storage
 
 __all__ = ["Run"]
@@ -111,8 +112,9 @@ class Run:
 
     def go_on_from(self, commit: Commit) -> None:
         """Training stands where ``commit`` says. What is saved from here on does not follow what was saved so far."""
+        is_own = commit.run_id == self._id  # one of a save that was late, and of which nobody has heard
         self._came_from = commit
-        if self._saved_at is not None:
+        if self._saved_at is not None or is_own:
             self.leave()
 
     def latest(self) -> Path | None:
@@ -140,7 +142,10 @@ class Run:
                 if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
                     raise error
                 _logger.warning("%s is passed over: %s", name, error)
-            return [str(found.path) for found in reversed(listing.found)]
+            revived = abandoned_for_nothing(folder.path, listing.found)
+            for found in revived:
+                _logger.warning("%s was left for a run that has saved nothing: it is one to go on from", found.path)
+            return [str(found.path) for found in [*revived, *reversed(listing.found)]]
 
         return [Path(path) for path in self._storage.together(find, "looking for checkpoints")[0]]
 
