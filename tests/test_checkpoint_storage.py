@@ -395,7 +395,7 @@ def test_ranks_that_save_different_steps_at_once_all_hear_of_it(ranks: RankPool,
     ends = run_one(ranks, storage.parent, Trial(fn=save_different_steps, args=(storage,)))
     assert [end.error for end in ends] == [None, None], ends
     assert ends[0].value == ends[1].value
-    assert "step_2, step_3, rank by rank" in ends[0].value
+    assert "rank 0: save step 2 of epoch 0; rank 1: save step 3 of epoch 0" in ends[0].value
     assert newest_of(storage) == 4
 
 
