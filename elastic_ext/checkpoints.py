@@ -5,28 +5,30 @@ What goes into one is in training_state.py; how it comes to lie in files, and ba
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from .config import ElasticConfig
-from .errors import CheckpointError, CheckpointFenced, RanksDisagreeError
+from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
 from .follow import ConfigFollower
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .interval import CheckpointInterval
-from .training_state import Resumed, TrainingState
+from .training_state import PASSES_BY_ITSELF, Resumed, TrainingState
 
-__all__ = ["Checkpoints", "Resume", "WhenSaveFails", "checkpoints_for"]
+__all__ = ["Checkpoints", "Resume", "WhenSaveFails", "WhenSaving", "checkpoints_for"]
 
 _logger = logging.getLogger(__name__)
 
 Resume = Literal["auto", "strict", "never"]
 WhenSaveFails = Literal["raise", "warn"]
+WhenSaving = Literal["wait", "skip", "error"]
 
 
 class Checkpoints:
@@ -40,6 +42,7 @@ class Checkpoints:
         startup: Mapping[str, object],
         interval: CheckpointInterval | None,
         when_save_fails: WhenSaveFails,
+        when_saving: WhenSaving,
         how_to_resume: Resume,
     ) -> None:
         self._checkpointer = checkpointer
@@ -49,9 +52,13 @@ class Checkpoints:
         self._given = interval or CheckpointInterval()
         self._interval = self._given
         self._warns = when_save_fails == "warn"
+        self._when_saving = when_saving
         self._how = how_to_resume
+        self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
+        self._num_skipped = 0
         self._saved_at: int | None = None  # the global step of the last save that there is
         self._path: Path | None = None  # where that is
+        self._has_told_of_epochs = False
 
     # ---- saving ----
 
@@ -71,41 +78,99 @@ class Checkpoints:
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
         if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_or_warn(f"epoch_{self._counts.epoch}")
+            self._save_or_warn(f"epoch_{self._counts.epoch}", is_epoch=True)
 
     def save_now(self) -> Path:
-        """Save on all ranks, unless that was done at this very step; gives the folder, and raises where it cannot."""
-        if self._path is not None and self._saved_at == self._counts.global_step:
-            return self._path
-        return self._save(f"step_{self._counts.global_step}")
+        """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
 
-    def try_out(self) -> None:
-        """Find out now what could not be saved later."""
+        CheckpointExists where this step has one, and something has changed since.
+        """
+        path, name = self._path, f"step_{self._counts.global_step}"
+        if path is None or self._saved_at != self._counts.global_step:
+            return self._save(name, waits=True)
+        change = self._checkpointer.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
+        if change is None:
+            return path
+        try:
+            return self._save(name, waits=True)
+        except CheckpointExists as error:
+            raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
+
+    def make_ready(self) -> None:
+        """Find out now what could not be saved later, and make the memory for saving in the background."""
         self._checkpointer.try_out(lambda: self._state.collect({}))
+        self._checkpointer.make_ready(self._state.model, self._state.collect)
+
+    def end(self) -> None:
+        """Training has ended well on all ranks: what is being saved is, or is an error."""
+        self._settle()
 
     def close(self) -> None:
         """Let another run of the job have the folder."""
         self._checkpointer.close()
 
-    def _save(self, name: str) -> Path:
-        own = self._checkpointer.own_buffers(self._state.model)
+    def _save(self, name: str, *, waits: bool = False) -> Path:
         counts = self._counts
         path = self._checkpointer.save_contents(
             name,
-            lambda: self._state.collect(own),
+            self._state.model,
+            self._state.collect,
             step=counts.global_step,
             epoch=counts.epoch,
             about=self._state.about(),
+            waits=waits,
         )
         self._saved_at, self._path = counts.global_step, path
         return path
 
-    def _save_or_warn(self, name: str) -> None:
+    def _save_or_warn(self, name: str, *, is_epoch: bool = False) -> None:
+        if is_epoch and self._counts.epoch <= self._last_epoch:
+            self._tell_of_repeated_epoch(name)
+            name = f"step_{self._counts.global_step}"
         is_there = self._path is not None and self._saved_at == self._counts.global_step
         if is_there and (name.startswith("step_") or (self._path is not None and self._path.name == name)):
             return
-        try:
+        if self._is_in_the_way(name):
+            return
+        self._settle()
+        with self._warning():
             self._save(name)
+            if name.startswith("epoch_"):
+                self._last_epoch = self._counts.epoch
+
+    def _is_in_the_way(self, name: str) -> bool:
+        """Whether a save is under way, and this one is to be left out for that."""
+        if self._when_saving == "wait" or not self._checkpointer.is_saving():
+            return False
+        if self._when_saving == "error":
+            raise CheckpointError(
+                f"{name} is due while {self._path} is still being saved; save less often, or wait for it with "
+                'when_saving="wait", or leave saves out with "skip"'
+            )
+        self._num_skipped += 1
+        if self._state.rank == 0:
+            _logger.warning(
+                "%s is not saved, since %s is still being saved (%d left out so far)",
+                name,
+                self._path,
+                self._num_skipped,
+            )
+        return True
+
+    def _settle(self) -> None:
+        """Wait for what is being saved; where it failed, there is no such checkpoint."""
+        with self._warning():
+            try:
+                self._checkpointer.wait()
+            except CheckpointError:
+                self._saved_at = self._path = None
+                raise
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Where the user allows it, a save that fails is a warning."""
+        try:
+            yield
         except CheckpointFenced:
             raise
         except CheckpointError as error:
@@ -114,24 +179,35 @@ class Checkpoints:
             if self._state.rank == 0:
                 _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
 
+    def _tell_of_repeated_epoch(self, name: str) -> None:
+        if self._state.rank == 0 and not self._has_told_of_epochs:
+            _logger.warning(
+                "%s holds a checkpoint already, of an epoch that had this number before. The step names this one's "
+                "instead, and those of all epochs to come that repeat a number; begin with trainer.start_epoch, and go "
+                "on counting",
+                name,
+            )
+        self._has_told_of_epochs = True
+
     # ---- resuming ----
 
     def resume(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
+        """Take the job's folder, and go on from its newest checkpoint, unless that is never to be done."""
+        self._checkpointer.claim()
+        return self._how != "never" and self.load(take_up)
+
+    def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
         """Go on from the newest checkpoint, if there is one; ``take_up`` is given its config.
 
         One that is damaged is passed over for the one before it, unless resuming is "strict".
         """
-        self._checkpointer.claim()
-        if self._how == "never":
-            return False
-        resumed: Resumed | None = self._checkpointer.restore(
-            self._state.check, self._state.load, falls_back=self._how != "strict"
-        )
+        resumed = self._checkpointer.restore(self._state, falls_back=self._how != "strict")
         if resumed is None:
             return False
         self._counts.load_state_dict(resumed.state["counts"])
         take_up(resumed.state["config"])
         self._saved_at, self._path = self._counts.global_step, resumed.path
+        self._last_epoch = self._counts.epoch
         if self._state.rank == 0:
             self._tell(resumed)
         self._state.take_up(resumed)
@@ -176,5 +252,11 @@ def checkpoints_for(
     storage, job = arguments.pop("storage"), arguments.pop("job")
     if storage is None:
         return None
-    checkpointer = ShardCheckpointer(storage, job=job, ranks=ranks, timeout_seconds=follower.settings.timeout_seconds)
+    checkpointer = ShardCheckpointer(
+        storage,
+        job=job,
+        ranks=ranks,
+        timeout_seconds=follower.settings.timeout_seconds,
+        in_background=arguments.pop("in_background"),
+    )
     return Checkpoints(checkpointer, state, startup=startup, **arguments)

@@ -5,6 +5,7 @@ ElasticError
 ├── CheckpointError      a checkpoint could not be saved or loaded
 │   ├── CheckpointNotFound   there is none where one was asked for
 │   ├── CheckpointDamaged    what is on disk is not what was saved; the message names the file
+│   ├── CheckpointExists     one of this name exists already, and is not written again
 │   ├── CheckpointMismatch   the checkpoint and the model do not go together (also a ValueError); says which names
 │   └── CheckpointFenced     another run of this job has taken its folder over
 ├── StepError            the loop used a step in a way that cannot be right; the step was rolled back
@@ -26,6 +27,7 @@ __all__ = [
     "ApplyError",
     "CheckpointDamaged",
     "CheckpointError",
+    "CheckpointExists",
     "CheckpointFenced",
     "CheckpointMismatch",
     "CheckpointNotFound",
@@ -80,6 +82,10 @@ class CheckpointNotFound(CheckpointError):
 
 class CheckpointDamaged(CheckpointError):
     """What is on disk is not what was saved; the message names the file and where in it."""
+
+
+class CheckpointExists(CheckpointError):
+    """A checkpoint of the name that was asked for exists already, and leads to where training is: it stays as it is."""
 
 
 class CheckpointMismatch(CheckpointError, ValueError):

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 try:
     import fcntl
@@ -24,13 +25,15 @@ except ImportError:  # Windows has no flock; one writer per file is then up to t
 
 __all__ = [
     "FileStamp",
+    "NewFiles",
+    "NotRegularError",
     "append_line",
     "exclusive",
     "is_taken",
     "is_temporary",
     "link_or_copy",
-    "make_folder",
     "move_folder",
+    "naming",
     "put_in_place",
     "read_at_most",
     "remove_folder",
@@ -40,7 +43,6 @@ __all__ = [
     "try_lock",
     "write_new",
     "write_whole",
-    "written_beside",
 ]
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL})
@@ -101,27 +103,78 @@ def write_new(path: Path, data: bytes) -> None:
 
     The contents survive a power cut once this returns; the name does when the caller has synced the folder.
     """
-    with written_beside(path, data) as temporary:
-        put_in_place(temporary, path)
+    with NewFiles() as new:
+        new.write(path, data)
+        new.sync()
+        new.put_in_place()
+
+
+class NewFiles:
+    """Files that nothing has the names of yet: written one after another, then synced, then put in place.
+
+    The disk works on the first of them while the last is written, so that syncing them together takes less than each
+    by itself. What was not put in place is removed when the ``with`` ends. If another folder gets the name of a file's
+    own meanwhile, the file is not in that one and cannot be put in place there.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Path, int]] = []
+        self._waiting: dict[Path, Path] = {}  # path -> where its contents are so far
+
+    def begin(self, path: Path) -> int:
+        """A descriptor by which to write what is to be the file ``path``."""
+        temporary = temporary_beside(path)
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+        self._open.append((path, file))
+        self._waiting[path] = temporary
+        return file
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write what is to be all of the file ``path``."""
+        file = self.begin(path)
+        with naming(path), open(file, "wb", closefd=False) as opened:
+            opened.write(data)
+
+    def sync(self) -> None:
+        """Make the contents of all of them durable; nothing is written to them afterwards."""
+        for path, file in self._open:
+            with naming(path):
+                os.fsync(file)
+        self._close()
+
+    def put_in_place(self) -> None:
+        """Give them their names, once they are synced: FileExistsError if one is taken. The caller syncs the folder."""
+        assert not self._open, "sync() comes before put_in_place()"
+        for path, temporary in list(self._waiting.items()):
+            put_in_place(temporary, path)
+            del self._waiting[path]
+
+    def _close(self) -> None:
+        while self._open:
+            os.close(self._open.pop()[1])
+
+    def __enter__(self) -> NewFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            with contextlib.suppress(OSError):
+                self._close()
+        for temporary in self._waiting.values():
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
 
 
 @contextlib.contextmanager
-def written_beside(path: Path, data: bytes) -> Iterator[Path]:
-    """``data`` in a file beside ``path``, durable, for ``put_in_place``; removed where it is not put anywhere.
-
-    If another folder gets the name of this one meanwhile, the file is not in that one and cannot be put in place there.
-    """
-    temporary = temporary_beside(path)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError name ``path`` where it names no file, as those of calls on descriptors do not."""
     try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def link_or_copy(source: Path, path: Path) -> None:
@@ -170,12 +223,6 @@ def is_taken(path: Path) -> bool:
     return True
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder ``path``, which nothing has the name of: FileExistsError otherwise; it survives a power cut."""
-    os.mkdir(path)
-    sync_folder(path.parent)
-
-
 def move_folder(folder: Path, path: Path) -> None:
     """Give ``folder`` the name ``path`` beside it, for good; FileExistsError if something has that name."""
     _refuse_taken(path)  # a rename would replace an empty folder
@@ -209,12 +256,24 @@ def append_line(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
+class NotRegularError(OSError):
+    """What was to be read is no regular file, and reading it another time would not make it one."""
+
+
 def read_at_most(path: Path, limit: int) -> bytes:
-    """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; OSError for all else."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block the reader
+    """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told.
+
+    NotRegularError for a folder, a pipe, or links that lead round in a circle; OSError where it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer must not block the reader
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotRegularError(f"{path} is a link that leads round in a circle") from None
+        raise
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} is not a regular file")
+            raise NotRegularError(f"{path} is not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit + 1)
     finally:

@@ -30,6 +30,8 @@ class Store(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
+    def delete_key(self, key: str, /) -> bool: ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerName:

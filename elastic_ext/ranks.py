@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import PeerLostError, RanksFailedError
-from .peers import NoticeBoard, PeerName, Trouble
+from .peers import NoticeBoard, PeerName, Store, Trouble
 
 __all__ = ["PendingSum", "Ranks"]
 
@@ -58,6 +58,8 @@ class Ranks:
         self.board = board
         self.progress: Callable[[], str] = lambda: "the start"
         """How far this rank has come, for the messages of errors; the owner sets it."""
+        self.store: Store | None = None
+        """What is under names that all ranks know, without collectives; None where there is none, as on one rank."""
         self.slice_seconds = 0.5
         """How long to wait before reading the peers' notices, again and again."""
         self._group = group
@@ -92,6 +94,7 @@ class Ranks:
             # A connection of its own: the user's threads may be waiting in theirs.
             own_store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
             ranks.board = NoticeBoard(own_store, rank=rank, names=ranks.names)
+            ranks.store = own_store
         return ranks
 
     def speaks_for(self, thing: str) -> bool:
@@ -149,7 +152,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group and the store. What is under way is given up; nothing else may be called afterwards."""
-        self.board = None
+        self.board = self.store = None
         self.progress = lambda: "the end"
         if self._group is not None and dist.is_initialized():
             group, self._group = self._group, None

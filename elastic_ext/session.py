@@ -92,7 +92,7 @@ class Session:
             self._materialise()
             if self.checkpoints is not None:
                 self.checkpoints.resume(self.resume)
-                self.checkpoints.try_out()
+                self.checkpoints.make_ready()
             self._plan_saving()
             if self._accelerated is not None:
                 self._accelerated.begin(lambda: steps.is_committing)
@@ -116,7 +116,7 @@ class Session:
         checkpoints = self._saving()
         if self._counts.num_boundaries > 0:
             raise StepError("a checkpoint is loaded before the first step; to go back to one, start the job again")
-        is_there = checkpoints.resume(self.resume)
+        is_there = checkpoints.load(self.resume)
         self._plan_saving()
         return is_there
 
@@ -177,6 +177,8 @@ class Session:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
                 self.follower.finish(is_doubtful=self.steps.is_doubtful)
+                if self.checkpoints is not None:
+                    self.checkpoints.end()
         finally:
             self._progress.end()
             self._gradients.release()
@@ -201,6 +203,11 @@ class Session:
     def _saving(self) -> Checkpoints:
         if self.checkpoints is None:
             raise ElasticError("this trainer keeps no checkpoints; give it shared_storage_path")
+        if self._has_ended:
+            raise ElasticError(
+                "training has ended, and its checkpoints with it; save and load within `with trainer:`, or before "
+                "trainer.close()"
+            )
         if self.steps.is_inside or self.steps.is_partial:
             raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
         return self.checkpoints

@@ -8,6 +8,7 @@ from typing import Any
 from .accelerator import Accelerated, bare_optimizer, bare_scheduler
 from .amp import ElasticScaler
 from .arguments import check_not_prepared
+from .given import as_list
 from .optimizer import ElasticLRScheduler, ElasticOptimizer
 from .step_state import StepState
 
@@ -28,7 +29,7 @@ class TakingPart:
         cls, optimizer: Any, lr_scheduler: Any, scaler: Any, *, state: StepState, accelerated: Accelerated | None
     ) -> TakingPart:
         """Each of them, or a list; ValueError or TypeError where they cannot be used."""
-        given, schedules = _as_list(optimizer), _as_list(lr_scheduler)
+        given, schedules = as_list(optimizer), as_list(lr_scheduler)
         if accelerated is None:
             check_not_prepared(*given, *schedules)
         optimizers = [ElasticOptimizer(bare_optimizer(each), state=state) for each in given]
@@ -51,9 +52,3 @@ class TakingPart:
         if scaler is not None:
             values.append(self.scaler)
         return values[0] if len(values) == 1 else tuple(values)
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -44,7 +44,7 @@ from .arguments import (
     check_updates,
 )
 from .batches import Batches
-from .checkpoints import Resume, WhenSaveFails, checkpoints_for
+from .checkpoints import Resume, WhenSaveFails, WhenSaving, checkpoints_for
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, NotPrepared, OwnStep
 from .counts import Counts
@@ -60,7 +60,7 @@ from .snapshot import Snapshot
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
-from .training_state import TrainingState, fill_registered
+from .training_state import TrainingState, claim_registered, fill_registered
 
 __all__ = ["ElasticTrainer"]
 
@@ -96,6 +96,8 @@ class ElasticTrainer:
         shared_storage_path: str | Path | None = None,
         resume: Resume = "auto",
         when_save_fails: WhenSaveFails = "raise",
+        save_in_background: bool = True,
+        when_saving: WhenSaving = "wait",
         accelerator: Any = None,
         config_file: str | Path | None = None,
         agree_every_steps: Every = "auto",
@@ -108,6 +110,7 @@ class ElasticTrainer:
         check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
         check_choice("resume", resume, ("auto", "strict", "never"))
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
+        check_choice("when_saving", when_saving, ("wait", "skip", "error"))
         check_checkpoints(checkpoint_interval, shared_storage_path)
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
         self._accelerated = None if accelerator is None else Accelerated(accelerator)
@@ -128,6 +131,8 @@ class ElasticTrainer:
             "job": job,
             "interval": checkpoint_interval,
             "when_save_fails": when_save_fails,
+            "in_background": save_in_background,
+            "when_saving": when_saving,
             "how_to_resume": resume,
         }
         self._state = StepState()
@@ -231,19 +236,18 @@ class ElasticTrainer:
         if name in self._registered:
             raise ValueError(f"{name!r} is registered already; give each state a name of its own")
         held = {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
-        if name in self._unclaimed:
-            fill_registered(name, held, self._unclaimed.pop(name))
+        claim_registered(name, held, self._unclaimed)
         self._registered[name] = held
 
     def save_checkpoint(self) -> Path:
-        """Save a checkpoint now, under ``shared_storage_path``; gives its folder. All ranks call this between steps."""
+        """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
         return self._prepared.save_checkpoint()
 
     def _save_fsdp_state(self) -> Path:
         return self._prepared.save_checkpoint()
 
     def _load_fsdp_state(self) -> bool:
-        """Go on from the newest checkpoint, as ``prepare`` does; whether there is one."""
+        """Go on from the newest checkpoint, as ``prepare`` does, even with ``resume="never"``; whether there is one."""
         return self._prepared.load_checkpoint()
 
     # ---- the loop ----

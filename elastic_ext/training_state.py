@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from .fsdp.checkpoint.contents import Contents
 from .fsdp.checkpoint.loader import Loader
 from .fsdp.checkpoint.memory import put_part
 from .fsdp.checkpoint.opened import Opened, Wanted
+from .fsdp.dtypes import dtype_of
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
 from .fsdp.state import box_of, local_of
@@ -36,10 +37,12 @@ from .ranks import Ranks
 from .sharing import Sharing
 from .taking_part import TakingPart
 
-__all__ = ["Registered", "Resumed", "TrainingState", "fill_registered"]
+__all__ = ["PASSES_BY_ITSELF", "Registered", "Resumed", "TrainingState", "claim_registered", "fill_registered"]
 
 _logger = logging.getLogger(__name__)
 
+PASSES_BY_ITSELF = ("counts", "config", "position", "random/", "plain/dataloader")
+"""What may become another between two steps, with nothing to be saved: keys and names in ``collect``'s contents."""
 Registered = dict[str, Mapping[str, torch.Tensor]]
 _PLAIN = "plain"  # what the names of tensors in plain values begin with
 
@@ -143,33 +146,46 @@ class TrainingState:
         self._wanted = self._wanted_of_registered(opened)
 
     def load(self, opened: Opened) -> Resumed:
-        """Fill all tensors, and give what is taken up once every rank has come so far."""
+        """Fill all tensors, and give what is taken up once every rank has come so far.
+
+        What goes into memory of its own is read first: damage that is found there has touched nothing.
+        """
         parts, state = self._parts, opened.state
+        own = {name for name in opened.names("extra") if name.startswith(f"{_PLAIN}/")}
+        tensors = {name: opened.read_whole("extra", name) for name in own}
+        drawn = self._drawn(opened)
         self._loader.load_model(opened)
         load: Callable[[], object] = partial(self._loader.load_optimizers, opened)
         for optimizer in parts.optimizers:
             load = partial(optimizer.rates.load, load)
         load()
         opened.read("extra", self._wanted)
-        own = {name for name in opened.names("extra") if name.startswith(f"{_PLAIN}/")}
-        tensors = {name: opened.read_whole("extra", name) for name in own}
         for scheduler, packed in zip(parts.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(unpack(packed["state"], tensors))
         if parts.scaler is not None:
             parts.scaler.load_state_dict(unpack(state["scaler"], tensors))
-        drawer = self.rank if opened.num_ranks == self.num_ranks else 0
-        prefix = f"random/{drawer}/"
         return Resumed(
             path=opened.found.path,
             commit=opened.found.commit,
             state=state,
             position=unpack(state["position"], tensors),
-            random={
-                name.removeprefix(prefix): opened.read_whole("extra", name)
-                for name in sorted(opened.names("extra"))
-                if name.startswith(prefix)
-            },
+            random=drawn,
         )
+
+    def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
+        """Of what another checkpoint has ``touched``, what this one would not leave a part of."""
+        registered = {each.what for each in self._wanted if each.what is not None}
+        return self._loader.refilled(opened, touched) | registered
+
+    def _drawn(self, opened: Opened) -> dict[str, torch.Tensor]:
+        """The states of random generators: this rank's, or the first one's."""
+        drawer = self.rank if opened.num_ranks == self.num_ranks else 0
+        prefix = f"random/{drawer}/"
+        return {
+            name.removeprefix(prefix): opened.read_whole("extra", name)
+            for name in sorted(opened.names("extra"))
+            if name.startswith(prefix)
+        }
 
     def take_up(self, resumed: Resumed) -> None:
         """Go on where the checkpoint was: the last of all that is done to resume, so that nothing is drawn after it."""
@@ -213,16 +229,11 @@ class TrainingState:
             if held is None:
                 self._unclaimed[name] = {key: opened.read_whole("extra", full) for key, full in keys.items()}
                 continue
-            shapes = {key: (opened.tensor("extra", full), held.get(key)) for key, full in keys.items()}
-            if held.keys() != keys.keys() or any(
-                meta is None or tensor is None or meta.layout.shape != tuple(tensor.shape)
-                for meta, tensor in shapes.values()
-            ):
-                raise CheckpointMismatch(
-                    f"registered state {name!r} has {sorted(held)}, and {opened.found.path} has {sorted(keys)}, or "
-                    "their shapes differ"
-                )
-            wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key])) for key, full in keys.items()]
+            metas = {key: opened.tensor("extra", full) for key, full in keys.items()}
+            kept = {key: _Kept(meta.layout.shape, dtype_of(meta.dtype)) for key, meta in metas.items() if meta}
+            _check_registered(name, held, kept, str(opened.found.path))
+            what = f"registered state {name}"
+            wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key]), what) for key, full in keys.items()]
         return wanted
 
     def _restore_random(self, resumed: Resumed) -> None:
@@ -244,16 +255,44 @@ class TrainingState:
             numpy.random.seed(seed % (1 << 32))
 
 
+def claim_registered(name: str, held: Mapping[str, torch.Tensor], unclaimed: Registered) -> None:
+    """Fill what is registered now with what was loaded under its name, if anything was; it stays there if it cannot."""
+    if name in unclaimed:
+        fill_registered(name, held, unclaimed[name])
+        del unclaimed[name]
+
+
 def fill_registered(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors that were loaded, whole, into those that are registered now."""
-    if held.keys() != loaded.keys():
-        raise ValueError(f"registered state {name!r} has {sorted(held)}, and what was loaded has {sorted(loaded)}")
+    """Put tensors that were loaded, whole, into those that are registered; CheckpointMismatch if they do not fit."""
+    kept = {key: _Kept(tuple(tensor.shape), tensor.dtype) for key, tensor in loaded.items()}
+    _check_registered(name, held, kept, "what was loaded")
     with torch.no_grad():
         for key, tensor in held.items():
             if isinstance(tensor, DTensor) and not isinstance(loaded[key], DTensor):
                 put_part(local_of(tensor), box_of(key, tensor), loaded[key])
             else:
                 tensor.copy_(loaded[key])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor of registered state, as it was saved."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _check_registered(name: str, held: Mapping[str, torch.Tensor], kept: Mapping[str, _Kept], where: str) -> None:
+    """CheckpointMismatch unless the tensors that are registered can be filled with those that were saved."""
+    if held.keys() != kept.keys():
+        raise CheckpointMismatch(f"registered state {name!r} has {sorted(held)}, and {where} has {sorted(kept)}")
+    misshaped = {
+        key or name: f"{tensor.dtype} {tuple(tensor.shape)} here, {kept[key].dtype} {kept[key].shape} there"
+        for key, tensor in held.items()
+        if tuple(tensor.shape) != kept[key].shape or not torch.can_cast(kept[key].dtype, tensor.dtype)
+    }
+    if misshaped:
+        raise CheckpointMismatch(f"registered state {name!r} is not that of {where}", misshaped=misshaped)
 
 
 def _generators_of(loader: Any) -> dict[str, torch.Generator]:

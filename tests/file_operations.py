@@ -15,11 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["FileOperations", "Strike"]
+__all__ = ["SLOW_SECONDS", "FileOperations", "Strike"]
 
-Strike = Literal["kill", "tear", "hang", "full", "broken"]
+Strike = Literal["kill", "tear", "hang", "slow", "full", "broken"]
 """What happens to an operation in the place of what it was to do: the process dies; the file that it was to make
-durable is cut in half, and the process dies; it never returns; the disk is full; the disk is broken."""
+durable is cut in half, and the process dies; it never returns; it is done, but late; the disk is full; the disk is
+broken."""
+
+SLOW_SECONDS = 0.05
 
 _PATHS = {  # of each event: the places of its paths among its arguments, each with that of its folder's descriptor
     "open": ((0, None),),
@@ -98,6 +101,8 @@ class FileOperations:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._strike == "hang":
             threading.Event().wait()
+        if self._strike == "slow":
+            threading.Event().wait(SLOW_SECONDS)
         if self._strike == "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), paths[0])
         if self._strike == "broken":

@@ -9,12 +9,12 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.files import write_new
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, chain_after
+from elastic_ext.files import NewFiles, write_new
+from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, chain_after, read_commit
 from elastic_ext.fsdp.checkpoint.jobfolder import JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import Chain
 from elastic_ext.fsdp.checkpoint.listing import Found, is_name
@@ -55,11 +55,14 @@ class Run:
 
     def _write(self, path: Path, generation: str, step: int, epoch: int) -> Found:
         name = path.name
-        checksum = self.folder.put_meta(META)
-        self.folder.link_meta(name, "model_meta.json", checksum)
-        state = self.folder.put_state(name, "trainer_state.json", generation.encode())
         tensor = memoryview(generation.encode() * 100)
-        shard = write_shard(path / SHARD, [Piece("tensor", "U8", (len(tensor),), tensor)], generation=generation)
+        with NewFiles() as new:
+            checksum = self.folder.put_meta(name, "model_meta.json", META)
+            state = self.folder.put_state(new, name, "trainer_state.json", generation.encode())
+            pieces = [Piece("tensor", "U8", (len(tensor),), tensor)]
+            shard = write_shard(new, path / SHARD, pieces, generation=generation)
+            new.sync()
+            new.put_in_place()
         commit = Commit(
             generation=generation,
             lineage=self.chain,
@@ -103,8 +106,18 @@ def assert_tidy(path: Path) -> None:
             continue
         assert is_name(name.partition(".")[0]), f"{name} was left in {path}"
         assert (path / name / COMMIT).exists()
+    named = {checksum for folder in path.iterdir() for checksum in _metas_of(folder)}
+    kept = {file.stem for file in path.glob("meta/*.json")}
+    assert kept <= named, f"{kept - named} were left in {path}"
     left = [file for _, _, files in os.walk(path) for file in files if file.endswith(".tmp")]
     assert not left, f"{left} were left in {path}"
+
+
+def _metas_of(folder: Path) -> Collection[str]:
+    try:
+        return read_commit(folder).metas.values()
+    except CheckpointError:
+        return []
 
 
 # ---- scenarios: what is there before, what is done, and which checkpoint may be the newest afterwards ----

@@ -106,7 +106,7 @@ def checkpointer_of(storage: Path, **arguments: Any) -> ShardCheckpointer:
 
 def job_folder(storage: Path) -> Path:
     """The one that the job has."""
-    (folder,) = (storage / "fsdp_checkpoint").iterdir()
+    (folder,) = (storage / "fsdp_checkpoint").glob("[!.]*")
     return folder
 
 
@@ -144,11 +144,15 @@ def go_on(
         fill(model, optimizer, step)
         operations = FileOperations(storage, strike, at if rank == victim else None)
         checkpointer.save(step, model, optimizer, extra_of(step))
+        digest = digest_of(model, optimizer)
+        if checkpointer.saves_in_background:  # what is trained goes on
+            fill(model, optimizer, step + 100)
+        checkpointer.wait()
         return Saved(
             loaded_step=loaded.step,
             loaded_digest=loaded_digest,
             step=step,
-            digest=digest_of(model, optimizer),
+            digest=digest,
             operations=operations.end(),
         )
 
@@ -158,7 +162,9 @@ def garbage_in(folder: Path) -> list[str]:
     found = []
     for path in sorted(folder.iterdir()):
         if path.name == "meta":
-            found += [str(file) for file in path.iterdir() if file.suffix != ".json" or file.name.startswith(".")]
+            commits = [read_commit(commit.parent) for commit in folder.glob(f"*/{COMMIT}")]
+            named = {f"{checksum}.json" for commit in commits for checksum in commit.metas.values()}
+            found += [str(file) for file in path.iterdir() if file.name not in named]
         elif is_name(path.name) or ".abandoned-" in path.name:
             if not (path / COMMIT).exists():
                 found.append(str(path))

@@ -7,10 +7,22 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from elastic_ext.files import NewFiles
 from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.shardfile import ShardSummary
+from elastic_ext.fsdp.checkpoint.shardfile import BLOCK_BYTES, ShardSummary
 from elastic_ext.fsdp.checkpoint.shardreader import Request, ShardReader
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece
+from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
+
+
+def write_alone(
+    path: Path, pieces: Sequence[Piece], *, generation: str, block_bytes: int = BLOCK_BYTES
+) -> ShardSummary:
+    """Write a shard file that no others are written with."""
+    with NewFiles() as new:
+        summary = write_shard(new, path, pieces, generation=generation, block_bytes=block_bytes)
+        new.sync()
+        new.put_in_place()
+    return summary
 
 
 def random_bytes(num_bytes: int, seed: int = 0) -> bytearray:

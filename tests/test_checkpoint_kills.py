@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,8 @@ class Job:
     """By rank."""
     from_path: str | None
     """The checkpoint that the killed run goes on from, None for the newest."""
+    arguments: dict[str, Any]
+    """Of its checkpointer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +66,7 @@ class Case:
 
     num_steps: int
     from_path: str | None
+    in_background: bool = False
 
 
 @pytest.fixture
@@ -82,7 +86,9 @@ def make_job(ranks: RankPool, folder: Path, case: Case) -> Job:
     assert not any(end.error for end in began), began
     shutil.copytree(storage, tried)
     path = None if case.from_path is None else job_folder(tried) / case.from_path
-    (went_on,) = run_trials(ranks, folder / "ends", [Trial(fn=go_on, args=(tried, path))])
+    arguments: dict[str, Any] = {"in_background": case.in_background}
+    trial = Trial(fn=go_on, args=(tried, path, None, "kill", None, arguments))
+    (went_on,) = run_trials(ranks, folder / "ends", [trial])
     assert not any(end.error for end in went_on), went_on
     digests = [dict(end.value) for end in began]
     for rank, end in enumerate(went_on):
@@ -93,6 +99,7 @@ def make_job(ranks: RankPool, folder: Path, case: Case) -> Job:
         digests=digests,
         operations=[end.value.operations for end in went_on],
         from_path=case.from_path,
+        arguments=arguments,
     )
 
 
@@ -125,7 +132,7 @@ def kill_and_go_on(ranks: RankPool, folder: Path, job: Job, points: list[Point])
         shutil.copytree(job.storage, storage)
     starts = [None if job.from_path is None else job_folder(storage) / job.from_path for storage in storages]
     trials = [
-        Trial(fn=go_on, args=(storage, start, point.rank, point.strike, point.at))
+        Trial(fn=go_on, args=(storage, start, point.rank, point.strike, point.at, job.arguments))
         for storage, start, point in zip(storages, starts, points, strict=True)
     ]
     killed = run_trials(ranks, folder / "ends", trials)
@@ -170,6 +177,8 @@ def _told(what: str, points: list[Point], killed: list[Point], job: Job) -> None
 CASES = {
     "the next save": Case(num_steps=1, from_path=None),
     "a save that leaves newer checkpoints behind": Case(num_steps=3, from_path="step_1"),
+    "a save in the background": Case(num_steps=1, from_path=None, in_background=True),
+    "one that leaves newer ones behind": Case(num_steps=3, from_path="step_1", in_background=True),
 }
 
 

@@ -452,3 +452,37 @@ def test_every_rank_is_given_the_lists(ranks: RankPool, tmp_path: Path) -> None:
         "0.weight": "(4, 6) here, (5, 6) in the checkpoint",
     }
     assert ranks.run(2, load_another_shape, tmp_path) == [((), (), misshaped, 1)] * 2
+
+
+class Scaled(nn.Linear):
+    """Keeps a history, as modules that train in fp8 do, in its extra state."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 2)
+        self.history: Any = torch.full((3,), value)
+
+    def get_extra_state(self) -> object:
+        return self.history
+
+    def set_extra_state(self, state: object) -> None:
+        self.history = state
+
+
+def scaled_rank(_: int, folder: Path, wraps: bool) -> None:
+    model: Any = nn.Sequential(Scaled(1.0), Scaled(2.0))
+    later: Any = nn.Sequential(Scaled(0.0), Scaled(0.0))
+    model[1].history = {"amax": torch.arange(2, dtype=torch.bfloat16), "length": 3}
+    if wraps:
+        for each in (model, later):
+            fully_shard(each, mesh=init_device_mesh("cpu", (2,)))
+    save(folder, model)
+    with ShardCheckpointer(folder, job="it") as checkpointer:
+        checkpointer.load(later)
+    assert torch.equal(later[0].history, torch.ones(3))
+    assert torch.equal(later[1].history["amax"], torch.arange(2, dtype=torch.bfloat16))
+    assert later[1].history["length"] == 3
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_extra_state_may_be_a_tensor_or_have_some_in_it(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    ranks.run(num_ranks, scaled_rank, tmp_path, num_ranks > 1)

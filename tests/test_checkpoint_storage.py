@@ -12,7 +12,7 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from elastic_ext.errors import CheckpointError, CheckpointFenced, ElasticError
 from elastic_ext.fsdp.checkpoint.commit import COMMIT
-from tests.file_operations import FileOperations, Strike
+from tests.file_operations import SLOW_SECONDS, FileOperations, Strike
 from tests.ranks import RankPool
 from tests.saving import (
     begin_job,
@@ -136,8 +136,11 @@ def test_operation_that_fails_is_an_error_on_all_ranks_and_the_next_try_saves(
 def test_failed_save_is_one_error_on_all_ranks_and_the_old_checkpoint_stays(
     victim: int, strike: Strike, like: str, words: str, ranks: RankPool, storage: Path
 ) -> None:
-    error = error_of_all(run_one(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, strike, like))))
+    ends = run_one(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, strike, like)))
+    error = error_of_all(ends)
     assert error.startswith("CheckpointError: ") and words in error and f"rank {victim}: " in error, error
+    log = [text for end in ends for text in end.log if "checkpoint step_2 failed on rank" in text]
+    assert len(log) == 1 and log[0].endswith(f"rank {victim}"), "where it failed, and nowhere else"
     assert newest_of(storage) == 1
     assert not (job_folder(storage) / "step_2").exists()
     assert [end.error for end in run_one(ranks, storage.parent, Trial(fn=go_on, args=(storage,)))] == [None, None]
@@ -171,16 +174,76 @@ def test_storage_that_hangs_is_an_error_on_all_ranks_in_time(
     assert newest_of(storage) == 1
 
 
-def load_while_it_hangs(rank: int, storage: Path) -> None:
+def load_while_it_hangs(rank: int, storage: Path, victim: int, like: str) -> None:
     model, optimizer = make_state()
     with checkpointer_of(storage, storage_timeout_seconds=3.0) as checkpointer:
-        FileOperations(storage, "hang", 0 if rank == 1 else None, like="safetensors")
+        FileOperations(storage, "hang", 0 if rank == victim else None, like=like)
         checkpointer.load(model, optimizer)
 
 
-def test_storage_that_hangs_while_loading_is_an_error_on_all_ranks_in_time(ranks: RankPool, storage: Path) -> None:
-    error = error_of_all(run_one(ranks, storage.parent, Trial(fn=load_while_it_hangs, args=(storage,))))
-    assert "rank 1: the storage took longer than 3 seconds while reading" in error, error
+@pytest.mark.parametrize(
+    ("victim", "like", "doing"),
+    [
+        (0, "os.listdir fsdp_checkpoint", "looking for checkpoints"),
+        (0, "step_1/COMMIT", "looking for checkpoints"),
+        (1, "step_1/COMMIT", "reading"),
+        (1, "model_meta.json", "reading"),
+        (0, "optim_meta.json", "reading"),
+        (1, "trainer_state.json", "reading"),
+        (1, "safetensors", "reading"),
+    ],
+)
+def test_storage_that_hangs_while_loading_is_an_error_on_all_ranks_in_time(
+    victim: int, like: str, doing: str, ranks: RankPool, storage: Path
+) -> None:
+    trial = Trial(fn=load_while_it_hangs, args=(storage, victim, like))
+    error = error_of_all(run_one(ranks, storage.parent, trial))
+    assert f"rank {victim}: the storage took longer than 3 seconds while {doing}" in error, error
+    assert "storage_timeout_seconds" in error
+
+
+def resume_while_it_hangs(rank: int, folder: Path, storage: Path, victim: int, like: str) -> None:
+    """A trainer's rank that saves a step, and one that is to go on from there."""
+    train(folder, storage, 1, rank=rank)
+    FileOperations(storage, "hang", 0 if rank == victim else None, like=like)
+    train(folder, storage, 2, rank=rank, timeout_seconds=6.0)
+
+
+@pytest.mark.parametrize(
+    ("victim", "like", "doing"),
+    [(0, "step_1/COMMIT", "claiming the job's folder"), (1, "step_1/COMMIT", "reading"), (1, "extra_meta", "reading")],
+)
+def test_storage_that_hangs_while_a_trainer_resumes_is_an_error_on_all_ranks_in_time(
+    victim: int, like: str, doing: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    arguments = (tmp_path / "run", tmp_path / "storage", victim, like)
+    error = error_of_all(run_one(ranks, tmp_path, Trial(fn=resume_while_it_hangs, args=arguments)))
+    assert f"rank {victim}: the storage took longer than 3 seconds while {doing}" in error, error
+    assert newest_of(tmp_path / "storage") == 1
+
+
+def go_on_slowly(rank: int, storage: Path, victims: Sequence[int]) -> int:
+    """A rank of a run that loads, claims and saves while each operation takes long on some; how many did."""
+    model, optimizer = make_state()
+    operations = FileOperations(storage, "slow", range(10_000) if rank in victims else None)
+    with checkpointer_of(storage) as checkpointer:
+        assert checkpointer.load(model, optimizer).step == 1
+        fill(model, optimizer, 2)
+        checkpointer.save(2, model, optimizer, extra_of(2))
+    return len(operations.end())
+
+
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+def test_storage_that_is_slow_costs_time_and_nothing_else(
+    victims: tuple[int, ...], ranks: RankPool, storage: Path
+) -> None:
+    ends = run_one(ranks, storage.parent, Trial(fn=go_on_slowly, args=(storage, victims)))
+    assert [(end.error, end.log) for end in ends] == [(None, ())] * 2, ends
+    assert all(end.seconds > ends[victim].value * SLOW_SECONDS > 1 for end in ends for victim in victims), ends
+    assert newest_of(storage) == 2 and garbage_in(job_folder(storage)) == []
+    model, optimizer = make_state()
+    with checkpointer_of(storage) as checkpointer:
+        assert checkpointer.load(model, optimizer).step == 2 and digest_of(model, optimizer) == digest_at(2)
 
 
 def save_with_small_files(rank: int, storage: Path) -> None:
@@ -313,9 +376,8 @@ def test_training_goes_on_without_a_checkpoint_where_the_user_allows_it(ranks: R
 def test_training_stops_on_all_ranks_where_a_save_fails(ranks: RankPool, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     ends = run_one(ranks, tmp_path, Trial(fn=train_on_full_disk, args=(tmp_path / "run", storage, "raise")))
-    assert "CheckpointError: rank 1: No space left on device" in error_of_all(ends).replace(
-        "writing checkpoint step_2 failed: ", ""
-    ), ends
+    error = error_of_all(ends)
+    assert error.startswith("CheckpointError: saving ") and "step_2 failed: rank 1: No space left on device" in error
     assert newest_of(storage) == 1
 
 
@@ -395,7 +457,7 @@ def test_ranks_that_save_different_steps_at_once_all_hear_of_it(ranks: RankPool,
     ends = run_one(ranks, storage.parent, Trial(fn=save_different_steps, args=(storage,)))
     assert [end.error for end in ends] == [None, None], ends
     assert ends[0].value == ends[1].value
-    assert "step_2, step_3, rank by rank" in ends[0].value
+    assert "rank 0: save step 2 of epoch 0; rank 1: save step 3 of epoch 0" in ends[0].value
     assert newest_of(storage) == 4
 
 

@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from elastic_ext.errors import CheckpointError, CheckpointMismatch
+from elastic_ext.errors import CheckpointError, CheckpointFenced, CheckpointMismatch
 from elastic_ext.fsdp import ShardCheckpointer
+from tests.file_operations import FileOperations
 from tests.ranks import RankPool
+from tests.trials import Trial, run_trials
 
 
 def test_one_that_was_dropped_leaves_the_folder_to_the_next(tmp_path: Path) -> None:
@@ -30,20 +32,40 @@ def test_one_that_was_dropped_leaves_the_folder_to_the_next(tmp_path: Path) -> N
         assert second.save(2, model).name == "step_2"
 
 
-def test_a_claim_that_took_too_long_is_given_back_and_taken_anew(tmp_path: Path) -> None:
+def test_a_claim_that_took_too_long_is_given_back_and_taken_anew(ranks: RankPool, tmp_path: Path) -> None:
+    trial = Trial(fn=late_claim_rank, args=(tmp_path / "storage",), num_ranks=1)
+    ((end,),) = run_trials(ranks, tmp_path / "ends", [trial])
+    assert end.error is None, end.trace
+
+
+def late_claim_rank(_: int, storage: Path) -> None:
     model = nn.Linear(2, 2)
-    holder = ShardCheckpointer(tmp_path, job="x")
-    holder.save(1, model)
-    with ShardCheckpointer(tmp_path, job="x", storage_timeout_seconds=0.1) as impatient:
+    with ShardCheckpointer(storage, job="x") as first:
+        first.save(1, model)
+    answer = threading.Event()
+    with ShardCheckpointer(storage, job="x", storage_timeout_seconds=0.1) as impatient:
+        FileOperations(storage, answer.wait, 0, like="RUN.json")
         with pytest.raises(CheckpointError, match="the storage took longer than"):
             impatient.claim()
-        holder.close()  # so that what was begun comes to the folder after all, and gives it back
+        answer.set()  # so that what was begun comes to the folder after all, and gives it back
         for thread in threading.enumerate():
             if thread.name == "elastic_ext checkpoint":
                 thread.join(60)
-        with ShardCheckpointer(tmp_path, job="x") as patient:
+        with ShardCheckpointer(storage, job="x") as patient:
             patient.load(model)
             assert patient.save(2, model).name == "step_2"
+
+
+def test_a_folder_in_use_is_told_as_that_however_soon_storage_is_given_up(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with ShardCheckpointer(tmp_path, job="x") as holder:
+        holder.save(1, model)
+        with ShardCheckpointer(tmp_path, job="x", timeout_seconds=8.0) as second:
+            with pytest.raises(CheckpointFenced, match=f"in use by another run of this job .process {os.getpid()} on"):
+                second.save(2, model)
+            holder.close()
+            second.load(model)
+            assert second.save(2, model).name == "step_2"
 
 
 def test_a_job_is_named_by_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +74,23 @@ def test_a_job_is_named_by_the_environment_too(tmp_path: Path, monkeypatch: pyte
         assert checkpointer.save(1, nn.Linear(2, 2)).parent.name.startswith("from-outside_")
     with ShardCheckpointer(tmp_path, job="given") as checkpointer:
         assert checkpointer.save(1, nn.Linear(2, 2)).parent.name.startswith("given_")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launched")
+    with ShardCheckpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(2, nn.Linear(2, 2)).parent.name.startswith("from-outside_")
+    monkeypatch.delenv("ELASTIC_EXT_JOB")
+    with ShardCheckpointer(tmp_path) as checkpointer:
+        path = checkpointer.save(1, nn.Linear(2, 2))
+        assert path.parent.name.startswith("launched_")
+    with ShardCheckpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest() == path, "a job that is started again finds its folder"
+
+
+def test_waiting_after_a_save_finds_it_done(tmp_path: Path) -> None:
+    with ShardCheckpointer(tmp_path, job="x") as checkpointer:
+        checkpointer.wait()
+        path = checkpointer.save(1, nn.Linear(2, 2))
+        checkpointer.wait()
+        assert checkpointer.latest() == path
 
 
 class _Lazy(torch.optim.SGD):
@@ -155,5 +194,19 @@ def test_what_does_not_fit_on_one_rank_is_touched_on_none_and_the_first_rank_nam
     ranks: RankPool, tmp_path: Path
 ) -> None:
     ranks.run(2, unlike_rank, tmp_path)
-    (folder,) = (tmp_path / "fsdp_checkpoint").iterdir()
+    (folder,) = (tmp_path / "fsdp_checkpoint").glob("[!.]*")
     assert folder.name.startswith("named%20by%20rank%200_")
+
+
+def test_the_traceback_of_what_failed_is_in_the_log_of_the_rank_where_it_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ShardCheckpointer(tmp_path, job="a") as checkpointer:
+        with pytest.raises(CheckpointError, match="extra/a is a object, which cannot be saved"):
+            checkpointer.save(1, nn.Linear(2, 2), None, {"a": object()})
+        assert "beginning checkpoint step_1 failed on rank 0" in caplog.text
+        assert "in save\n" not in caplog.text and "in _pack\n" in caplog.text, "from where it was caught on"
+        caplog.clear()
+        with pytest.raises(CheckpointError, match="has no checkpoint of job"):
+            checkpointer.load(nn.Linear(2, 2))
+        assert "Traceback" not in caplog.text, "what says all by itself needs none"

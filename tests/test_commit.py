@@ -239,9 +239,9 @@ def test_a_folder_without_a_commit_is_no_checkpoint(tmp_path: Path) -> None:
             read_commit(folder)
 
 
-def test_what_is_no_file_in_the_place_of_a_commit_is_the_file_systems_error(tmp_path: Path) -> None:
+def test_what_is_no_file_in_the_place_of_a_commit_is_damage(tmp_path: Path) -> None:
     (tmp_path / COMMIT).mkdir()
-    with pytest.raises(OSError, match=r"not a regular file|directory"):
+    with pytest.raises(CheckpointDamaged, match="COMMIT is not a regular file"):
         read_commit(tmp_path)
 
 

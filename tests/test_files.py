@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.files import (
+    NewFiles,
+    NotRegularError,
     append_line,
     exclusive,
     is_taken,
     is_temporary,
-    make_folder,
     move_folder,
     put_in_place,
     read_at_most,
@@ -32,7 +33,6 @@ from elastic_ext.files import (
     try_lock,
     write_new,
     write_whole,
-    written_beside,
 )
 
 PYTHON = [sys.executable, "-I", "-c"]
@@ -208,7 +208,7 @@ def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path: Path, ki
     NOT_FILES[kind](path)
     before, descriptors = kinds_in(tmp_path), num_descriptors()
     for _ in range(20):
-        with pytest.raises(OSError, match=r"not a regular file|symbolic links"):
+        with pytest.raises(NotRegularError, match=r"not a regular file|round in a circle"):
             read_at_most(path, 100)
         with pytest.raises(OSError, match=r"not a regular file|symbolic links"):
             write_whole(path, b"new")
@@ -321,41 +321,62 @@ def test_a_new_file_replaces_nothing_and_leaves_nothing_behind(tmp_path: Path) -
     write_new(tmp_path / "state", b"new")
     with pytest.raises(FileExistsError, match="state"):
         write_new(tmp_path / "state", b"newer")
-    with written_beside(tmp_path / "other", b"x") as temporary:  # and not put anywhere
-        assert temporary.read_bytes() == b"x" and is_temporary(temporary.name)
     assert (tmp_path / "state").read_bytes() == b"new" and only_child(tmp_path) == ["state"]
+
+
+def test_new_files_get_their_names_together_and_those_that_get_none_are_removed(tmp_path: Path) -> None:
+    before = num_descriptors()
+    with NewFiles() as new:
+        new.write(tmp_path / "a", b"first")
+        os.write(new.begin(tmp_path / "b"), b"second")
+        assert all(is_temporary(path.name) for path in tmp_path.iterdir())
+        new.sync()
+        assert num_descriptors() == before
+        new.put_in_place()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"first", "b": b"second"}
+    (tmp_path / "a").unlink()
+    with NewFiles() as new:
+        for name in ("a", "b", "c"):
+            new.write(tmp_path / name, b"third")
+        new.sync()
+        with pytest.raises(FileExistsError, match="/b"):
+            new.put_in_place()
+    with NewFiles() as new:  # and neither synced nor put anywhere
+        new.write(tmp_path / "d", b"fourth")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"third", "b": b"second"}
+    assert num_descriptors() == before
 
 
 def test_a_file_cannot_be_put_into_a_folder_that_took_the_place_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "step_1"
-    make_folder(folder)
-    with written_beside(folder / "COMMIT", b"x") as temporary:
+    folder.mkdir()
+    with NewFiles() as new:
+        new.write(folder / "COMMIT", b"x")
+        new.sync()
         move_folder(folder, tmp_path / "aside")
-        make_folder(folder)
+        folder.mkdir()
         with pytest.raises(FileNotFoundError):
-            put_in_place(temporary, folder / "COMMIT")
+            new.put_in_place()
     assert only_child(folder) == []
 
 
-def test_a_folder_is_moved_and_made_only_where_there_is_nothing_not_even_an_empty_one(tmp_path: Path) -> None:
+def test_a_folder_is_moved_only_where_there_is_nothing_not_even_an_empty_one(tmp_path: Path) -> None:
     for name in ("folder", "empty"):
-        make_folder(tmp_path / name)
+        (tmp_path / name).mkdir()
     (tmp_path / "nowhere").symlink_to("no")
     for name in ("empty", "nowhere"):
         assert is_taken(tmp_path / name)
         with pytest.raises(FileExistsError, match=name):
             move_folder(tmp_path / "folder", tmp_path / name)
-        with pytest.raises(FileExistsError, match=name):
-            make_folder(tmp_path / name)
     assert not is_taken(tmp_path / "no") and not is_taken(tmp_path / "folder" / "no" / "no")
     with pytest.raises(OSError, match="too long"):
         is_taken(tmp_path / ("x" * 300))  # what cannot be told is not taken for absent
 
 
 def test_a_removed_folder_takes_no_file_with_it_that_it_only_leads_to(tmp_path: Path) -> None:
-    make_folder(tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
-    make_folder(tmp_path / "folder")
+    (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "link").symlink_to("../kept")
     remove_folder(tmp_path / "folder")
     assert only_child(tmp_path) == ["kept"] and only_child(tmp_path / "kept") == ["file"]

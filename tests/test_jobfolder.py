@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced, CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.commit import COMMIT, checksum_of
 from elastic_ext.fsdp.checkpoint.jobfolder import FOLDER, JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import place_in
 from elastic_ext.fsdp.checkpoint.listing import Found
-from tests.saves import SCENARIOS, Run, assert_loads, assert_tidy, recovered, runs
+from tests.saves import META, SCENARIOS, Run, assert_loads, assert_tidy, recovered, runs
 from tests.syscalls import at_call, can_fail, failure, recorded
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
@@ -111,6 +115,7 @@ def test_a_run_that_comes_at_any_call_of_anothers_save_has_the_last_word(ram: Pa
 
         def usurp(path: Path = path, seen: list[Found | None] = seen) -> None:
             other = Run(path, "usurper")
+            other.folder.prune_garbage()
             seen.append(other.folder.latest())
             other.go_on(seen[0])
             other.save(f"step_{seen[0].commit.global_step + 1 if seen[0] else 2}")  # often the same name
@@ -139,11 +144,12 @@ def test_what_a_commit_vouches_for_is_on_the_disk_before_it_and_it_is_before_com
     run = Run(tmp_path, "a")
     with recorded() as calls:
         run.save("step_1")
-    tail = [name for name in calls.names if name in ("write", "writev", "fsync", "link", "mkdir", "replace")]
-    meta = ["mkdir", "fsync", "write", "fsync", "replace", "fsync", "link"]
-    file = ["write", "fsync", "link"]
-    shard = ["writev", "writev", "writev", "fsync", "link"]
-    assert tail == ["mkdir", "fsync", *meta, *file, *shard, "fsync", *file, "fsync"]
+        run.save("step_2")
+    seen = [name for name in calls.names if name in ("write", "writev", "fsync", "link", "mkdir")]
+    new_meta = ["link", "write", "fsync", "link", "mkdir", "link"]
+    files = ["write", "writev", "writev", "writev", "fsync", "fsync", "link", "link"]
+    commit = ["write", "fsync", "fsync", "fsync", "link", "fsync"]  # itself, the job's folder, its own; its own again
+    assert seen == ["mkdir", *new_meta, *files, *commit, "mkdir", "link", *files, *commit]
 
 
 # ---- lineages ----
@@ -272,7 +278,9 @@ def test_a_commit_is_refused_while_a_file_is_missing_or_has_another_size(tmp_pat
     for file in [*good.commit.metas, *good.commit.states, *good.commit.shards]:
         for damage in ("missing", "longer"):
             path = run.folder.begin("step_2", good.commit.generation, run.chain)
-            shutil.copytree(tmp_path / "step_1", path, dirs_exist_ok=True, ignore=lambda *_: [COMMIT])
+            run.folder.put_meta("step_2", "model_meta.json", META)
+            others = [COMMIT, "model_meta.json"]
+            shutil.copytree(tmp_path / "step_1", path, dirs_exist_ok=True, ignore=lambda *_, others=others: others)
             if damage == "missing":
                 (path / file).unlink()
             else:
@@ -335,15 +343,16 @@ def test_a_damaged_commit_is_told_and_others_are_read(tmp_path: Path) -> None:
     runs(tmp_path, {"a": (None, ["step_1", "step_2", "step_3"])})
     path = tmp_path / "step_2" / COMMIT
     path.write_bytes(path.read_bytes().replace(b'"epoch": 0', b'"epoch": 1'))
-    (tmp_path / "step_3" / COMMIT).unlink()
-    (tmp_path / "step_3" / COMMIT).mkdir()
-    listing = JobFolder(tmp_path).listing()
+    with at_call(2, failure(errno.EIO), counts=lambda name: name == "open"):
+        listing = JobFolder(tmp_path).listing()
     assert names_of(list(listing.found)) == ["step_1"] and listing.unfinished == ()
     assert isinstance(listing.unreadable["step_2"], CheckpointDamaged)
     assert isinstance(listing.unreadable["step_3"], OSError)
-    with pytest.raises(OSError, match="step_3"):
+    with at_call(2, failure(errno.EIO), counts=lambda name: name == "open"), pytest.raises(OSError, match="error"):
         JobFolder(tmp_path).latest()  # it may be the newest
-    (tmp_path / "step_3" / COMMIT).rmdir()
+    (tmp_path / "step_3" / COMMIT).unlink()
+    (tmp_path / "step_3" / COMMIT).mkdir()
+    assert isinstance(JobFolder(tmp_path).listing().unreadable["step_3"], CheckpointDamaged)
     latest = JobFolder(tmp_path).latest()
     assert latest is not None and latest.name == "step_1"
 
@@ -364,13 +373,12 @@ def test_a_file_system_that_fails_for_a_moment_costs_no_checkpoint(tmp_path: Pat
 
 def test_a_description_is_written_once_and_linked_from_then_on(tmp_path: Path) -> None:
     run = Run(tmp_path, "a")
-    checksum = run.folder.put_meta(b"{}")
-    first = os.stat(tmp_path / "meta" / f"{checksum}.json")
-    assert run.folder.put_meta(b"{}") == checksum
+    inodes = set()
     for name in ("step_1", "step_2"):
         run.folder.begin(name, "g", run.chain)
-        run.folder.link_meta(name, "model_meta.json", checksum)
-        assert os.stat(tmp_path / name / "model_meta.json").st_ino == first.st_ino
+        checksum = run.folder.put_meta(name, "model_meta.json", b"{}")
+        inodes |= {os.stat(tmp_path / name / "model_meta.json").st_ino}
+    assert inodes == {os.stat(tmp_path / "meta" / f"{checksum}.json").st_ino}
     run.end()
 
 
@@ -385,15 +393,56 @@ def test_a_description_that_the_disk_has_changed_is_written_again(tmp_path: Path
     run.end()
 
 
+def test_descriptions_that_no_checkpoint_has_are_removed_and_nothing_beside_them(tmp_path: Path) -> None:
+    runs(tmp_path, {"a": (None, ["step_1", "step_2"])})
+    run = Run(tmp_path, "b").go_on(Found.read(tmp_path / "step_1"))
+    for name, data in (("step_3", b"given up"), ("step_4", b"under way")):
+        run.folder.begin(name, "g", run.chain)
+        run.folder.put_meta(name, "model_meta.json", data)
+    run.folder.discard("step_3")
+    (tmp_path / "meta" / "notes.json").write_text("somebody's own")
+    (tmp_path / "step_1").rename(tmp_path / "step_1.abandoned-a")
+    shutil.rmtree(tmp_path / "step_2")
+    kept = {f"{checksum_of(data)}.json" for data in (META, b"under way")} | {"notes.json"}
+    assert run.folder.prune_garbage() == [f"meta/{checksum_of(b'given up')}.json"]
+    assert set(os.listdir(tmp_path / "meta")) == kept
+    shutil.rmtree(tmp_path / "step_1.abandoned-a")
+    assert run.folder.prune_garbage() == [f"meta/{checksum_of(META)}.json"]
+    run.end()
+
+
+def test_a_save_goes_on_whenever_another_run_removes_what_is_kept(tmp_path: Path) -> None:
+    for call in range(1000):
+        path = tmp_path / str(call)
+        path.mkdir()
+        run = Run(path, "a")
+        run.folder.begin("step_1", "g", run.chain)
+        run.folder.put_meta("step_1", "model_meta.json", META)
+        run.folder.discard("step_1")
+
+        def remove(path: Path = path) -> None:
+            (path / "meta" / f"{checksum_of(META)}.json").unlink(missing_ok=True)
+
+        with at_call(call, remove) as calls:
+            saved = run.save("step_2")
+        assert_loads(saved)
+        run.end()
+        if len(calls.names) <= call:
+            break
+    assert call > 20
+
+
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK])
 def test_without_hard_links_a_checkpoint_holds_a_copy(tmp_path: Path, number: int) -> None:
     run = Run(tmp_path, "a")
-    checksum = run.folder.put_meta(b"{}")
-    run.folder.begin("step_1", "g", run.chain)
+    for name in ("step_1", "step_2"):
+        run.folder.begin(name, "g", run.chain)
+    run.folder.put_meta("step_1", "model_meta.json", b"{}")
     with at_call(0, failure(number), counts=lambda name: name == "link"):
-        run.folder.link_meta("step_1", "model_meta.json", checksum)
-    assert (tmp_path / "step_1" / "model_meta.json").read_bytes() == b"{}"
-    assert os.listdir(tmp_path / "step_1") == ["model_meta.json"]
+        run.folder.put_meta("step_2", "model_meta.json", b"{}")
+    assert (tmp_path / "step_2" / "model_meta.json").read_bytes() == b"{}"
+    assert (tmp_path / "step_2" / "model_meta.json").stat().st_nlink == 1
+    assert os.listdir(tmp_path / "step_2") == ["model_meta.json"]
     run.end()
 
 
@@ -414,7 +463,7 @@ def test_a_restarted_job_finds_its_folder_and_another_job_gets_one_of_its_own(tm
 
 
 @pytest.mark.parametrize("seconds", [-1, 0, 1])
-def test_two_runs_that_start_at_once_meet_in_one_folder(tmp_path: Path, seconds: int) -> None:
+def test_a_run_that_starts_at_any_call_of_anothers_start_meets_it_in_one_folder(tmp_path: Path, seconds: int) -> None:
     for call in range(100):
         storage = tmp_path / str(call)
         others: list[JobFolder] = []
@@ -426,7 +475,74 @@ def test_two_runs_that_start_at_once_meet_in_one_folder(tmp_path: Path, seconds:
             mine = JobFolder.find_or_make(storage, "a", now=NOW + timedelta(seconds=seconds))
         if not others:
             break
-        if seconds >= 0:  # a clock that is behind by a second meets it from the next start on
-            assert mine.path == others[0].path
-            assert names(storage / FOLDER) == [mine.path.name]
+        assert mine.path == others[0].path
+        assert folders_in(storage) == [mine.path.name]
     assert call > 5
+
+
+def test_a_start_that_fails_at_any_call_leaves_the_next_one_a_folder(tmp_path: Path) -> None:
+    for call in range(100):
+        storage = tmp_path / str(call)
+        with at_call(call, failure(errno.EIO), counts=can_fail) as calls, contextlib.suppress(OSError):
+            JobFolder.find_or_make(storage, "a", now=NOW)
+        if len(calls.names) <= call:
+            break
+        found = JobFolder.find_or_make(storage, "a", now=NOW + timedelta(days=1))
+        assert folders_in(storage) == [found.path.name]
+    assert call > 10
+
+
+NUM_STARTERS, NUM_STARTS = 6, 40
+
+
+def test_processes_that_start_a_job_for_the_first_time_at_once_all_get_one_folder(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(NUM_STARTERS)
+    with ProcessPoolExecutor(
+        NUM_STARTERS, mp_context=context, initializer=_meet_at, initargs=(barrier, END_SECONDS)
+    ) as pool:
+        starters = [pool.submit(start_often, tmp_path, seconds) for seconds in range(NUM_STARTERS)]
+        found = [starter.result(END_SECONDS) for starter in starters]
+    for number, paths in enumerate(zip(*found, strict=True)):
+        assert set(paths) == {paths[0]}, f"start {number}"
+        assert folders_in(tmp_path / str(number)) == [paths[0].name]
+    assert len({path.name for path in found[0]}) > 1, "not always the same process is the first"
+
+
+def start_often(storage: Path, seconds: int) -> list[Path]:
+    """One of the processes, whose clock goes ahead: each job's folder, at the same moment as the others."""
+    paths = []
+    for number in range(NUM_STARTS):
+        _meet()
+        paths.append(JobFolder.find_or_make(storage / str(number), "a", now=NOW + timedelta(seconds=seconds)).path)
+    return paths
+
+
+_meet: Callable[[], object]
+
+
+def _meet_at(barrier: Any, seconds: float) -> None:
+    global _meet
+    _meet = functools.partial(barrier.wait, seconds)
+
+
+def test_a_job_that_lost_its_first_folder_gets_it_again_and_one_that_was_renamed_is_found(tmp_path: Path) -> None:
+    first = JobFolder.find_or_make(tmp_path, "a", now=NOW).path
+    first.rmdir()
+    assert JobFolder.find_or_make(tmp_path, "a", now=NOW + timedelta(days=1)).path == first
+    later = first.rename(first.with_name("a_20270101-000000"))
+    assert JobFolder.find_or_make(tmp_path, "a", now=NOW + timedelta(days=1)).path == later
+
+
+def test_what_does_not_name_a_folder_of_the_job_is_refused_with_its_path(tmp_path: Path) -> None:
+    first = JobFolder.find_or_make(tmp_path, "a", now=NOW).path
+    first.rmdir()
+    for text in (b"", b"b_20261120-193005", b"../a_20261120-193005", b"\xff" * 300):
+        (tmp_path / FOLDER / ".jobs" / "a").write_bytes(text)
+        with pytest.raises(CheckpointError, match=r"\.jobs/a does not hold the name of a folder of job 'a'; remove it"):
+            JobFolder.find_or_make(tmp_path, "a", now=NOW)
+    assert folders_in(tmp_path) == []
+
+
+def folders_in(storage: Path) -> list[str]:
+    return sorted(path.name for path in (storage / FOLDER).glob("[!.]*"))

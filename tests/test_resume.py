@@ -171,6 +171,7 @@ def resumed_rank(rank: int, folder: Path, way: str, expected: Seen | None) -> No
         "dropout": 0.3,
         "micro_batch": 3,
         "clips": way != "FSDP1",  # which clips no doubles
+        "use_fsdp": way != "ddp",
     }
     torch.manual_seed(0)
     random.seed(7)
@@ -185,7 +186,7 @@ def resumed_rank(rank: int, folder: Path, way: str, expected: Seen | None) -> No
     assert second.final == whole.final
 
 
-@pytest.mark.parametrize("way", ["ddp", "FSDP1"])
+@pytest.mark.parametrize("way", ["ddp", "FSDP1", "fully_shard", "hybrid", "tensor and fully_shard"])
 def test_ranks_resume_bit_for_bit(ranks: RankPool, tmp_path: Path, way: str) -> None:
     ranks.run(WAYS[way].num_ranks, resumed_rank, tmp_path, way, None)
 
@@ -234,7 +235,7 @@ def saved_in(storage: Path) -> list[str]:
 
 def test_a_checkpoint_lies_where_and_as_the_design_says(tmp_path: Path) -> None:
     train(make(tmp_path, "a"), tmp_path / "storage", until=HALF)
-    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").iterdir()
+    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").glob("[!.]*")
     assert re.fullmatch(r"test_\d{8}-\d{6}", folder.name)
     files = {path.name for path in (folder / "step_5").iterdir()}
     assert files == {
@@ -250,7 +251,7 @@ def test_a_checkpoint_lies_where_and_as_the_design_says(tmp_path: Path) -> None:
 
 def test_metadata_is_written_once_while_it_stays_the_same(tmp_path: Path) -> None:
     train(make(tmp_path, "a"), tmp_path / "storage", until=4, checkpoint_interval=CheckpointInterval(steps=2))
-    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").iterdir()
+    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").glob("[!.]*")
     for kind in ("model", "optim", "extra"):
         first, second = ((folder / step / f"{kind}_meta.json") for step in ("step_2", "step_4"))
         assert first.stat().st_ino == second.stat().st_ino
@@ -419,11 +420,27 @@ def test_never_begins_anew_and_puts_nothing_in_the_place_of_what_is_there(tmp_pa
     train(make(tmp_path, "a"), tmp_path / "storage", until=HALF)
     seen = train(make(tmp_path, "b"), tmp_path / "storage", until=HALF, resume="never")
     assert seen.started_at == 0
-    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").iterdir()
+    (folder,) = (tmp_path / "storage" / "fsdp_checkpoint").glob("[!.]*")
     names = sorted(path.name for path in folder.iterdir() if path.name.startswith("step"))
     assert len(names) == 2
     assert names[0] == "step_5"
     assert names[1].startswith("step_5.abandoned-")
+
+
+def test_never_is_about_resuming_by_itself_and_not_about_being_asked(tmp_path: Path) -> None:
+    trainer, model, optimizer = small(tmp_path, "a")
+    with trainer:
+        take(trainer, model, optimizer)
+        trainer.save_checkpoint()
+    before = bits_of(model)
+    trainer, model, optimizer = small(tmp_path, "b", resume="never")
+    with trainer:
+        assert (trainer.global_step, bits_of(model) == before) == (0, False)
+        assert trainer._load_fsdp_state()
+        assert (trainer.global_step, bits_of(model) == before) == (1, True)
+        take(trainer, model, optimizer)
+        trainer.save_checkpoint()
+    assert saved_in(tmp_path / "storage") == ["step_1", "step_2"], "and what is saved then follows what was loaded"
 
 
 def damage(folder: Path) -> None:
@@ -438,7 +455,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly_or_stops_a_strict_run(
 ) -> None:
     storage = tmp_path / "storage"
     train(make(tmp_path, "a"), storage, until=NUM_STEPS)
-    (folder,) = (storage / "fsdp_checkpoint").iterdir()
+    (folder,) = (storage / "fsdp_checkpoint").glob("[!.]*")
     damage(folder / "step_10")
     with pytest.raises(CheckpointDamaged, match=r"model_param\.00000-00001\.safetensors"):
         train(make(tmp_path, "b"), storage, until=NUM_STEPS, resume="strict")

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
 from elastic_ext.fsdp.checkpoint.shardfile import Entry, laid_out
 from elastic_ext.fsdp.checkpoint.shardreader import Request, ShardReader
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
+from elastic_ext.fsdp.checkpoint.shardwriter import Piece
 from elastic_ext.fsdp.checkpoint.strided import copy_strided, dimensions_of
 from elastic_ext.fsdp.checkpoint.windows import arranged, by_window, parts_of
 from elastic_ext.fsdp.moves import moves_into
 from tests.layouts import apart_or_equal, covering, memory_of, shapes, tensor_of
-from tests.shards import assert_read_back, piece, random_bytes
+from tests.shards import assert_read_back, piece, random_bytes, write_alone
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -192,7 +192,7 @@ def test_strided_copies_are_those_that_numpy_makes(wanted: Wanted) -> None:
 
 def test_columns_and_blocks_of_large_tensors_are_read_from_a_file(tmp_path: Path) -> None:
     array = np.frombuffer(random_bytes(4 * 700 * 1100), np.uint32).reshape(700, 1100)
-    summary = write_shard(tmp_path / "shard", [Piece("a", "U32", array.shape, array.data)], generation="g")
+    summary = write_alone(tmp_path / "shard", [Piece("a", "U32", array.shape, array.data)], generation="g")
     with ShardReader(tmp_path / "shard", summary=summary, generation="g") as reader:
         for rows, columns in [
             ((0, 700), (3, 4)),
@@ -223,7 +223,7 @@ def test_columns_and_blocks_of_large_tensors_are_read_from_a_file(tmp_path: Path
 def test_part_of_a_tensor_touches_only_the_blocks_that_hold_it(tmp_path: Path) -> None:
     block_bytes = 4096
     one = piece("a", "U8", (100 * block_bytes,))
-    summary = write_shard(tmp_path / "shard", [one], generation="g", block_bytes=block_bytes)
+    summary = write_alone(tmp_path / "shard", [one], generation="g", block_bytes=block_bytes)
     with ShardReader(tmp_path / "shard", summary=summary, generation="g") as reader:
         opened = reader.bytes_read
         assert opened <= 16384 + 100 * 8
@@ -256,7 +256,7 @@ def test_half_of_each_of_many_tensors_reads_hardly_more_than_that_half(tmp_path:
     pieces = [piece(f"w{i}", "F32", (600_000,), i) for i in range(3)] + [
         piece(f"b{i}", "F32", (400,), i) for i in range(9)
     ]
-    summary = write_shard(tmp_path / "shard", pieces, generation="g")
+    summary = write_alone(tmp_path / "shard", pieces, generation="g")
     with ShardReader(tmp_path / "shard", summary=summary, generation="g") as reader:
         requests = []
         for one in pieces:
@@ -268,7 +268,7 @@ def test_half_of_each_of_many_tensors_reads_hardly_more_than_that_half(tmp_path:
 
 def test_more_pieces_of_memory_than_the_system_takes_at_once_are_written_and_read(tmp_path: Path) -> None:
     pieces = [piece(f"{i:04d}", "U8", (64,), i) for i in range(4000)]
-    summary = write_shard(tmp_path / "shard", pieces, generation="g", block_bytes=64)
+    summary = write_alone(tmp_path / "shard", pieces, generation="g", block_bytes=64)
     assert_read_back(tmp_path / "shard", summary, pieces)
 
 
@@ -317,7 +317,7 @@ def test_a_tensor_saved_in_any_layout_is_read_in_any_other(
         readers = []
         for rank, box in enumerate(old.boxes):
             pieces = [] if box.is_empty else [Piece("w", "I64", box.sizes, memory_of(tensor, box).data)]
-            summary = write_shard(folder / str(rank), pieces, generation="g", block_bytes=64)
+            summary = write_alone(folder / str(rank), pieces, generation="g", block_bytes=64)
             readers.append(opened.enter_context(ShardReader(folder / str(rank), summary=summary, generation="g")))
         for box in new.boxes:
             memory = np.zeros(box.num_elements, np.int64)

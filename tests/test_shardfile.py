@@ -25,9 +25,9 @@ from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
 from elastic_ext.fsdp.checkpoint.shardfile import CHECKSUMS, ShardSummary, read_header
 from elastic_ext.fsdp.checkpoint.shardreader import Request, ShardReader
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece, _write, write_shard
+from elastic_ext.fsdp.checkpoint.shardwriter import Piece, _write
 from elastic_ext.fsdp.checkpoint.windows import WINDOW_BYTES
-from tests.shards import assert_read_back, piece, random_bytes, read_whole
+from tests.shards import assert_read_back, piece, random_bytes, read_whole, write_alone
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
 NUM_DAMAGES = 1000
@@ -37,11 +37,12 @@ WRITES_TOO_MUCH = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece, _write, write_shard
+from elastic_ext.fsdp.checkpoint.shardwriter import Piece
+from tests.shards import write_alone
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 pieces = [Piece(f"p{i}", "U8", (50_001,), memoryview(bytes(50_001))) for i in range(200)]
 try:
-    write_shard(Path(sys.argv[2]), pieces, generation="g")
+    write_alone(Path(sys.argv[2]), pieces, generation="g")
 except OSError as error:
     print(error.errno, error.filename)
 """
@@ -63,7 +64,7 @@ def test_every_type_and_odd_shapes_and_names_are_read_back_here_and_by_safetenso
     ]
     pieces += [piece(name, "F16", (number,), number) for number, name in enumerate(ODD_NAMES)]
     path = tmp_path / "shard.safetensors"
-    summary = write_shard(path, pieces, generation="g", block_bytes=block_bytes)
+    summary = write_alone(path, pieces, generation="g", block_bytes=block_bytes)
     assert_read_back(path, summary, pieces)
     assert summary.num_bytes == path.stat().st_size
     theirs = load_file(write_known(tmp_path, [one for one in pieces if one.dtype != "F8_E8M0"], block_bytes))
@@ -76,14 +77,14 @@ def test_every_type_and_odd_shapes_and_names_are_read_back_here_and_by_safetenso
 
 
 def write_known(folder: Path, pieces: Sequence[Piece], block_bytes: int) -> Path:
-    write_shard(folder / "theirs.safetensors", pieces, generation="g", block_bytes=block_bytes)
+    write_alone(folder / "theirs.safetensors", pieces, generation="g", block_bytes=block_bytes)
     return folder / "theirs.safetensors"
 
 
 def test_header_says_whose_the_file_is_and_its_data_begins_on_a_page(tmp_path: Path) -> None:
     pieces = [piece(f"{dtype}{i}", dtype, (i,), i) for dtype in ITEM_BYTES for i in range(5)]
     path = tmp_path / "shard"
-    write_shard(path, pieces, generation="a-generation", block_bytes=128)
+    write_alone(path, pieces, generation="a-generation", block_bytes=128)
     with safe_open(path, "np") as file:
         assert file.metadata() == {
             "elastic_ext.format": "1",
@@ -98,7 +99,7 @@ def test_header_says_whose_the_file_is_and_its_data_begins_on_a_page(tmp_path: P
 
 def test_one_tensor_is_read_by_its_name(tmp_path: Path) -> None:
     pieces = [piece("a", "F32", (3, 2)), piece("b", "U8", ()), piece("c", "F64", (0, 2))]
-    summary = write_shard(tmp_path / "shard", pieces, generation="g")
+    summary = write_alone(tmp_path / "shard", pieces, generation="g")
     with ShardReader(tmp_path / "shard", summary=summary, generation="g") as reader:
         assert [reader.read(one.name) for one in pieces] == [one.data for one in pieces]
         with pytest.raises(CheckpointDamaged, match="shard is damaged: it has no tensor 'd'"):
@@ -106,7 +107,7 @@ def test_one_tensor_is_read_by_its_name(tmp_path: Path) -> None:
 
 
 def test_file_without_tensors_is_a_file_like_any_other(tmp_path: Path) -> None:
-    summary = write_shard(tmp_path / "shard", [], generation="g")
+    summary = write_alone(tmp_path / "shard", [], generation="g")
     assert_read_back(tmp_path / "shard", summary, [])
     assert list(load_file(tmp_path / "shard")) == [CHECKSUMS]
 
@@ -114,14 +115,14 @@ def test_file_without_tensors_is_a_file_like_any_other(tmp_path: Path) -> None:
 def test_thousands_of_tiny_tensors_and_one_over_many_windows_are_read_back(tmp_path: Path) -> None:
     pieces = [piece(f"tiny.{i}", "I16", (i % 4,), i) for i in range(3000)]
     pieces += [piece("big", "F32", (3 * WINDOW_BYTES // 4 + 5,)), piece("large", "BF16", (1021, 1031))]
-    summary = write_shard(tmp_path / "shard", pieces, generation="g")
+    summary = write_alone(tmp_path / "shard", pieces, generation="g")
     assert_read_back(tmp_path / "shard", summary, pieces)
 
 
 def test_same_pieces_in_any_order_make_the_same_file(tmp_path: Path) -> None:
     pieces = [piece(f"p{i}", dtype, (i * 100,), i) for dtype in ("F32",) for i in range(10)]
-    first = write_shard(tmp_path / "first", pieces, generation="g")
-    assert write_shard(tmp_path / "second", pieces[::-1], generation="g") == first
+    first = write_alone(tmp_path / "first", pieces, generation="g")
+    assert write_alone(tmp_path / "second", pieces[::-1], generation="g") == first
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 
@@ -131,7 +132,7 @@ def test_memory_of_any_type_and_number_of_dimensions_is_written_as_bytes(tmp_pat
         Piece("array", "F32", (2, 3, 4), array.data),
         Piece("empty", "F32", (0, 4), np.zeros((0, 4), np.float32).data),
     ]
-    write_shard(tmp_path / "shard", pieces, generation="g")
+    write_alone(tmp_path / "shard", pieces, generation="g")
     with safe_open(tmp_path / "shard", "np") as file:
         assert np.array_equal(file.get_tensor("array"), array)
 
@@ -156,27 +157,27 @@ def test_what_a_file_cannot_hold_is_refused_by_name_and_nothing_is_written(
     tmp_path: Path, pieces: list[Piece], words: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        write_shard(tmp_path / "shard", pieces, generation="g")
+        write_alone(tmp_path / "shard", pieces, generation="g")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("block_bytes", [0, -64, 56, 100, (4 << 20) + 8])
 def test_blocks_that_are_too_small_too_large_or_odd_are_refused(tmp_path: Path, block_bytes: int) -> None:
     with pytest.raises(ValueError, match=f"block_bytes is {block_bytes}; use a multiple of 8 from 64"):
-        write_shard(tmp_path / "shard", [], generation="g", block_bytes=block_bytes)
+        write_alone(tmp_path / "shard", [], generation="g", block_bytes=block_bytes)
 
 
 def test_file_that_is_there_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "shard").write_text("mine")
     with pytest.raises(FileExistsError):
-        write_shard(tmp_path / "shard", [piece("a", "F32", (2,))], generation="g")
+        write_alone(tmp_path / "shard", [piece("a", "F32", (2,))], generation="g")
     assert (tmp_path / "shard").read_text() == "mine"
     assert [one.name for one in tmp_path.iterdir()] == ["shard"]
 
 
 def test_folder_that_is_missing_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="shard"):
-        write_shard(tmp_path / "none" / "shard", [], generation="g")
+        write_alone(tmp_path / "none" / "shard", [], generation="g")
 
 
 @pytest.mark.parametrize("limit", [0, 100, 4096, 5000, 4_200_000, 9_999_999])
@@ -277,9 +278,9 @@ def damaged_copy(random_: random.Random, data: bytes, other: bytes) -> tuple[str
 
 def test_a_thousand_damages_are_all_found_and_the_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model_param.00000-00001.safetensors"
-    summary = write_shard(path, some_pieces(), generation="g", block_bytes=128)
+    summary = write_alone(path, some_pieces(), generation="g", block_bytes=128)
     data = path.read_bytes()
-    other_summary = write_shard(tmp_path / "other", some_pieces(100), generation="h", block_bytes=128)
+    other_summary = write_alone(tmp_path / "other", some_pieces(100), generation="h", block_bytes=128)
     other = (tmp_path / "other").read_bytes()
     assert other_summary.num_bytes == summary.num_bytes
     open_and_read_all(path, summary)
@@ -299,7 +300,7 @@ def test_a_thousand_damages_are_all_found_and_the_file_is_named(tmp_path: Path) 
 def test_damaged_block_is_named_with_its_bytes_and_its_tensors(tmp_path: Path) -> None:
     path = tmp_path / "shard"
     pieces = [piece("first", "F32", (1000,)), piece("second", "F32", (1001,))]
-    summary = write_shard(path, pieces, generation="g", block_bytes=1024)
+    summary = write_alone(path, pieces, generation="g", block_bytes=1024)
     data = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
     data[start + 3 * 1024 + 1000] ^= 16  # in the block in which the first ends and the second begins
@@ -320,13 +321,13 @@ def test_damaged_block_is_named_with_its_bytes_and_its_tensors(tmp_path: Path) -
 
 def test_file_of_another_save_is_named_as_that_even_where_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "shard"
-    summary = write_shard(path, some_pieces(), generation="newer")
+    summary = write_alone(path, some_pieces(), generation="newer")
     with pytest.raises(CheckpointDamaged, match="written by another save, 'newer'; this checkpoint is of 'older'"):
         ShardReader(path, summary=summary, generation="older")
 
 
 def test_missing_file_and_what_is_no_file_are_named(tmp_path: Path) -> None:
-    summary = write_shard(tmp_path / "shard", some_pieces(), generation="g")
+    summary = write_alone(tmp_path / "shard", some_pieces(), generation="g")
     with pytest.raises(CheckpointDamaged, match="none is missing"):
         ShardReader(tmp_path / "none", summary=summary, generation="g")
     (tmp_path / "folder").mkdir()
@@ -339,7 +340,7 @@ def test_missing_file_and_what_is_no_file_are_named(tmp_path: Path) -> None:
 def test_file_cut_short_while_it_is_open_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "shard"
     pieces = [piece("a", "U8", (1_000_000,))]
-    summary = write_shard(path, pieces, generation="g")
+    summary = write_alone(path, pieces, generation="g")
     with ShardReader(path, summary=summary, generation="g") as reader:
         os.truncate(path, 500_000)
         with pytest.raises(CheckpointDamaged, match="shard is damaged: it ends at byte 500000"):
@@ -348,7 +349,7 @@ def test_file_cut_short_while_it_is_open_is_damaged(tmp_path: Path) -> None:
 
 def test_metadata_that_names_what_the_file_has_not_is_told_apart_from_our_own_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "shard"
-    summary = write_shard(path, [piece("a", "F32", (4,))], generation="g")
+    summary = write_alone(path, [piece("a", "F32", (4,))], generation="g")
     with ShardReader(path, summary=summary, generation="g") as reader:
         memory = memoryview(bytearray(1000))
         with pytest.raises(CheckpointDamaged, match="has no tensor 'b'"):
@@ -389,7 +390,7 @@ def test_header_that_nests_too_deeply_is_refused() -> None:
 
 
 def test_closing_twice_does_nothing(tmp_path: Path) -> None:
-    summary = write_shard(tmp_path / "shard", [], generation="g")
+    summary = write_alone(tmp_path / "shard", [], generation="g")
     reader = ShardReader(tmp_path / "shard", summary=summary, generation="g")
     reader.close()
     reader.close()

@@ -39,7 +39,6 @@ from elastic_ext.fsdp.state import (
     extra_states,
     held_of_model,
     memory_of,
-    parameters_of,
     put_extra_states,
 )
 from tests.training import make_data, make_model
@@ -118,7 +117,7 @@ def test_names_are_those_of_the_bare_models_state_whatever_it_is_wrapped_in(
 ) -> None:
     bare = Tied()
     expected = bare.state_dict()
-    found = held_of_model(wrap(bare))
+    found = held_of_model(wrap(bare)).tensors
     assert {one.name: one.tensor.data_ptr() for one in found} == {
         name: value.data_ptr() for name, value in expected.items()
     }
@@ -137,7 +136,7 @@ def test_names_are_those_of_the_bare_models_state_whatever_it_is_wrapped_in(
 
 def test_written_state_is_what_the_model_computes_with() -> None:
     source, target = make_model(seed=1), make_model(seed=2)
-    for mine, its in zip(held_of_model(target), held_of_model(source), strict=True):
+    for mine, its in zip(held_of_model(target).tensors, held_of_model(source).tensors, strict=True):
         mine.tensor.copy_(its.tensor)
     inputs, _ = make_data(4)
     assert torch.equal(source(inputs), target(inputs))
@@ -150,8 +149,8 @@ def test_an_alias_does_not_depend_on_which_module_comes_first() -> None:
     other.b, other.a = nn.Linear(2, 2), nn.Linear(2, 2)
     for model in (one, other):
         model.b.weight = model.a.weight
-        assert {held.name: held.is_alias_of for held in held_of_model(model)}["b.weight"] == "a.weight"
-        assert [held.name for held in parameters_of(model)].count("a.weight") == 1
+        assert {held.name: held.is_alias_of for held in held_of_model(model).tensors}["b.weight"] == "a.weight"
+        assert [held.name for held in held_of_model(model).parameters].count("a.weight") == 1
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
@@ -174,7 +173,7 @@ def holding(tensor: torch.Tensor) -> nn.Module:
 def test_every_dtype_of_a_file_is_held_and_its_bytes_are_written_in_place(name: str) -> None:
     dtype = dtype_of(name)
     tensor = torch.zeros(2, 3, dtype=torch.uint8).repeat(1, dtype.itemsize).view(dtype)
-    (held,) = held_of_model(holding(tensor))
+    (held,) = held_of_model(holding(tensor)).tensors
     assert (held.dtype, held.box, name_of(dtype)) == (name, Box.whole((2, 3)), name)
     memory = memory_of(held.tensor)
     assert memory is not None and len(memory) == 6 * dtype.itemsize
@@ -218,7 +217,7 @@ def test_memory_that_is_not_simply_its_elements_is_refused(make: Callable[[], to
 
 
 def test_dimensions_of_one_that_were_expanded_are_no_fault() -> None:
-    (held,) = held_of_model(holding(torch.arange(3).expand(1, -1)))
+    (held,) = held_of_model(holding(torch.arange(3).expand(1, -1))).tensors
     assert held.box == Box.whole((1, 3))
 
 
@@ -364,8 +363,8 @@ Pair = tuple[nn.Module, list[Optimizer]]
 def put_down(pair: Pair) -> tuple[dict[str, torch.Tensor], dict[str, Meta], dict[str, Plain], list[Plain]]:
     """Everything as it would come back from files."""
     model, optimizers = pair
-    found = held_of_optimizers(optimizers, parameters_of(model))
-    tensors = {one.name: one.tensor.clone() for one in [*held_of_model(model), *found.tensors]}
+    found = held_of_optimizers(optimizers, held_of_model(model).parameters)
+    tensors = {one.name: one.tensor.clone() for one in [*held_of_model(model).tensors, *found.tensors]}
     metas = {one.name: Meta(one.dtype, one.kind, _Layout(one.box.shape)) for one in found.tensors}
     values, groups = json.loads(json.dumps([found.values, found.groups], allow_nan=False))
     return tensors, metas, values, groups
@@ -374,11 +373,11 @@ def put_down(pair: Pair) -> tuple[dict[str, torch.Tensor], dict[str, Meta], dict
 def take_up(pair: Pair, saved: tuple[dict[str, torch.Tensor], dict[str, Meta], dict[str, Plain], list[Plain]]) -> None:
     model, optimizers = pair
     tensors, metas, values, groups = saved
-    parameters = parameters_of(model)
+    parameters = held_of_model(model).parameters
     assert make_missing(optimizers, parameters, metas) == []
     assert put_values(optimizers, parameters, values) == []
     put_groups(optimizers, parameters, groups)
-    held = [*held_of_model(model), *held_of_optimizers(optimizers, parameters).tensors]
+    held = [*held_of_model(model).tensors, *held_of_optimizers(optimizers, parameters).tensors]
     assert {one.name for one in held} == set(tensors)
     for one in held:
         one.tensor.copy_(tensors[one.name])
@@ -452,13 +451,13 @@ def test_zero_dimensional_empty_and_frozen_parameters_keep_their_state() -> None
     optimizer = Adam(model.parameters(), lr=0.1)
     model(torch.randn(4, 6)).sum().backward()
     optimizer.step()
-    found = held_of_optimizers([optimizer], parameters_of(model))
+    found = held_of_optimizers([optimizer], held_of_model(model).parameters)
     kinds = {one.name: one.kind for one in found.tensors}
     assert (kinds["gain/exp_avg"], kinds["gain/step"]) == ("like", "scalar")
     assert not any(name.startswith(("frozen", "head.weight", "none")) for name in kinds)
     fresh = Adam(model.parameters(), lr=0.1)
     metas = {one.name: Meta(one.dtype, one.kind, _Layout(one.box.shape)) for one in found.tensors}
-    assert make_missing([fresh], parameters_of(model), metas) == []
+    assert make_missing([fresh], held_of_model(model).parameters, metas) == []
     for part, state in optimizer.state.items():
         assert {key: (value.dtype, value.shape, value.stride()) for key, value in state.items()} == {
             key: (value.dtype, value.shape, value.stride()) for key, value in fresh.state[part].items()
@@ -469,7 +468,7 @@ def test_state_in_float32_of_parameters_in_bfloat16_stays_in_float32() -> None:
     model = make_model(torch.bfloat16)
     metas = {"0.weight/exp_avg": Meta("F32", "like", _Layout((16, 6)))}
     optimizer = AdamW(model.parameters())
-    make_missing([optimizer], parameters_of(model), metas)
+    make_missing([optimizer], held_of_model(model).parameters, metas)
     assert optimizer.state[weight_of(model)]["exp_avg"].dtype == torch.float32
 
 
@@ -478,7 +477,11 @@ def test_state_that_is_there_already_stays_the_memory_that_it_is() -> None:
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     train((model, [optimizer]), [0])
     before = optimizer.state[weight_of(model)]["momentum_buffer"]
-    make_missing([optimizer], parameters_of(model), {"0.weight/momentum_buffer": Meta("F64", "like", _Layout((16, 6)))})
+    make_missing(
+        [optimizer],
+        held_of_model(model).parameters,
+        {"0.weight/momentum_buffer": Meta("F64", "like", _Layout((16, 6)))},
+    )
     assert optimizer.state[weight_of(model)]["momentum_buffer"] is before
 
 
@@ -486,8 +489,10 @@ def test_a_tensor_lr_stays_the_tensor_that_a_captured_graph_reads() -> None:
     model = make_model()
     lr, first = torch.tensor(0.5), torch.tensor(0.5)
     optimizer = Adam(model.parameters(), lr=lr, betas=(first, torch.tensor(0.5)), foreach=False)
-    saved = held_of_optimizers([Adam(model.parameters(), lr=0.25, betas=(0.75, 0.5))], parameters_of(model)).groups
-    put_groups([optimizer], parameters_of(model), saved)
+    saved = held_of_optimizers(
+        [Adam(model.parameters(), lr=0.25, betas=(0.75, 0.5))], held_of_model(model).parameters
+    ).groups
+    put_groups([optimizer], held_of_model(model).parameters, saved)
     assert optimizer.param_groups[0]["lr"] is lr and lr == 0.25
     assert optimizer.param_groups[0]["betas"][0] is first and first == 0.75
     assert optimizer.param_groups[0]["betas"][1] == 0.5
@@ -496,7 +501,7 @@ def test_a_tensor_lr_stays_the_tensor_that_a_captured_graph_reads() -> None:
 
 def test_state_without_a_parameter_here_is_told() -> None:
     model = make_model()
-    parameters = parameters_of(model)
+    parameters = held_of_model(model).parameters
     optimizer = SGD(model[0].parameters(), lr=0.1)
     metas = {name: Meta("F32", "like", _Layout((5,))) for name in ("2.bias/momentum_buffer", "gone/exp_avg", "odd")}
     assert make_missing([optimizer], parameters, metas) == ["2.bias/momentum_buffer", "gone/exp_avg", "odd"]
@@ -506,7 +511,7 @@ def test_state_without_a_parameter_here_is_told() -> None:
 
 def test_parameters_grouped_otherwise_are_refused_and_nothing_changes() -> None:
     model = make_model()
-    parameters = parameters_of(model)
+    parameters = held_of_model(model).parameters
     saved = held_of_optimizers([SGD(model.parameters(), lr=0.5)], parameters).groups
     optimizer = SGD([{"params": list(model[0].parameters())}, {"params": [model.get_parameter("2.weight")]}], lr=0.1)
     with pytest.raises(CheckpointMismatch, match=r"\[0.bias, 0.weight\] \[2.weight\].*group the parameters") as caught:
@@ -518,7 +523,7 @@ def test_parameters_grouped_otherwise_are_refused_and_nothing_changes() -> None:
 
 
 def held(model: nn.Module, *optimizers: Optimizer) -> HeldOptimizers:
-    return held_of_optimizers(optimizers, parameters_of(model))
+    return held_of_optimizers(optimizers, held_of_model(model).parameters)
 
 
 def test_optimizers_that_no_name_can_be_given_to_are_refused() -> None:
@@ -621,6 +626,17 @@ def test_tensors_arrays_and_torchs_own_values_come_back() -> None:
     assert (back["t"], back["n"]) == (value["t"], 0.5)
 
 
+def test_arrays_whatever_their_memory_is_like_come_back() -> None:
+    whole = numpy.arange(12.0).reshape(3, 4)
+    fixed = whole.copy()
+    fixed.flags.writeable = False
+    arrays = [whole[::-1], whole[:, ::-2], whole.T, whole[:0, ::-1], fixed, numpy.broadcast_to(whole, (2, 3, 4))]
+    for array in arrays:
+        tensors: dict[str, torch.Tensor] = {}
+        back = unpack(pack(array, "it", tensors), tensors)
+        assert back.dtype == array.dtype and numpy.array_equal(back, array)
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -628,6 +644,7 @@ def test_tensors_arrays_and_torchs_own_values_come_back() -> None:
         (optim, "it is a module"),
         ("\ud800", "it holds half a character"),
         (numpy.array(["a"]), "it is an array of <U1"),
+        ({"a": numpy.arange(3, dtype=">i4")}, "it/a is an array of >i4: .* byte order"),
         ({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, "two tensors come to be called 'it/a/b'"),
     ],
 )

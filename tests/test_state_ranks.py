@@ -24,7 +24,7 @@ from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.optim_groups import put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
 from elastic_ext.fsdp.plain import Plain
-from elastic_ext.fsdp.state import Held, Kind, box_of, held_of_model, parameters_of
+from elastic_ext.fsdp.state import Held, Kind, box_of, held_of_model
 from tests.ranks import RankPool
 from tests.sharded import WAYS, values_of
 from tests.training import bits_of, make_data, make_model
@@ -190,17 +190,17 @@ def copied(held: Sequence[Held]) -> list[Saved]:
 
 
 def put_down(model: nn.Module, optimizer: Optimizer, rank: int) -> State:
-    found = held_of_optimizers([optimizer], parameters_of(model), rank=rank)
-    return State(copied(held_of_model(model)), copied(found.tensors), found.values, found.groups)
+    found = held_of_optimizers([optimizer], held_of_model(model).parameters, rank=rank)
+    return State(copied(held_of_model(model).tensors), copied(found.tensors), found.values, found.groups)
 
 
 def take_up(model: nn.Module, optimizer: Optimizer, rank: int, whole: State) -> None:
-    parameters = parameters_of(model)
+    parameters = held_of_model(model).parameters
     assert make_missing([optimizer], parameters, {one.name: one for one in whole.optimizer}, rank=rank) == []
     put_groups([optimizer], parameters, whole.groups)
     put_values([optimizer], parameters, whole.values)
     by_name = {one.name: one for one in whole.model + whole.optimizer}
-    for one in held_of_model(model) + held_of_optimizers([optimizer], parameters, rank=rank).tensors:
+    for one in held_of_model(model).tensors + held_of_optimizers([optimizer], parameters, rank=rank).tensors:
         part = by_name[one.name].tensor[places(one.box)]
         one.tensor.copy_(part.view(one.tensor.shape))
 
@@ -239,7 +239,7 @@ def evaluate(model: nn.Module) -> None:
 
 
 def agrees_with_full_values(model: nn.Module, trained: State) -> bool:
-    name_of = {id(one.tensor): one.name for one in parameters_of(model)}
+    name_of = {id(one.tensor): one.name for one in held_of_model(model).parameters}
     names = [name_of[id(parameter)] for parameter in model.parameters()]
     mine = {one.name: one for one in trained.model}
     for name, full in zip(names, values_of(getattr(model, "_orig_mod", model)), strict=True):
@@ -345,7 +345,7 @@ def step_with_state_of_its_own_shape(rank: int) -> tuple[list[Saved], list[Saved
     optimizer = RowMeans([model.weight], lr=0.1)
     model(torch.randn(3, 6)).sum().backward()
     optimizer.step()
-    parameters = parameters_of(model)
+    parameters = held_of_model(model).parameters
     found = copied(held_of_optimizers([optimizer], parameters, rank=rank).tensors)
     fresh = RowMeans([model.weight], lr=0.1)
     left = make_missing([fresh], parameters, {one.name: one for one in found}, rank=rank)
@@ -369,7 +369,7 @@ def muon_by_fully_shard(rank: int) -> tuple[list[Saved], list[Saved]]:
     optimizer: Optimizer = Muon(model.parameters(), lr=0.1)
     model(torch.ones(3, 6)).sum().backward()
     optimizer.step()
-    parameters = parameters_of(model)
+    parameters = held_of_model(model).parameters
     found = copied(held_of_optimizers([optimizer], parameters, rank=rank).tensors)
     fresh = Muon(model.parameters(), lr=0.1)
     make_missing([fresh], parameters, {one.name: one for one in found}, rank=rank)
@@ -419,7 +419,7 @@ def uneven_in_both(rank: int) -> list[float]:
     model[0].weight.data = torch.arange(7.0).view(7, 1)
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["data"])
-    (one,) = held_of_model(model)
+    (one,) = held_of_model(model).tensors
     assert torch.equal(one.tensor.view(-1), places(one.box).float())
     return [float(value) for value in one.tensor.view(-1)]
 

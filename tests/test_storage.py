@@ -85,6 +85,8 @@ def save_twice(rank: int, storage: Path, like: str) -> tuple[str, list[str], lis
         join_late()
         path = checkpointer.save(3, model, optimizer, extra_of(3))
         assert checkpointer.latest() == path
+    with checkpointer_of(storage) as checkpointer:
+        checkpointer.claim()  # which clears away what is left of saves that failed
     folder = job_folder(storage)
     return path.name, sorted(found.parent.name for found in folder.glob(f"*/{COMMIT}")), garbage_in(folder)
 

@@ -130,10 +130,16 @@ def _pack_tensor(value: Any, where: str, tensors: dict[str, torch.Tensor] | None
     if where in tensors:
         raise TypeError(f"two tensors come to be called {where!r}; rename the keys that they go by")
     try:
-        tensors[where] = torch.from_numpy(value) if is_array else value.detach()
-    except TypeError as error:
+        tensors[where] = _tensor_of(value) if is_array else value.detach()
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{where} is an array of {value.dtype}: {error}") from None
     return {_MARK: "array" if is_array else "tensor", "of": where}
+
+
+def _tensor_of(array: numpy.ndarray[Any, Any]) -> torch.Tensor:
+    """In the array's own memory, where torch can have that: not where it is read-only or gone through backwards."""
+    can_be_shared = array.flags.writeable and min(array.strides, default=0) >= 0
+    return torch.from_numpy(array if can_be_shared else array.copy())
 
 
 def _unpack_marked(kind: Plain, of: Any, packed: Mapping[str, Plain], tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -27,15 +27,16 @@ from .placements import Cut, box_after
 
 __all__ = [
     "Held",
+    "HeldModel",
     "Kind",
     "Parameter",
     "box_of",
     "extra_states",
     "held",
+    "held_buffers",
     "held_of_model",
     "local_of",
     "memory_of",
-    "parameters_of",
     "put_extra_states",
 ]
 
@@ -75,21 +76,29 @@ class Parameter:
         return self.is_range and self.box.is_empty and 0 not in self.box.shape
 
 
-def held_of_model(model: nn.Module) -> list[Held]:
-    """Every parameter, and every buffer that ``state_dict()`` has; further names of a tensor as aliases.
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldModel:
+    """What a model holds on this rank."""
+
+    tensors: list[Held]
+    """Further names of a tensor as aliases."""
+    parameters: list[Parameter]
+    """Each once, under its own name, for whoever looks into its optimizer's state."""
+
+
+def held_of_model(model: nn.Module) -> HeldModel:
+    """Every parameter, and every buffer that ``state_dict()`` has.
 
     Between two steps. What was gathered for a pass that is over is given back first; otherwise nothing is exchanged.
     """
-    return [held(each.name, each.tensor, box, each.kind, each.is_alias_of) for each, box, _ in _placed(model)]
+    placed = list(_placed(model))
+    parameters = [each for each in placed if each.named.kind == "parameter" and each.named.is_alias_of is None]
+    return HeldModel(list(map(_held_at, placed)), list(map(_parameter_at, parameters)))
 
 
-def parameters_of(model: nn.Module) -> list[Parameter]:
-    """Every parameter once, under its own name, for whoever looks into its optimizer's state."""
-    return [
-        Parameter(each.name, each.tensor, box, is_range)
-        for each, box, is_range in _placed(model)
-        if each.kind == "parameter" and each.is_alias_of is None
-    ]
+def held_buffers(model: nn.Module) -> list[Held]:
+    """The buffers among its tensors."""
+    return [_held_at(each) for each in _placed(model, "buffer")]
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:
@@ -167,8 +176,18 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
 
 
-def _placed(model: nn.Module) -> Iterator[tuple[Named, Box, bool]]:
-    """Every tensor of the model, what lies here of it, and whether FSDP1 cuts it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """A tensor of the model, and what lies here of it."""
+
+    named: Named
+    box: Box
+    is_range: bool
+    """FSDP1 cuts it."""
+
+
+def _placed(model: nn.Module, kind: Literal["parameter", "buffer"] | None = None) -> Iterator[_Placed]:
+    """Every tensor of the model, or those of a kind."""
     flat: dict[int, FlatPart] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -177,15 +196,26 @@ def _placed(model: nn.Module) -> Iterator[tuple[Named, Box, bool]]:
             internals.reshard_flat(module)
             flat.update((id(part.parameter), part) for part in internals.flat_parts(module))
     for each in named_tensors(model):
+        if kind not in (None, each.kind):
+            continue
         if is_lazy(each.tensor):
             raise ValueError(
                 f"{each.name} has no shape yet; run a batch through the model before it is saved or loaded"
             )
         part = flat.get(id(each.tensor))
         if part is None:
-            yield each, box_of(each.name, each.tensor), False
+            yield _Placed(each, box_of(each.name, each.tensor), False)
         else:
-            yield each, _flat_box(each, part), part.is_cut
+            yield _Placed(each, _flat_box(each, part), part.is_cut)
+
+
+def _held_at(placed: _Placed) -> Held:
+    each = placed.named
+    return held(each.name, each.tensor, placed.box, each.kind, each.is_alias_of)
+
+
+def _parameter_at(placed: _Placed) -> Parameter:
+    return Parameter(placed.named.name, placed.named.tensor, placed.box, placed.is_range)
 
 
 def _flat_box(each: Named, part: FlatPart) -> Box:

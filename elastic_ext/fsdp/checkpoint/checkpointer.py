@@ -10,44 +10,52 @@ All ranks make it, and call ``save``, ``load`` and ``latest``, in the same order
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.plain import pack, unpack
+from elastic_ext.given import as_list
 from elastic_ext.ranks import Ranks
 
 from .collecting import contents_of, own_buffers
 from .commit import Commit
+from .comparing import first_change
 from .contents import Contents
 from .jobname import job_name
 from .listing import Found
 from .loader import Loader
 from .opened import Opened
+from .restorer import Destination, Restorer
 from .run import Run
 from .saver import Saver
+from .staging import Staging
 from .storage import Storage
-from .together import gather_or_raise
+from .together import agree_on, gather_or_raise
 
 __all__ = ["Loaded", "ShardCheckpointer"]
 
 _logger = logging.getLogger(__name__)
 
+Collect: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Contents]"
+"""Gives what this rank has, when it is told which buffers are its own."""
+
 _Result = TypeVar("_Result")
 _EXTRA = "extra"
+_MOST = 10**18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +77,9 @@ class ShardCheckpointer:
     ``job`` names the folder; by default it is ELASTIC_EXT_JOB, the launcher's run id, or the script. ``ranks`` is given
     by a trainer, which has them already; they lose patience with one another after ``timeout_seconds``. Each thing that
     touches the storage may take ``storage_timeout_seconds``, by default half of that.
+
+    With ``in_background`` a save copies what it is given, into memory that is kept for it and is as large as what this
+    rank writes, and goes on on a thread of its own; one at a time.
     """
 
     def __init__(
@@ -79,6 +90,7 @@ class ShardCheckpointer:
         ranks: Ranks | None = None,
         timeout_seconds: float = 1800.0,
         storage_timeout_seconds: float | None = None,
+        in_background: bool = False,
     ) -> None:
         if storage_timeout_seconds is None:
             storage_timeout_seconds = timeout_seconds / 2
@@ -98,8 +110,10 @@ class ShardCheckpointer:
         )
         self._job = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
         self._storage = Storage(self._ranks, timeout_seconds=storage_timeout_seconds)
-        self._saver = Saver(self._ranks, self._storage)
+        self._saver = Saver(self._ranks, self._storage, staging=Staging() if in_background else None)
         self._run = Run(self._ranks, self._storage, self._root, self._job)
+        self._restorer = Restorer(self._ranks, self._storage, self._run)
+        self._is_closed = False
 
     # ---- for users ----
 
@@ -114,18 +128,34 @@ class ShardCheckpointer:
     ) -> Path:
         """Save under the name ``step_<step>``; on return the checkpoint exists, and it is the newest. Gives its folder.
 
+        In the background it is begun, once the one before is done, and what it holds may change on return. If that one
+        has failed, this raises, and nothing is begun.
+
+        ``step`` comes after the one that was loaded or saved last: ValueError otherwise, and nothing is changed.
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
-        own = self.own_buffers(model)
+        self._come_to_rest()
+        place: list[int] = []
 
-        def collect() -> Contents:
-            tensors: dict[str, torch.Tensor] = {}
-            packed = pack(extra, _EXTRA, tensors)
-            optimizers = _as_list(optimizer)
-            rank = self._ranks.rank
-            return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
+        def ask() -> str:
+            place[:] = _as_count("step", step), _as_count("epoch", epoch)
+            self._run.check_is_next(place[0])
+            return f"save step {place[0]} of epoch {place[1]}"
 
-        return self.save_contents(f"step_{step}", collect, step=step, epoch=epoch)
+        agree_on(self._ranks, ask)
+        collect = self._collector(model, optimizer, extra)
+        return self._save(f"step_{place[0]}", model, collect, step=place[0], epoch=place[1])
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, extra: Any = None
+    ) -> None:
+        """Make the memory for saving these in the background now, beside what comes next, and not in the first save.
+
+        Call it once the optimizer has its state. Otherwise the first save makes the memory, and takes longer.
+        """
+        self._refuse_closed()
+        agree_on(self._ranks, lambda: "make ready for saving")
+        self.make_ready(model, self._collector(model, optimizer, extra))
 
     def load(
         self,
@@ -137,36 +167,22 @@ class ShardCheckpointer:
     ) -> Loaded:
         """Load the checkpoint in the folder ``path``, or the job's newest one; all ranks raise where one cannot.
 
-        A newest one that is damaged is passed over with a warning, for the one before it. Without ``strict`` what fits
-        is loaded, what the model has besides stays as it is, and its optimizer state begins anew. CheckpointNotFound
-        where there is none.
+        A newest one that is damaged is passed over with a warning, for the one before it, if that fills all that the
+        damaged one has begun to fill; otherwise that is a CheckpointError, and memory is of no use. Without ``strict``
+        what fits is loaded, what the model has besides stays as it is, and its optimizer state begins anew.
+        CheckpointNotFound where there is none.
         """
-        optimizers = _as_list(optimizer)
-        loaders: list[Loader] = []
+        self._come_to_rest()
+        given: list[Path] = []
 
-        def check(opened: Opened) -> None:
-            loader = Loader(model, optimizers, rank=self._ranks.rank, num_ranks=self._ranks.world_size)
-            if strict:
-                loader.check(opened)
-            loaders[:] = [loader]
+        def ask() -> str:
+            given[:] = [] if path is None else [Path(path)]  # which hosts may have under different names
+            which = "the checkpoint that is given" if given else "the newest checkpoint"
+            return f"load {which}{'' if strict else ', as far as it fits'}"
 
-        def act(opened: Opened) -> Loaded:
-            loaders[0].load_model(opened)
-            if optimizers:
-                loaders[0].load_optimizers(opened)
-            commit = opened.found.commit
-            names = [name for name in opened.names("extra") if name.startswith(f"{_EXTRA}/") or name == _EXTRA]
-            tensors = {name: opened.read_whole("extra", name) for name in names}
-            extra = unpack(opened.state.get(_EXTRA), tensors)
-            return Loaded(
-                path=opened.found.path,
-                step=commit.global_step,
-                epoch=commit.epoch,
-                extra=extra,
-                num_ranks=commit.num_ranks,
-            )
-
-        loaded = self.restore(check, act, None if path is None else Path(path))
+        agree_on(self._ranks, ask)
+        into = _Into(model, as_list(optimizer), self._ranks, is_strict=strict)
+        loaded = self._restorer.restore(into, given[0] if given else None, falls_back=True)
         if loaded is None:
             raise CheckpointNotFound(
                 f"{self._root} has no checkpoint of job {self._job!r}; give path= to load another's, or job="
@@ -175,13 +191,31 @@ class ShardCheckpointer:
 
     def latest(self) -> Path | None:
         """The folder of the newest checkpoint, of those that lead to where this run is; None if there is none."""
+        self._refuse_closed()
+        agree_on(self._ranks, lambda: "tell the newest checkpoint")
         return self._run.latest()
 
     def wait(self) -> None:
-        """Return once what ``save`` has begun is done, which it is."""
+        """Return once what ``save`` has begun is done; CheckpointError on all ranks where it failed on one of them."""
+        self._saver.settle()
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether saves go on while training does: it was asked for, and the ranks have a store to tell by."""
+        return self._saver.can_save_in_background
+
+    def is_saving(self) -> bool:
+        """Whether what ``save`` has begun goes on on any rank: then the next one would wait for it."""
+        self._refuse_closed()
+        return self._saver.is_busy()
 
     def close(self) -> None:
-        """Let another run of the job have the folder. Twice is allowed."""
+        """Let another run of the job have the folder; nothing can be saved or loaded afterwards. Twice is allowed.
+
+        What is being saved is saved first. Whether that has worked out is in the log; ``wait`` raises.
+        """
+        self._is_closed = True
+        self._saver.end()
         self._run.leave()
         if self._owns_ranks:
             self._owns_ranks = False
@@ -199,6 +233,7 @@ class ShardCheckpointer:
 
     def claim(self) -> None:
         """Make the job's folder this run's own; CheckpointFenced where another run of the job is alive."""
+        self._refuse_closed()
         self._run.claim()
 
     def try_out(self, collect: Callable[[], Contents]) -> None:
@@ -210,20 +245,69 @@ class ShardCheckpointer:
 
         gather_or_raise(self._ranks, act, "seeing what a checkpoint would hold")
 
-    def own_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """This rank's buffers, where ranks that share a model have come to different ones."""
-        return own_buffers(model, self._ranks)
-
     def save_contents(
         self,
         name: str,
-        collect: Callable[[], Contents],
+        model: nn.Module,
+        collect: Collect,
+        *,
+        step: int,
+        epoch: int,
+        about: Mapping[str, Any],
+        waits: bool,
+    ) -> Path:
+        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank.
+
+        It may go on in the background unless the caller ``waits`` for it.
+        """
+        self._come_to_rest()
+        agree_on(self._ranks, lambda: f"save {name} at step {step} of epoch {epoch}")
+        return self._save(name, model, collect, step=step, epoch=epoch, about=about, waits=waits)
+
+    def make_ready(self, model: nn.Module, collect: Collect) -> None:
+        """Make the memory for what ``collect`` gives, where that is needed."""
+        if self._saver.can_save_in_background:
+            own = own_buffers(model, self._ranks)
+            self._saver.make_ready(lambda: collect(own))
+
+    def change_since(self, path: Path, model: nn.Module, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
+        """What is not as the checkpoint in ``path`` has it, on any rank; None where saving would give the same again.
+
+        ``passes_over`` is what does not matter, as ``first_change`` takes it.
+        """
+        self._come_to_rest()
+        agree_on(self._ranks, lambda: f"save again what {path.name} has")
+        own = own_buffers(model, self._ranks)
+
+        def compare() -> str | None:
+            try:
+                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
+            except CheckpointNotFound:
+                return "anything"
+            with Opened(found, self._storage) as opened:
+                return first_change(opened, collect(own), rank=self._ranks.rank, passes_over=passes_over)
+
+        answers = self._storage.together(compare, f"comparing {path} with what is here", is_patient=False)
+        return next((change for change in answers if change is not None), None)
+
+    def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
+        """What ``into`` gives of the newest good checkpoint; None where the job has none."""
+        self._come_to_rest()
+        agree_on(self._ranks, lambda: "load the newest checkpoint")
+        return self._restorer.restore(into, None, falls_back=falls_back)
+
+    def _save(
+        self,
+        name: str,
+        model: nn.Module,
+        collect: Collect,
         *,
         step: int,
         epoch: int,
         about: Mapping[str, Any] | None = None,
+        waits: bool = False,
     ) -> Path:
-        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank."""
+        own = own_buffers(model, self._ranks)
         folder = self._run.claim()
         began = time.perf_counter()
         draft = Commit(
@@ -239,58 +323,75 @@ class ShardCheckpointer:
             versions=_versions(),
             about=dict(about or {}),
         )
-        path = self._saver.save(folder, name, collect, draft)
-        self._run.note_save()
+        if self._saver.can_save_in_background and not waits:
+            return self._saver.save_in_background(
+                folder, name, lambda: collect(own), draft, on_end=lambda: self._run.note_save(step)
+            )
+        path = self._saver.save(folder, name, lambda: collect(own), draft)
+        self._run.note_save(step)
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
-    def restore(
-        self,
-        check: Callable[[Opened], None],
-        act: Callable[[Opened], _Result],
-        path: Path | None = None,
-        *,
-        falls_back: bool = True,
-    ) -> _Result | None:
-        """What ``act`` gives of the checkpoint in ``path`` or of the newest good one; None where the job has none.
+    def _collector(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, extra: Any) -> Collect:
+        """What gives the contents of a checkpoint of these."""
 
-        Both are called on every rank, ``act`` once ``check`` has raised on none; and again for an older checkpoint
-        where ranks found the newer one damaged.
-        """
-        candidates = [path] if path is not None else self._run.candidates(falls_back=falls_back)
-        for place, candidate in enumerate(candidates):
-            try:
-                return self._restore_one(check, act, candidate)
-            except CheckpointDamaged as error:
-                if not falls_back or place + 1 == len(candidates):
-                    raise
-                if self._ranks.rank == 0:
-                    _logger.warning("%s; going on from %s, which was saved before it", error, candidates[place + 1])
-        return None
+        def collect(own: Mapping[str, torch.Tensor]) -> Contents:
+            tensors: dict[str, torch.Tensor] = {}
+            packed = pack(extra, _EXTRA, tensors)
+            optimizers = as_list(optimizer)
+            rank = self._ranks.rank
+            return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
 
-    def _restore_one(self, check: Callable[[Opened], None], act: Callable[[Opened], _Result], path: Path) -> _Result:
-        results: list[_Result] = []
-        with ExitStack() as stack:
-            opened: list[Opened] = []
+        return collect
 
-            def open_it() -> list[Any]:
-                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
-                opened.append(stack.enter_context(Opened(found, self._storage)))
-                is_own = self._ranks.rank == 0 and self._storage.within(
-                    lambda: self._run.is_own(path), f"reading {path}"
-                )
-                check(opened[0])
-                return [found.commit.generation, is_own]
+    def _come_to_rest(self) -> None:
+        """Nothing is under way when what comes next begins."""
+        self._refuse_closed()
+        self._saver.settle()
 
-            doing = f"loading {path}"
-            answers = self._storage.together(open_it, doing, is_patient=False)
-            if len({generation for generation, _ in answers}) > 1:
-                raise CheckpointError(f"ranks see different checkpoints in {path}: look after the storage")
-            self._storage.together(lambda: results.append(act(opened[0])), doing, is_patient=False)
-            if answers[0][1]:  # of another job's it has values alone, and goes on as it was
-                self._run.go_on_from(opened[0].found.commit)
-        return results[0]
+    def _refuse_closed(self) -> None:
+        """What is closed has left the other ranks, and its place among the job's checkpoints."""
+        if self._is_closed:
+            raise CheckpointError(
+                f"the ShardCheckpointer of job {self._job!r} is closed, and saves and loads nothing any more; call "
+                "this before close(), or within its `with`, or make another one"
+            )
+
+
+class _Into:
+    """A model and its optimizers on one rank, to be loaded into."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, *, is_strict: bool) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._ranks = ranks
+        self._is_strict = is_strict
+        self._loader: Loader
+
+    def check(self, opened: Opened) -> None:
+        ranks = self._ranks
+        self._loader = Loader(self._model, self._optimizers, rank=ranks.rank, num_ranks=ranks.world_size)
+        if self._is_strict:
+            self._loader.check(opened)
+
+    def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
+        return self._loader.refilled(opened, touched)
+
+    def load(self, opened: Opened) -> Loaded:
+        """What goes into memory of its own is read first: damage that is found there has touched nothing."""
+        names = [name for name in opened.names("extra") if name.startswith(f"{_EXTRA}/") or name == _EXTRA]
+        tensors = {name: opened.read_whole("extra", name) for name in names}
+        self._loader.load_model(opened)
+        if self._optimizers:
+            self._loader.load_optimizers(opened)
+        commit = opened.found.commit
+        return Loaded(
+            path=opened.found.path,
+            step=commit.global_step,
+            epoch=commit.epoch,
+            extra=unpack(opened.state.get(_EXTRA), tensors),
+            num_ranks=commit.num_ranks,
+        )
 
 
 def _script() -> str | None:
@@ -302,7 +403,10 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
 
 
-def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+def _as_count(what: str, given: object) -> int:
+    """An integer of Python's or numpy's as Python's own; ValueError where it cannot be a count."""
+    if isinstance(given, SupportsIndex) and not isinstance(given, bool):
+        count = operator.index(given)
+        if 0 <= count < _MOST:
+            return count
+    raise ValueError(f"{what} is {given!r}; allowed: an integer from 0 to {_MOST - 1}")

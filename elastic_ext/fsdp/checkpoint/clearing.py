@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointError, CheckpointFenced, CheckpointNotFound
+from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, CheckpointNotFound
 from elastic_ext.files import is_taken, is_temporary, move_folder, remove_folder
 
 from .claim import Claim
@@ -23,11 +24,13 @@ from .commit import COMMIT, Commit, read_commit
 from .lineage import Lineage, place_in
 from .listing import Listing, is_name
 
-__all__ = ["GARBAGE", "Clearing"]
+__all__ = ["GARBAGE", "Clearing", "meta_path"]
 
 _logger = logging.getLogger(__name__)
 
 GARBAGE = ".garbage-"
+_META = "meta"
+_KEPT = re.compile(r"([0-9a-f]{32})\.json")
 
 
 class Clearing:
@@ -38,7 +41,7 @@ class Clearing:
         self._path = claim.folder
 
     def vacate(self, name: str, chain: Sequence[Lineage]) -> None:
-        """See that nothing has the name of a checkpoint which is to begin; CheckpointError if it is to stay."""
+        """See that nothing has the name of a checkpoint which is to begin; CheckpointExists if that is to stay."""
         path = self._path / name
         if not is_taken(path):
             return
@@ -53,7 +56,7 @@ class Clearing:
             self._rename(name, "unreadable", None)
         else:
             if _is_kept(commit, chain):
-                raise CheckpointError(
+                raise CheckpointExists(
                     f"{path} holds a checkpoint already, saved at step {commit.global_step} by run {commit.run_id}, "
                     "and no checkpoint is written twice; move it away, or save at another step"
                 )
@@ -98,18 +101,33 @@ class Clearing:
             return False
         return True
 
-    def prune(self, *, begun: Collection[str]) -> list[str]:
-        """Remove what was never committed and is not in ``begun``, with what was being written before the claim."""
+    def prune(self, *, begun: Collection[str], metas: Collection[str]) -> list[str]:
+        """Remove what was never committed and is not in ``begun``, with what was being written before the claim.
+
+        Of the descriptions that are kept, those that are neither in ``metas`` nor in a checkpoint; a save that would
+        have had one writes it again.
+        """
         for name in Listing.read(self._path).unfinished:
             if name not in begun:
                 self.put_aside(name)
         names = sorted(os.listdir(self._path))
         garbage = [self._path / name for name in names if name.startswith(GARBAGE)]
-        others = [self._path / name for name in names if name == "meta" or (is_name(name) and name not in begun)]
+        others = [self._path / name for name in names if name == _META or (is_name(name) and name not in begun)]
         for folder in [self._path, *others]:
             if folder.is_dir():
                 garbage += [folder / name for name in sorted(os.listdir(folder)) if self._is_left(folder / name)]
+        garbage += self._unused_metas(metas)
+        self._claim.check()
         return [str(path.relative_to(self._path)) for path in garbage if self.remove(path)]
+
+    def _unused_metas(self, used: Collection[str]) -> list[Path]:
+        """The kept descriptions that no checkpoint has, under whatever name it lies here now."""
+        try:
+            kept = {meta_path(self._path, name): name for name in _kept_metas(self._path / _META)}
+        except FileNotFoundError:
+            return []
+        named = {*used, *(checksum for name in os.listdir(self._path) for checksum in _metas_of(self._path / name))}
+        return [path for path, checksum in sorted(kept.items()) if checksum not in named]
 
     def _is_left(self, path: Path) -> bool:
         """Whether a file is one that an earlier run was writing. By the file system's clock, as the claim's time is."""
@@ -141,6 +159,25 @@ class Clearing:
                 with contextlib.suppress(FileExistsError):
                     move_folder(target, path)
             raise
+
+
+def meta_path(folder: Path, checksum: str) -> Path:
+    """Where a job's folder keeps the description of tensors that has this checksum."""
+    return folder / _META / f"{checksum}.json"
+
+
+def _kept_metas(folder: Path) -> list[str]:
+    """The checksums of the descriptions in ``folder``."""
+    found = map(_KEPT.fullmatch, os.listdir(folder))
+    return [match[1] for match in found if match is not None]
+
+
+def _metas_of(folder: Path) -> Collection[str]:
+    """The checksums of the descriptions that a checkpoint has; none where there is no COMMIT that can be read."""
+    try:
+        return read_commit(folder).metas.values()
+    except (CheckpointError, OSError):  # it has its own links all the same
+        return []
 
 
 def _generation_of(folder: Path) -> str | None:

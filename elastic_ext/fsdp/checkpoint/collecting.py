@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.optim_state import held_of_optimizers
 from elastic_ext.fsdp.plain import pack
-from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, parameters_of
+from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_buffers, held_of_model
 from elastic_ext.ranks import Ranks
 
 from .contents import EXTRA_STATES, GROUPS, Contents, own_prefix
@@ -37,12 +37,14 @@ def contents_of(
     ``tensors`` are the same on every rank, and the first one's are kept, or each rank's part of those that are spread;
     ``own`` are this rank's alone, under names that no other rank uses.
     """
-    optim = held_of_optimizers(optimizers, parameters_of(model), rank=rank)
-    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in (tensors or {}).items()]
+    of_model = held_of_model(model)
+    optim = held_of_optimizers(optimizers, of_model.parameters, rank=rank)
+    shared = dict(tensors or {})
+    packed = {name: pack(value, f"{EXTRA_STATES}/{name}", shared) for name, value in extra_states(model).items()}
+    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in shared.items()]
     extra += [held(name, tensor, box_of(name, tensor), "opaque") for name, tensor in (own or {}).items()]
-    packed = {name: pack(value, name) for name, value in extra_states(model).items()}
     return Contents(
-        model=held_of_model(model),
+        model=of_model.tensors,
         optim=optim.tensors,
         extra=extra,
         state={**(state or {}), GROUPS: optim.groups, EXTRA_STATES: packed},
@@ -60,7 +62,7 @@ def own_buffers(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
     buffers: list[Held] = []
 
     def compare() -> str:
-        buffers.extend(each for each in held_of_model(model) if each.kind == "buffer" and _is_whole(each))
+        buffers.extend(each for each in held_buffers(model) if _is_whole(each))
         digest = xxhash.xxh3_64()
         for each in buffers:
             digest.update(part_of(each.tensor, each.box, each.box))

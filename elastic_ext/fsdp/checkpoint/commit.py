@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from elastic_ext.files import read_at_most
+from elastic_ext.files import NotRegularError, read_at_most
 
 from .lineage import Chain, Lineage, check_chain, check_id
 from .shardfile import ShardSummary
@@ -155,6 +155,8 @@ def read_commit(folder: Path) -> Commit:
         data = read_at_most(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"{folder} holds no {COMMIT}: no checkpoint was completed there") from None
+    except NotRegularError as error:
+        raise CheckpointDamaged(f"{error}, as a {COMMIT} is") from None
     if len(data) > _MOST_BYTES:
         raise CheckpointDamaged(f"{path} is larger than any {COMMIT} can be ({_MOST_BYTES} bytes)")
     return Commit.from_json(data, where=str(path))
@@ -171,6 +173,8 @@ def read_checked(path: Path, checksum: str) -> bytes:
         data = read_at_most(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointDamaged(f"{path} is missing, and {COMMIT} names it") from None
+    except NotRegularError as error:
+        raise CheckpointDamaged(f"{error}, and {COMMIT} names it") from None
     if checksum_of(data) != checksum:
         raise CheckpointDamaged(
             f"{path} is not what was saved: its checksum is {checksum_of(data)}, and {COMMIT} says {checksum}"

@@ -60,12 +60,15 @@ class Inventory:
         )
 
 
-def meta_of(inventories: Sequence[Inventory]) -> StateMeta:
+def meta_of(inventories: Sequence[Inventory], *, is_of_one_model: bool = False) -> StateMeta:
     """What the ranks hold together, and which part of it each one writes; each element is written once.
 
-    CheckpointError where the ranks do not have the same tensors, or not all of one.
+    CheckpointError where the ranks have different tensors of one name, or not all of one; and, if ``is_of_one_model``,
+    where one does not know a name that another has, although it may hold nothing of what goes by that name.
     """
     num_ranks = len(inventories)
+    if is_of_one_model:
+        _check_names(inventories)
     found: dict[str, dict[int, Item]] = {}
     aliases: dict[str, str] = {}
     for rank, inventory in enumerate(inventories):
@@ -76,6 +79,21 @@ def meta_of(inventories: Sequence[Inventory]) -> StateMeta:
                 aliases[item.name] = item.same_as
     tensors = {name: _tensor(name, items, num_ranks) for name, items in found.items()}
     return StateMeta(num_ranks=num_ranks, tensors=tensors, aliases=aliases)
+
+
+def _check_names(inventories: Sequence[Inventory]) -> None:
+    """Names that a rank does not know are more than it could ever load."""
+    names = [{item.name for item in inventory.items} for inventory in inventories]
+    for rank, own in enumerate(names):
+        if own != names[0]:
+            has, lacks = (0, rank) if names[0] - own else (rank, 0)
+            unknown = sorted(names[has] - names[lacks])
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise CheckpointError(
+                f"rank {has} has {unknown[0]}{more} in its model, and rank {lacks} has not; allowed: the same model on "
+                "all ranks, however it is spread over them, so that each can load it. The stages of a pipeline, of "
+                "which each rank has made its own, are not that"
+            )
 
 
 def _tensor(name: str, items: Mapping[int, Item], num_ranks: int) -> TensorMeta:

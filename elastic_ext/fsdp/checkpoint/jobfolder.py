@@ -8,41 +8,63 @@
       step_300.unreadable/        one whose COMMIT cannot be trusted, when a later run had that name to give
       .garbage-.../               what killed saves have left, on its way out
 
+Beside it is .jobs/<job>, which holds the name of the job's first folder: whoever puts that there first decides it.
+
 Rank 0 of the run that has claimed the folder makes, renames and removes names here, on one thread at a time. All ranks
 write their shard files into the folder that it has begun, and read what they like.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.files import (
-    is_taken,
+    NewFiles,
     link_or_copy,
-    make_folder,
-    put_in_place,
     read_at_most,
     sync_folder,
     write_new,
-    write_whole,
-    written_beside,
 )
 
 from .claim import PATIENCE_SECONDS, Claim
-from .clearing import Clearing
+from .clearing import Clearing, meta_path
 from .commit import COMMIT, Commit, FileSummary, checksum_of
-from .jobname import check_job, folder_name, newest_folder
+from .jobname import check_job, folder_name, newest_folder, quoted
 from .lineage import Chain, check_chain
 from .listing import Found, Listing, check_name, newest_of
 
 __all__ = ["FOLDER", "JobFolder"]
 
 FOLDER = "fsdp_checkpoint"
-_META = "meta"
+_JOBS = ".jobs"
+_MOST_NAME_BYTES = 255
+
+
+def _first_name(root: Path, job: str, proposed: str) -> str:
+    """What the job's first folder is called: as the first run has proposed that ever asked."""
+    path = root / _JOBS / quoted(job)
+    with contextlib.suppress(FileExistsError):
+        write_new(path, proposed.encode())
+    name = os.fsdecode(read_at_most(path, _MOST_NAME_BYTES))
+    if newest_folder([name], job) is None:
+        raise CheckpointError(f"{path} does not hold the name of a folder of job {job!r}; remove it")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A checkpoint that this run is saving."""
+
+    generation: str
+    metas: dict[str, FileSummary] = field(default_factory=dict)
+    """The descriptions that were put into it, by file."""
 
 
 class JobFolder:
@@ -51,7 +73,7 @@ class JobFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._claim: Claim | None = None
-        self._begun: dict[str, str] = {}  # name -> generation
+        self._begun: dict[str, _Begun] = {}
         self._settled: str | None = None  # the run whose chain is all that is left here
 
     @classmethod
@@ -65,23 +87,21 @@ class JobFolder:
 
     @classmethod
     def find_or_make(cls, storage: Path, job: str, *, now: datetime) -> JobFolder:
-        """The newest folder of exactly this job, or a new one; rank 0 calls it and tells the others its path."""
+        """The newest folder of exactly this job, or a new one; rank 0 calls it and tells the others its path.
+
+        Runs that make the first one at once all get the same, whatever their clocks say; the claim decides between
+        them. Nobody waits for another, so that one which is killed on the way holds up none.
+        """
         found = cls.find(storage, job)
         if found is not None:
             return found
         root = storage / FOLDER
-        root.mkdir(parents=True, exist_ok=True)
+        (root / _JOBS).mkdir(parents=True, exist_ok=True)
         sync_folder(storage)
-        own = root / folder_name(job, now)
-        try:
-            make_folder(own)
-        except FileExistsError:  # by another run of this job, in the same second: the claim decides between them
-            return cls(own)
-        earlier = newest_folder((name for name in os.listdir(root) if name < own.name), job)
-        if earlier is not None:  # ... or in a second before, since we looked
-            own.rmdir()
-            return cls(root / earlier)
-        return cls(own)
+        path = root / _first_name(root, job, folder_name(job, now))
+        path.mkdir(exist_ok=True)
+        sync_folder(root)
+        return cls(path)
 
     # ---- reading: any rank ----
 
@@ -136,7 +156,7 @@ class JobFolder:
     def begin(self, name: str, generation: str, lineage: Chain) -> Path:
         """Make the folder of a new checkpoint, for all ranks to write into; its path.
 
-        A name that an abandoned run used is free again: what has it is renamed. CheckpointError if this run, or one
+        A name that an abandoned run used is free again: what has it is renamed. CheckpointExists if this run, or one
         that it goes on from, has saved under this name.
         """
         check_name(name)
@@ -145,36 +165,33 @@ class JobFolder:
         if name in self._begun:
             raise CheckpointError(f"{self.path / name} is being saved already; wait for that, or discard it")
         clearing.vacate(name, lineage)
-        try:
-            make_folder(self.path / name)
-        except FileExistsError:
-            self._clearing()
-            raise
-        self._begun[name] = generation
+        with self.told_if_fenced():
+            os.mkdir(self.path / name)  # a power cut may take it back: commit() is what makes it last
+        self._begun[name] = _Begun(generation)
         return self.path / name
 
-    def put_meta(self, data: bytes) -> str:
-        """Keep a description of tensors; its checksum, which is its name. What is there is not written again."""
-        checksum = checksum_of(data)
-        path = self._meta(checksum)
+    def put_meta(self, name: str, file: str, data: bytes) -> str:
+        """Put a description of tensors into a begun checkpoint, as ``file``; its checksum, which is its name in meta/.
+
+        One that is kept there is not written again. Its contents are durable once this returns.
+        """
+        summary = FileSummary(num_bytes=len(data), checksum=checksum_of(data))
+        kept, path = meta_path(self.path, summary.checksum), self.path / name / file
+        self._begun[name].metas[file] = summary
         try:
-            if read_at_most(path, len(data)) == data:
-                return checksum
+            link_or_copy(kept, path)
         except FileNotFoundError:
-            if not is_taken(path.parent):
-                make_folder(path.parent)
-        write_whole(path, data)  # also where the disk has changed it; what was linked to it stays as it was found
-        return checksum
+            _write_and_keep(data, path, kept)
+        if read_at_most(path, len(data)) != data:  # the disk has changed it; checkpoints that have it are left alone
+            os.unlink(path)
+            kept.unlink(missing_ok=True)
+            _write_and_keep(data, path, kept)
+        return summary.checksum
 
-    def link_meta(self, name: str, file: str, checksum: str) -> None:
-        """Put a description that is kept into a begun checkpoint, as ``file``."""
+    def put_state(self, new: NewFiles, name: str, file: str, data: bytes) -> FileSummary:
+        """Write plain values as one of ``new``, to be ``file`` of a begun checkpoint; what COMMIT has to say of it."""
         assert name in self._begun
-        link_or_copy(self._meta(checksum), self.path / name / file)
-
-    def put_state(self, name: str, file: str, data: bytes) -> FileSummary:
-        """Put a file of plain values into a begun checkpoint; what its commit has to say of it."""
-        assert name in self._begun
-        write_new(self.path / name / file, data)
+        new.write(self.path / name / file, data)
         return FileSummary(num_bytes=len(data), checksum=checksum_of(data))
 
     def commit(self, name: str, commit: Commit) -> Found:
@@ -183,23 +200,32 @@ class JobFolder:
         Just before, the first time that a run does this, what is abandoned by it gets other names: newest first, so
         that the newest which is left is always one to go on from. Whatever is raised, ``discard`` comes next.
         """
-        assert self._begun[name] == commit.generation
+        begun = self._begun[name]
+        assert begun.generation == commit.generation
         path = self.path / name
-        self._check_files(path, commit)
-        sync_folder(path)
-        if self._settled != commit.run_id:
-            self._clearing().abandon(commit.lineage)
-        try:
-            with written_beside(path / COMMIT, commit.to_json()) as temporary:
-                self._clearing()  # a run that comes after this puts the folder aside, and the file with it
-                put_in_place(temporary, path / COMMIT)
+        _check_files(path, commit.sizes() | {file: begun.metas[file].num_bytes for file in commit.metas})
+        with self.told_if_fenced(), NewFiles() as new:
+            new.write(path / COMMIT, commit.to_json())
+            new.sync()
+            sync_folder(self.path)  # which has the checkpoint's folder
+            sync_folder(path)  # which has this rank's files
+            if self._settled != commit.run_id:
+                self._clearing().abandon(commit.lineage)
+            self._clearing()  # a run that comes after this puts the folder aside, and the file with it
+            new.put_in_place()
             sync_folder(path)
-        except (FileNotFoundError, FileExistsError):
-            self._clearing()
-            raise
         self._settled = commit.run_id
         del self._begun[name]
         return Found(path=path, commit=commit)
+
+    @contextlib.contextmanager
+    def told_if_fenced(self) -> Iterator[None]:
+        """Have CheckpointFenced raised where names are missing or taken because another run has come."""
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError):
+            self._clearing()
+            raise
 
     @property
     def begun(self) -> tuple[str, ...]:
@@ -217,7 +243,8 @@ class JobFolder:
 
         What cannot be removed is a warning, and is tried again the next time.
         """
-        return self._clearing().prune(begun=self._begun)
+        metas = {summary.checksum for begun in self._begun.values() for summary in begun.metas.values()}
+        return self._clearing().prune(begun=self._begun, metas=metas)
 
     def _clearing(self) -> Clearing:
         """What may change names here; CheckpointFenced if this run may not any more."""
@@ -225,18 +252,21 @@ class JobFolder:
         self._claim.check()
         return Clearing(self._claim)
 
-    def _meta(self, checksum: str) -> Path:
-        return self.path / _META / f"{checksum}.json"
 
-    def _check_files(self, path: Path, commit: Commit) -> None:
-        sizes = commit.sizes()
-        for file, checksum in commit.metas.items():
-            sizes[file] = _size_of(self._meta(checksum))
-        for file, expected in sizes.items():
-            size = _size_of(path / file)
-            if size != expected or size < 0:
-                seen = f"has {size} bytes where {expected} were written" if size >= 0 else "is missing"
-                raise CheckpointError(f"{path / file} {seen}: the checkpoint is not committed")
+def _write_and_keep(data: bytes, path: Path, kept: Path) -> None:
+    """Write a description into a checkpoint; what is kept of it is another name, which may go at any time."""
+    write_new(path, data)
+    kept.parent.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        link_or_copy(path, kept)
+
+
+def _check_files(path: Path, sizes: Mapping[str, int]) -> None:
+    for file, expected in sizes.items():
+        size = _size_of(path / file)
+        if size != expected:
+            seen = f"has {size} bytes where {expected} were written" if size >= 0 else "is missing"
+            raise CheckpointError(f"{path / file} {seen}: the checkpoint is not committed")
 
 
 def _size_of(path: Path) -> int:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
-__all__ = ["check_job", "folder_name", "job_name", "newest_folder"]
+__all__ = ["check_job", "folder_name", "job_name", "newest_folder", "quoted"]
 
 _MOST_CHARACTERS = 100
 _MOST_BYTES = 200  # of a file name's 255, less the time and what else is put to it
@@ -42,30 +42,30 @@ def job_name(argument: str | None, run_id: str | None, script: str | None) -> st
 
 def check_job(job: str) -> str:
     """``job`` itself; ValueError if it cannot be a job's name."""
-    if not 1 <= len(job) <= _MOST_CHARACTERS or len(_quoted(job)) > _MOST_BYTES:
+    if not 1 <= len(job) <= _MOST_CHARACTERS or len(quoted(job)) > _MOST_BYTES:
         raise ValueError(
-            f"job is {job[:120]!r}, which has {len(job)} characters and takes {len(_quoted(job))} in a folder's name; "
+            f"job is {job[:120]!r}, which has {len(job)} characters and takes {len(quoted(job))} in a folder's name; "
             f"allowed: 1 to {_MOST_CHARACTERS} characters that take at most {_MOST_BYTES}; give a shorter name"
         )
     return job
 
 
+def quoted(job: str) -> str:
+    """``job`` as part of a file's name: all but letters, digits and ``_.-~`` as %XX, and so a first dot."""
+    text = quote(job, safe="", errors="surrogateescape")
+    return "%2E" + text[1:] if text.startswith(".") else text
+
+
 def folder_name(job: str, now: datetime) -> str:
     """The name of the folder that ``job`` gets at ``now``; unlike jobs get unlike names, whatever they hold."""
-    return f"{_quoted(job)}_{now:%Y%m%d-%H%M%S}"
+    return f"{quoted(job)}_{now:%Y%m%d-%H%M%S}"
 
 
 def newest_folder(names: Iterable[str], job: str) -> str | None:
     """The newest among ``names`` that was made for exactly this job, None where there is none."""
-    own = (name for name in names if name[:-_STAMP_CHARACTERS] == _quoted(job) and _is_stamp(name[-_STAMP_CHARACTERS:]))
+    own = (name for name in names if name[:-_STAMP_CHARACTERS] == quoted(job) and _is_stamp(name[-_STAMP_CHARACTERS:]))
     return max(own, default=None)
 
 
 def _is_stamp(text: str) -> bool:
     return _STAMP.fullmatch(text) is not None
-
-
-def _quoted(job: str) -> str:
-    """``job`` as part of a file's name: all but letters, digits and ``_.-~`` as %XX, and so a first dot."""
-    text = quote(job, safe="", errors="surrogateescape")
-    return "%2E" + text[1:] if text.startswith(".") else text

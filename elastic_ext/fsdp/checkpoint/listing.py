@@ -11,12 +11,13 @@ from pathlib import Path
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
 
-from .commit import Commit, read_checked, read_commit
+from .commit import COMMIT, Commit, read_checked, read_commit
 from .lineage import Lineage, place_in
 
-__all__ = ["Found", "Listing", "check_name", "is_name", "newest_of"]
+__all__ = ["Found", "Listing", "abandoned_for_nothing", "check_name", "is_name", "newest_of"]
 
 _NAME = re.compile(r"(?:step|epoch)_[0-9]{1,18}")
+_ABANDONED = re.compile(_NAME.pattern + r"\.abandoned-.+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +75,22 @@ class Listing:
         return cls(found=tuple(sorted(found, key=_age)), unreadable=unreadable, unfinished=tuple(unfinished))
 
 
+def abandoned_for_nothing(folder: Path, found: Sequence[Found]) -> list[Found]:
+    """Those that were renamed for a save which then did not come to be, newest first: none of ``found`` came after.
+
+    By the times of their COMMITs, which the file system's one clock has given them all.
+    """
+    renamed: list[tuple[int, Found]] = []
+    for name in sorted(os.listdir(folder)):
+        if _ABANDONED.fullmatch(name) is not None:
+            try:
+                renamed.append((_committed_ns(folder / name), Found.read(folder / name)))
+            except (CheckpointError, OSError):
+                continue
+    last = max((_committed_ns(one.path) for one in found), default=0)
+    return sorted((one for committed_ns, one in renamed if committed_ns > last), key=_age, reverse=True)
+
+
 def is_name(name: str) -> bool:
     """Whether a folder of this name is a checkpoint, or is to become one."""
     return _NAME.fullmatch(name) is not None
@@ -103,6 +120,10 @@ def _is_folder(path: Path) -> bool:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:  # renamed since its name was read
         return False
+
+
+def _committed_ns(path: Path) -> int:
+    return os.stat(path / COMMIT).st_mtime_ns
 
 
 def _age(found: Found) -> tuple[int, int, int, str, str]:

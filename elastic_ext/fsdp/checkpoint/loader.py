@@ -6,8 +6,9 @@ First everything is compared, by names and shapes, so that nothing is touched wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,7 +18,7 @@ from elastic_ext.fsdp.dtypes import name_of
 from elastic_ext.fsdp.optim_groups import are_same_kinds, matching_groups, put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
 from elastic_ext.fsdp.plain import unpack
-from elastic_ext.fsdp.state import Held, extra_states, held_of_model, parameters_of, put_extra_states
+from elastic_ext.fsdp.state import Held, extra_states, held_of_model, put_extra_states
 from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
 
 from .contents import EXTRA_STATES, GROUPS, VALUES, FileKind, own_prefix
@@ -27,6 +28,10 @@ from .opened import Opened, Wanted
 __all__ = ["Loader"]
 
 _OPTIMIZERS = "the optimizers' state and the checkpoint's do not go together"
+_GROUPS = "values of optimizers' groups"  # as ``Opened.touched`` has them
+_STATES = "optimizers' state"
+_STATE = "optimizer state "
+_OF_MODULE = "extra state "
 
 
 class Loader:
@@ -39,8 +44,9 @@ class Loader:
         self._model = model
         self._optimizers = optimizers
         self._rank, self._num_ranks = rank, num_ranks
-        self._held = held_of_model(model)
-        self._parameters = parameters_of(model) if optimizers else []
+        of_model = held_of_model(model)
+        self._held = of_model.tensors
+        self._parameters = of_model.parameters if optimizers else []
         self._by_name = by_name_of(trained_by(optimizers, self._parameters))
 
     def check(self, opened: Opened) -> None:
@@ -66,13 +72,16 @@ class Loader:
         Buffers are the first rank's where ranks had different ones, or one's own if there are as many ranks as there
         were.
         """
-        opened.read("model", _fit(opened, "model", self._held)[0])
+        whole = [name for name in opened.names("extra") if name.startswith(f"{EXTRA_STATES}/")]
+        tensors = {name: opened.read_whole("extra", name) for name in whole}  # first: damage has then touched nothing
+        opened.read("model", self._fit_of_model(opened))
         if self._num_ranks == opened.num_ranks:
             names = {each.name: f"{own_prefix(self._rank)}{each.name}" for each in self._held}
             kept = [each for each in self._held if opened.tensor("extra", names[each.name]) is not None]
-            opened.read("extra", [Wanted(names[each.name], each.tensor, each.box) for each in kept])
+            opened.read("extra", [Wanted(names[each.name], each.tensor, each.box, _what(each)) for each in kept])
         packed = opened.state.get(EXTRA_STATES, {})
-        put_extra_states(self._model, {name: unpack(value) for name, value in packed.items()})
+        opened.touched |= {_OF_MODULE + name for name in packed}
+        put_extra_states(self._model, {name: unpack(value, tensors) for name, value in packed.items()})
 
     def load_optimizers(self, opened: Opened) -> None:
         """Put the saved state in place, made where an optimizer has none so far, and the groups' values.
@@ -83,20 +92,45 @@ class Loader:
         optimizers, parameters, by_name = self._optimizers, self._parameters, self._by_name
         if not are_same_kinds(optimizers, opened.state[GROUPS]):  # nothing of it means the same here
             return
+        saved, values = self._state_that_fits(opened)
+        opened.touched |= {_STATES, _GROUPS} | {_STATE + name for name in {*saved, *values}}
         with contextlib.suppress(CheckpointMismatch):
             put_groups(optimizers, parameters, opened.state[GROUPS])
-        odd = {each.parameter.name for each in _misshaped(opened, by_name).values()}
-        saved = {
-            name: _as_here(opened, meta, by_name)
-            for name, meta in opened.metas["optim"].tensors.items()
-            if _owner(name, by_name) not in odd and (meta.kind != "opaque" or self._num_ranks == opened.num_ranks)
-        }
-        values = {name: value for name, value in opened.state[VALUES].items() if _owner(name, by_name) not in odd}
         make_missing(optimizers, parameters, saved, rank=self._rank)
         put_values(optimizers, parameters, values)
         _drop_unsaved({*saved, *values}, by_name)
         held = held_of_optimizers(optimizers, parameters, rank=self._rank).tensors
         opened.read("optim", _fit(opened, "optim", held)[0])
+
+    def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
+        """Of what another checkpoint has ``touched``, what this one would not leave a part of."""
+        filled = {each.what for each in self._fit_of_model(opened) if each.what is not None}
+        filled |= {_OF_MODULE + name for name in opened.state.get(EXTRA_STATES, {})}
+        if self._optimizers and are_same_kinds(self._optimizers, opened.state[GROUPS]):
+            filled.add(_STATES)
+            with contextlib.suppress(CheckpointMismatch):
+                matching_groups(self._optimizers, self._parameters, opened.state[GROUPS])
+                filled.add(_GROUPS)
+            names = {name for part in self._state_that_fits(opened) for name in part}
+            owners = {_owner(name, self._by_name) for name in names}
+            dropped = {name for name in _names_after(_STATE, touched) if _owner(name, self._by_name) not in owners}
+            filled |= {_STATE + name for name in names | dropped}
+        return filled & set(touched)
+
+    def _fit_of_model(self, opened: Opened) -> list[Wanted]:
+        return _fit(opened, "model", self._held)[0]
+
+    def _state_that_fits(self, opened: Opened) -> tuple[dict[str, TensorMeta], dict[str, Any]]:
+        """The optimizers' tensors and values that were saved and have a place here."""
+        by_name = self._by_name
+        odd = {each.parameter.name for each in _misshaped(opened, by_name).values()}
+        tensors = {
+            name: _as_here(opened, meta, by_name)
+            for name, meta in opened.metas["optim"].tensors.items()
+            if _owner(name, by_name) not in odd and (meta.kind != "opaque" or self._num_ranks == opened.num_ranks)
+        }
+        values = {name: value for name, value in opened.state[VALUES].items() if _owner(name, by_name) not in odd}
+        return tensors, values
 
     def _check_optimizers(self, opened: Opened) -> None:
         saved = opened.metas["optim"].tensors
@@ -164,8 +198,17 @@ def _fit(opened: Opened, kind: FileKind, held: Sequence[Held]) -> tuple[list[Wan
         elif meta.layout.shape != each.box.shape:
             misshaped[each.name] = f"{each.box.shape} here, {meta.layout.shape} in the checkpoint"
         else:
-            wanted.append(Wanted(name, each.tensor, each.box))
+            wanted.append(Wanted(name, each.tensor, each.box, _what(each)))
     return wanted, sorted(missing), misshaped
+
+
+def _what(held: Held) -> str:
+    """What ``Opened.touched`` calls it."""
+    return f"{held.kind} {held.name}" if held.kind in ("parameter", "buffer") else _STATE + held.name
+
+
+def _names_after(prefix: str, whats: Collection[str]) -> set[str]:
+    return {what.removeprefix(prefix) for what in whats if what.startswith(prefix)}
 
 
 def _drop_unsaved(names: Iterable[str], by_name: Mapping[str, Trained]) -> None:

@@ -6,13 +6,15 @@ through memory of its own, one tensor at a time.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.moves import moves_into
 from elastic_ext.fsdp.state import memory_of
 
-__all__ = ["bytes_of", "part_of", "put_part"]
+__all__ = ["Part", "bytes_of", "part_of", "put_bytes", "put_part"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -22,25 +24,68 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What a rank writes of a tensor: ``part`` of the ``box`` that the tensor holds."""
+
+    name: str
+    dtype: str
+    tensor: torch.Tensor
+    box: Box
+    part: Box
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.part.sizes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.part.num_elements * self.tensor.element_size()
+
+
 def part_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview:
     """The bytes of ``part``, in its row-major order, of a tensor that holds ``box``."""
     if part.is_empty:
         return memoryview(b"")
+    memory = _memory_of(tensor, box, part)
+    if memory is not None:
+        return memory
+    copy = torch.empty(part.num_elements, dtype=tensor.dtype, device="cpu")
+    _gather(tensor, box, part, copy)
+    return bytes_of(copy)
+
+
+def put_bytes(part: Part, into: memoryview) -> None:
+    """Copy them to ``into``."""
+    if part.part.is_empty:
+        return
+    target = torch.frombuffer(into, dtype=torch.uint8)
+    memory = _memory_of(part.tensor, part.box, part.part)
+    if memory is not None:
+        target.copy_(torch.frombuffer(memory, dtype=torch.uint8))
+    else:
+        _gather(part.tensor, part.box, part.part, target.view(part.tensor.dtype))
+
+
+def _memory_of(tensor: torch.Tensor, box: Box, part: Box) -> memoryview | None:
+    """The part's own memory, where it lies on the host as one run."""
     memory = memory_of(tensor)
-    if memory is not None and part == box:
+    if memory is None or part == box:
         return memory
     moves = moves_into(part, Layout(box.shape, (box,)), target=-1)
-    item_bytes = tensor.element_size()
-    if memory is not None and len(moves) == 1 and moves[0].source_strides == (1,):
-        first = moves[0].source_offset
-        return memory[first * item_bytes : (first + part.num_elements) * item_bytes]
+    if len(moves) > 1 or moves[0].source_strides != (1,):
+        return None
+    first, item_bytes = moves[0].source_offset, tensor.element_size()
+    return memory[first * item_bytes : (first + part.num_elements) * item_bytes]
+
+
+def _gather(tensor: torch.Tensor, box: Box, part: Box, into: torch.Tensor) -> None:
+    """Copy the part's elements to ``into``, which is flat."""
     source = tensor.detach().contiguous().reshape(-1)
-    copy = torch.empty(part.num_elements, dtype=tensor.dtype, device="cpu")
-    for move in moves:
-        copy.as_strided(move.sizes, move.target_strides, move.target_offset).copy_(
+    for move in moves_into(part, Layout(box.shape, (box,)), target=-1):
+        into.as_strided(move.sizes, move.target_strides, into.storage_offset() + move.target_offset).copy_(
             source.as_strided(move.sizes, move.source_strides, source.storage_offset() + move.source_offset)
         )
-    return bytes_of(copy)
 
 
 def put_part(into: torch.Tensor, box: Box, whole: torch.Tensor) -> None:

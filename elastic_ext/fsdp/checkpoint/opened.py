@@ -42,13 +42,17 @@ class Wanted:
     tensor: torch.Tensor
     """Its elements in row-major order are the box's."""
     box: Box
+    what: str | None = None
+    """What is filled, in words; None for new memory, which nobody has seen yet."""
 
 
 class Opened:
     """A committed checkpoint; close it."""
 
-    def __init__(self, found: Found, storage: Storage) -> None:
+    def __init__(self, found: Found, storage: Storage, touched: set[str] | None = None) -> None:
         self.found = found
+        self.touched = set() if touched is None else touched
+        """What has begun to change, in words; noted before it does."""
         self._storage = storage
         self._is_closed = False
         self.num_ranks = found.commit.num_ranks
@@ -90,6 +94,7 @@ class Opened:
         """Fill tensors, of the shapes that were saved. CheckpointDamaged names what is not what was saved."""
         requests: dict[int, list[Request]] = {}
         apart: list[tuple[Wanted, torch.Tensor]] = []
+        whats: set[str] = set()
         for each in wanted:
             meta = self.tensor(kind, each.name)
             assert meta is not None
@@ -97,11 +102,13 @@ class Opened:
             if memory_of(target) is None or dtype_of(meta.dtype) != target.dtype:
                 # On a device, where elements lie apart, or of another dtype: by way of memory of its own, not too much.
                 if sum(host.nbytes for _, host in apart) > _MOST_APART_BYTES:
-                    self._read_apart(kind, requests, apart)
+                    self._read_apart(kind, requests, apart, whats)
                 target = torch.empty(each.box.num_elements, dtype=dtype_of(meta.dtype), device="cpu")
                 apart.append((each, target))
             _add_requests(requests, meta, each.box, target)
-        self._read_apart(kind, requests, apart)
+            if each.what is not None:
+                whats.add(each.what)
+        self._read_apart(kind, requests, apart, whats)
 
     def read_whole(self, kind: FileKind, name: str) -> torch.Tensor:
         """All of a tensor, in new memory."""
@@ -126,15 +133,20 @@ class Opened:
         self.close()
 
     def _read_apart(
-        self, kind: FileKind, requests: dict[int, list[Request]], apart: list[tuple[Wanted, torch.Tensor]]
+        self,
+        kind: FileKind,
+        requests: dict[int, list[Request]],
+        apart: list[tuple[Wanted, torch.Tensor]],
+        whats: set[str],
     ) -> None:
         """Read all that is asked for so far, and bring what lies in memory of its own to where it belongs."""
-        self._within(lambda: self._read_files(kind, requests))
+        self._within(lambda: self._read_files(kind, requests, whats))
         with torch.no_grad():
             for each, host in apart:
                 each.tensor.copy_(host.reshape(each.tensor.shape))
         requests.clear()
         apart.clear()
+        whats.clear()
 
     def _read_meta(self, file: str) -> bytes:
         return self._within(lambda: self.found.read_meta(file))
@@ -142,9 +154,12 @@ class Opened:
     def _within(self, act: Callable[[], _Result]) -> _Result:
         return self._storage.within(act, f"reading {self.found.path}")
 
-    def _read_files(self, kind: FileKind, requests: Mapping[int, list[Request]]) -> None:
-        for source, of_file in sorted(requests.items()):
-            self._reader(shard_file(kind, source, self.num_ranks)).read_into(of_file)
+    def _read_files(self, kind: FileKind, requests: Mapping[int, list[Request]], whats: set[str]) -> None:
+        sources = sorted(requests)
+        readers = [self._reader(shard_file(kind, source, self.num_ranks)) for source in sources]
+        self.touched |= whats  # not before all files have been opened, which tells of most damage
+        for source, reader in zip(sources, readers, strict=True):
+            reader.read_into(requests[source])
 
     def _reader(self, file: str) -> ShardReader:
         reader = self._readers.get(file)

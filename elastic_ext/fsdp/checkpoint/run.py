@@ -14,11 +14,12 @@ from pathlib import Path
 
 from elastic_ext.ranks import Ranks
 
-from .claim import Claim
+from .claim import PATIENCE_SECONDS, Claim
 from .commit import Commit, chain_after
 from .jobfolder import FOLDER, JobFolder
 from .jobname import newest_folder
 from .lineage import Chain
+from .listing import abandoned_for_nothing
 from .storage import Storage
 
 __all__ = ["Run"]
@@ -39,7 +40,7 @@ class Run:
         self._claim: Claim | None = None  # on the first rank
         self._id = _NOT_BEGUN
         self._came_from: Commit | None = None
-        self._has_saved = False
+        self._saved_at: int | None = None  # the global step of this run's newest checkpoint
 
     @property
     def chain(self) -> Chain:
@@ -59,7 +60,8 @@ class Run:
                 return "", ""
             folder = JobFolder.find_or_make(self._root, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
-            claims.append(folder.claim(run_id))
+            patience = min(PATIENCE_SECONDS, self._storage.seconds / 2)  # or it would look like slow storage
+            claims.append(folder.claim(run_id, patience_seconds=patience))
             if is_over.is_set():  # it came after all, when nobody waited for it any more
                 claims[0].release()
                 return "", ""
@@ -86,11 +88,22 @@ class Run:
             self._claim.release()
         self._claim = self._folder = None
         self._id = _NOT_BEGUN
-        self._has_saved = False
+        self._saved_at = None
 
-    def note_save(self) -> None:
+    def note_save(self, step: int) -> None:
         """A checkpoint of this run exists."""
-        self._has_saved = True
+        self._saved_at = step
+
+    def check_is_next(self, step: int) -> None:
+        """ValueError unless a checkpoint of ``step`` would be the newest of those that lead to where this run is."""
+        newest, did = self._saved_at, "saved"
+        if newest is None and self._came_from is not None:
+            newest, did = self._came_from.global_step, "gone on from"
+        if newest is not None and step <= newest:
+            raise ValueError(
+                f"step is {step}, and this run has {did} step {newest}; allowed: a step after that. To go back, load "
+                "an older checkpoint first; for another training that begins with these weights give another job="
+            )
 
     def is_own(self, path: Path) -> bool:
         """Whether a checkpoint's folder is one of this job's."""
@@ -99,8 +112,9 @@ class Run:
 
     def go_on_from(self, commit: Commit) -> None:
         """Training stands where ``commit`` says. What is saved from here on does not follow what was saved so far."""
+        is_own = commit.run_id == self._id  # one of a save that was late, and of which nobody has heard
         self._came_from = commit
-        if self._has_saved:
+        if self._saved_at is not None or is_own:
             self.leave()
 
     def latest(self) -> Path | None:
@@ -128,7 +142,10 @@ class Run:
                 if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
                     raise error
                 _logger.warning("%s is passed over: %s", name, error)
-            return [str(found.path) for found in reversed(listing.found)]
+            revived = abandoned_for_nothing(folder.path, listing.found)
+            for found in revived:
+                _logger.warning("%s was left for a run that has saved nothing: it is one to go on from", found.path)
+            return [str(found.path) for found in [*revived, *reversed(listing.found)]]
 
         return [Path(path) for path in self._storage.together(find, "looking for checkpoints")[0]]
 

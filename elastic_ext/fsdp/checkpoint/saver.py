@@ -1,58 +1,79 @@
 """Saver: has every rank write its part of a checkpoint, and the first one make it exist.
 
 What ranks hold is compared once, and again when it changes on one of them. Each element is written once, by one of the
-ranks that have it. Nothing is decided here of where checkpoints lie among each other, which is jobfolder.py's affair.
+ranks that have it. Nothing is decided here of where checkpoints lie among each other, which is jobfolder.py's affair,
+nor of what comes before what on the disk, which is writing.py's.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.errors import ElasticError
-from elastic_ext.files import sync_folder
+from elastic_ext.errors import CheckpointError, ElasticError
 from elastic_ext.fsdp.state import Held
 from elastic_ext.ranks import Ranks
 
-from .commit import Commit, FileSummary, checksum_of
-from .contents import KINDS, STATE_FILE, VALUES, Contents, FileKind, meta_file, shard_file
+from .background import BackgroundSave
+from .commit import Commit, checksum_of
+from .contents import KINDS, VALUES, Contents, FileKind
 from .inventory import Inventory, meta_of
 from .jobfolder import JobFolder
-from .memory import part_of
+from .letters import Letters, OwnStore, ToldOfFailure
+from .memory import Part, part_of
 from .meta import StateMeta
-from .shardfile import ShardSummary
-from .shardwriter import Piece, write_shard
+from .shardwriter import Piece
+from .staging import Staging
 from .storage import Storage
 from .together import gather_or_raise
+from .writing import Shard, Writing, give_up, make_folder
 
 __all__ = ["Saver"]
 
-_logger = logging.getLogger(__name__)
+_SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
 
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
     """What the ranks hold together, for as long as it stays the same."""
 
-    digests: list[str]
+    digests: Sequence[str]
     """Of each rank's inventories."""
     metas: Mapping[FileKind, StateMeta]
     data: Mapping[FileKind, bytes]
     """The metadata as it is written."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """A save under way, as one rank sees it."""
+
+    writing: Writing
+    parts: Mapping[FileKind, Sequence[Part]]
+    """Of tensors, which this rank writes."""
+    generation: str
+
+
 class Saver:
     """One rank's part in saving."""
 
-    def __init__(self, ranks: Ranks, storage: Storage) -> None:
+    def __init__(self, ranks: Ranks, storage: Storage, *, staging: Staging | None = None) -> None:
         self._ranks = ranks
         self._storage = storage
+        self._staging = staging
         self._agreed: _Agreed | None = None
+        self._under_way: BackgroundSave | None = None
+        self._store = ranks.store or OwnStore()
+
+    @property
+    def can_save_in_background(self) -> bool:
+        """Whether there is memory for it, and a store by which the ranks' threads can tell each other how it goes."""
+        return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
 
     def save(self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit) -> Path:
         """Write the checkpoint ``name``; on return it exists, for every rank. All ranks call this between two steps.
@@ -61,110 +82,210 @@ class Saver:
         besides the names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint
         of this name.
         """
-        ranks = self._ranks
-        contents, agreed, values = self._agree(collect, name)
-        path = folder.path / name
-        metas: dict[str, str] = {}
-        states: dict[str, FileSummary] = {}
+        storage, rank = self._storage, self._ranks.rank
 
-        def begin() -> str:
-            if ranks.rank > 0:
-                return ""
-            generation = secrets.token_hex(8)
-            for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
-                folder.discard(left)
-            folder.begin(name, generation, draft.lineage)
-            for kind, data in agreed.data.items():
-                checksum = metas[meta_file(kind)] = folder.put_meta(data)
-                folder.link_meta(name, meta_file(kind), checksum)
-            state = json.dumps({**contents.state, VALUES: values}, allow_nan=False)
-            states[STATE_FILE] = folder.put_state(name, STATE_FILE, state.encode())
-            return generation
+        def make(generation: str) -> None:
+            storage.restart_clock()
+            doing = f"beginning checkpoint {name}"
+            storage.within(lambda: make_folder(folder, name, generation, draft.lineage), doing)
 
         try:
-            generation = self._storage.together(begin, f"beginning checkpoint {name}")[0]
+            begun = self._begin(folder, name, collect, make if rank == 0 else None)
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
-                pieces = {kind: _pieces(agreed.metas[kind], held, ranks.rank) for kind, held in contents.by_kind()}
-                return self._storage.within(lambda: self._write(path, pieces, generation), doing)
+                shards = {kind: Shard(list(map(_piece, parts))) for kind, parts in begun.parts.items()}
+                return storage.within(lambda: begun.writing.write(shards), doing)
 
-            written: list[dict[str, Any]] = self._storage.together(write, doing, is_patient=False)
-            shards = {
-                file: ShardSummary(num_bytes=num_bytes, checksum=checksum)
-                for of_rank in written
-                for file, (num_bytes, checksum) in of_rank.items()
-            }
+            of_ranks = storage.together(write, doing, is_patient=False)
 
             def commit() -> None:
-                if ranks.rank == 0:
-                    whole = replace(draft, generation=generation, metas=metas, states=states, shards=shards)
-                    folder.commit(name, whole)
+                if rank == 0:
+                    begun.writing.commit(draft, of_ranks)
 
-            self._storage.together(commit, f"committing checkpoint {name}")
+            storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
-            if ranks.rank == 0 and name in folder.begun:
-                self._discard(folder, name)
+            if rank == 0 and name in folder.begun:
+                storage.restart_clock()
+                discarding = f"discarding checkpoint {name}"
+                give_up(lambda: storage.within(lambda: folder.discard(name), discarding), name)
             raise
-        return path
+        return begun.writing.path
 
-    def _agree(self, collect: Callable[[], Contents], name: str) -> tuple[Contents, _Agreed, dict[str, Any]]:
-        """What this rank has; what the ranks hold, and all their values, with the same answer on every rank."""
-        doing = f"comparing what ranks hold for checkpoint {name}"
+    def save_in_background(
+        self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit, on_end: Callable[[], None]
+    ) -> Path:
+        """Begin to write the checkpoint ``name``; on return nothing of what it holds is needed any more.
+
+        No other may be under way. How it went is what ``settle`` tells; ``on_end`` is called once it exists.
+        """
+        assert self._staging is not None
+        assert self._under_way is None, "settle() comes before the next save"
+        begun = self._begin(folder, name, collect, None)
+        seconds = self._storage.seconds
+        letters = Letters(self._store, name=begun.generation, rank=self._ranks.rank, seconds=seconds)
+        shards: dict[FileKind, Shard] = {}
+
+        def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+            begun.writing.commit(draft, of_ranks)
+
+        save = self._under_way = BackgroundSave(
+            begun.writing.path,
+            letters,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.world_size,
+            make_folder=lambda: make_folder(folder, name, begun.generation, draft.lineage),
+            write=lambda: begun.writing.write(shards),
+            commit=commit,
+            discard=begun.writing.discard,
+            on_end=on_end,
+        )
+        try:
+            for kind, staged in self._staging.hold(begun.parts).items():
+                shards[kind] = Shard(staged.pieces, staged.data)
+        except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
+            save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
+        else:
+            save.start()
+        return begun.writing.path
+
+    def is_busy(self) -> bool:
+        """Whether a save is under way on any rank; all ranks call this."""
+        is_own = self._under_way is not None and not self._under_way.is_over
+        return sum(self._ranks.sum([int(is_own)], "seeing whether a save is under way")) > 0
+
+    def settle(self) -> None:
+        """Return once nothing is under way; raise on all ranks where what was under way has failed on one of them.
+
+        PeerLostError at once where a rank is gone.
+        """
+        save = self._under_way
+        if save is None:
+            return
+        self._under_way = None
+        doing = f"saving {save.path}"
+        try:
+            self._wait_for(save, doing)
+        except BaseException:
+            save.give_up(f"it was given up while {doing}")
+            raise
+
+        def tell() -> None:
+            if save.error is not None and not isinstance(save.error, ToldOfFailure):
+                raise save.error
+
+        try:
+            gather_or_raise(self._ranks, tell, doing)
+            if save.error is not None:
+                raise save.error
+        finally:
+            save.burn_letters()
+
+    def _wait_for(self, save: BackgroundSave, doing: str) -> None:
+        """Until it is over on all ranks, or there is no time left on one."""
+        deadline, slice_seconds = time.monotonic() + self._storage.seconds, _SHORT_SECONDS
+        while True:
+            save.join(slice_seconds)
+            is_late = not save.is_over and time.monotonic() > deadline
+            num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
+            if num_late:
+                save.give_up(
+                    f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
+                    "allow it more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
+                )
+            if num_late or not num_waiting:
+                return
+            slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
+
+    def end(self) -> None:
+        """Wait for what is under way, without the other ranks, which may be gone; what fails has been logged."""
+        save, self._under_way = self._under_way, None
+        if save is not None:
+            save.join(self._storage.seconds)
+            save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
+
+    def make_ready(self, collect: Callable[[], Contents]) -> None:
+        """Begin to make room for what ``collect`` gives, off training's way; with all ranks."""
+        if self._staging is not None:
+            contents, agreed, _ = self._compare("to come", collect, None)
+            self._staging.make_ready(_parts_of(contents, agreed, self._ranks.rank))
+
+    def _begin(
+        self,
+        folder: JobFolder,
+        name: str,
+        collect: Callable[[], Contents],
+        and_then: Callable[[str], None] | None,
+    ) -> _Begun:
+        """Collect what this rank has, do what is given, by the save's generation, and hear of what the others have."""
+        rank = self._ranks.rank
+        contents, agreed, answers = self._compare(name, collect, and_then)
+        generation = answers[0][3]
+        values = {key: value for _, _, values, _ in answers for key, value in values.items()}
+        state = json.dumps({**contents.state, VALUES: values}, allow_nan=False).encode() if rank == 0 else b""
+        writing = Writing(
+            folder,
+            name,
+            generation=generation,
+            rank=rank,
+            num_ranks=self._ranks.world_size,
+            descriptions=agreed.data,
+            state=state,
+        )
+        return _Begun(writing, _parts_of(contents, agreed, rank), generation)
+
+    def _compare(
+        self, name: str, collect: Callable[[], Contents], and_then: Callable[[str], None] | None
+    ) -> tuple[Contents, _Agreed, list[list[Any]]]:
+        """What this rank has; what all hold together; what each has said: name, digest, values, generation."""
         found: list[Contents] = []
         inventories: dict[FileKind, Inventory] = {}
 
-        def digest() -> list[Any]:
+        def begin() -> list[Any]:
             contents = collect()
             found.append(contents)
             inventories.update(contents.inventories())
-            own = checksum_of(b"\n".join(inventories[kind].to_json() for kind in KINDS))
-            return [name, own, dict(contents.values)]
+            digest = checksum_of(b"\n".join(inventories[kind].to_json() for kind in KINDS))
+            generation = secrets.token_hex(8)  # the first rank's counts
+            if and_then is not None:
+                and_then(generation)
+            return [name, digest, dict(contents.values), generation]
 
-        answers = gather_or_raise(self._ranks, digest, doing)
-        names = [given for given, _, _ in answers]
+        answers = gather_or_raise(self._ranks, begin, f"beginning checkpoint {name}")
+        names = [given for given, *_ in answers]
         if len(set(names)) > 1:
             raise ElasticError(f"the ranks save different checkpoints at once: {', '.join(names)}, rank by rank")
-        digests = [own for _, own, _ in answers]
+        return found[0], self._agree(inventories, [digest for _, digest, *_ in answers], name), answers
+
+    def _agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
+        """What the ranks hold together, with the same answer on every rank."""
         if self._agreed is None or self._agreed.digests != digests:
             self._agreed = None
             metas: dict[FileKind, StateMeta] = {}
             for kind in KINDS:
-                rows = self._ranks.gather(inventories[kind].to_json(), doing)
-                metas[kind] = meta_of([Inventory.from_json(row) for row in rows])
+                own = inventories[kind].to_json()
+                rows = self._ranks.gather(own, f"comparing what ranks hold for checkpoint {name}")
+                metas[kind] = meta_of([Inventory.from_json(row) for row in rows], is_of_one_model=kind == "model")
             data = {kind: meta.to_json() for kind, meta in metas.items()}
             self._agreed = _Agreed(digests, metas, data)
-        return found[0], self._agreed, {key: value for _, _, values in answers for key, value in values.items()}
-
-    def _write(
-        self, path: Path, pieces: Mapping[FileKind, Sequence[Piece]], generation: str
-    ) -> dict[str, list[object]]:
-        """This rank's files, and what COMMIT has to say of them."""
-        written: dict[str, list[object]] = {}
-        for kind, own in pieces.items():
-            if own:
-                file = shard_file(kind, self._ranks.rank, self._ranks.world_size)
-                summary = write_shard(path / file, own, generation=generation)
-                written[file] = [summary.num_bytes, summary.checksum]
-        sync_folder(path)
-        return written
-
-    def _discard(self, folder: JobFolder, name: str) -> None:
-        """What is left of a save that failed does no harm: it is no checkpoint, and is removed now or later."""
-        try:
-            self._storage.restart_clock()
-            self._storage.within(lambda: folder.discard(name), f"discarding checkpoint {name}")
-        except (ElasticError, OSError) as error:
-            _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
+        return self._agreed
 
 
-def _pieces(meta: StateMeta, held: Sequence[Held], rank: int) -> list[Piece]:
+def _parts_of(contents: Contents, agreed: _Agreed, rank: int) -> dict[FileKind, list[Part]]:
     """What this rank writes of what it holds."""
-    pieces = []
+    return {kind: list(_parts(agreed.metas[kind], held, rank)) for kind, held in contents.by_kind()}
+
+
+def _parts(meta: StateMeta, held: Sequence[Held], rank: int) -> list[Part]:
+    parts = []
     for each in held:
         if each.is_alias_of is not None:
             continue
         part = meta.tensors[each.name].layout.boxes[rank]
         if not part.is_empty:
-            pieces.append(Piece(each.name, each.dtype, part.sizes, part_of(each.tensor, each.box, part)))
-    return pieces
+            parts.append(Part(each.name, each.dtype, each.tensor, each.box, part))
+    return parts
+
+
+def _piece(part: Part) -> Piece:
+    return Piece(part.name, part.dtype, part.sizes, part_of(part.tensor, part.box, part.part))

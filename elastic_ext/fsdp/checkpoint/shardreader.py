@@ -14,16 +14,17 @@ from typing import NoReturn
 import xxhash
 
 from elastic_ext.errors import CheckpointDamaged
+from elastic_ext.files import naming
 
 from .blocksums import sums_of_table
 from .dtypes import ITEM_BYTES
 from .shardfile import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, ShardSummary, checksum_of, read_header
+from .views import go_through
 from .windows import WINDOW_BYTES, Request, Span, arranged, by_window, parts_of
 
 __all__ = ["Request", "ShardReader"]
 
 _FIRST_READ_BYTES = 16384  # more than most headers; a larger one takes a second read
-_MOST_VIEWS = 1000  # Linux takes 1024
 
 
 class ShardReader:
@@ -163,26 +164,18 @@ class ShardReader:
 
     def _read_to(self, start: int, views: Sequence[memoryview]) -> None:
         """Fill ``views`` with the file's bytes from ``start`` on, however few the system gives at a time."""
-        waiting = list(views)
-        while waiting:
-            try:
-                num_bytes = os.preadv(self._file, waiting[:_MOST_VIEWS], start)
-            except OSError as error:
-                error.filename = str(self.path)  # calls on descriptors do not name the file
-                raise
+
+        def read(left: Sequence[memoryview], done: int) -> int:
+            with naming(self.path):
+                num_bytes = os.preadv(self._file, left, start + done)
             if not num_bytes:
                 self._refuse(
-                    f"it ends at byte {start}; {self._num_bytes} were saved, and were there when it was opened"
+                    f"it ends at byte {start + done}; {self._num_bytes} were saved, and were there when it was opened"
                 )
             self.bytes_read += num_bytes
-            start += num_bytes
-            done = 0
-            while done < len(waiting) and num_bytes >= len(waiting[done]):
-                num_bytes -= len(waiting[done])
-                done += 1
-            waiting = waiting[done:]
-            if num_bytes:
-                waiting[0] = waiting[0][num_bytes:]
+            return num_bytes
+
+        go_through(views, read)
 
     def _refuse_name(self, name: str) -> NoReturn:
         self._refuse(f"it has no tensor {name!r}; the checkpoint's metadata says that it has")

@@ -1,4 +1,4 @@
-"""A shard file written: from memory as it lies there, checksums made as the bytes go by, and put in place once durable.
+"""A shard file written: from memory as it lies there, checksums made as the bytes go by.
 
 What is in the file is decided in `shardfile`.
 """
@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
-from elastic_ext.files import put_in_place, temporary_beside
+from elastic_ext.files import NewFiles, naming
 
 from .blocksums import BlockSums
 from .dtypes import ITEM_BYTES
 from .shardfile import BLOCK_BYTES, ShardSummary, checksum_of, laid_out
+from .views import MOST_VIEWS, go_through
 
-__all__ = ["Piece", "write_shard"]
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
+__all__ = ["PAGE_BYTES", "Piece", "write_shard"]
+
+PAGE_BYTES = 4096
 _BATCH_BYTES = 4 << 20  # written at once, just after it has gone through the processor's cache for its checksums
-_BATCH_VIEWS = 1000  # Linux takes 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +44,21 @@ class Piece:
 
 
 def write_shard(
-    path: Path, pieces: Sequence[Piece], *, generation: str, block_bytes: int = BLOCK_BYTES
+    new: NewFiles,
+    path: Path,
+    pieces: Sequence[Piece],
+    *,
+    generation: str,
+    block_bytes: int = BLOCK_BYTES,
+    staged: memoryview | None = None,
 ) -> ShardSummary:
-    """Write ``pieces`` as the file ``path`` of the save ``generation``; the summary is what makes the file trusted.
+    """Write ``pieces`` as one of ``new``, to be the file ``path`` of the save ``generation``.
 
-    Once this returns the contents are durable. The name is, when the caller has synced the folder, which it does once
-    for all that it puts there. A file that is there already is not replaced: FileExistsError. OSError names the file
-    that could not be written and leaves nothing behind; ValueError says which piece cannot be in such a file.
+    Where they lie one after another as they will in the file, ``staged`` is all of them: it goes straight to the disk,
+    where the file system lets it.
+
+    The summary is what makes the file trusted, once ``new`` is in place. OSError names the file that could not be
+    written; ValueError says which piece cannot be in such a file.
     """
     header = laid_out(
         ((piece.name, piece.dtype, piece.sizes) for piece in pieces), generation=generation, block_bytes=block_bytes
@@ -54,19 +71,11 @@ def write_shard(
                 f"{ITEM_BYTES[entry.dtype]} bytes each, take {entry.num_bytes}"
             )
     first = header.encoded()
-    temporary = temporary_beside(path)
-    with contextlib.ExitStack() as undo:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
-        undo.callback(_remove, temporary)
-        try:
-            table = _write_all(file, first, [memory[name] for name in header.entries], block_bytes)
-        except OSError as error:
-            error.filename = error.filename or str(path)  # calls on descriptors do not name the file
-            raise
-        finally:
-            os.close(file)
-        put_in_place(temporary, path)
-        undo.pop_all()
+    with naming(path):
+        file = new.begin(path)
+        views = [memory[name] for name in header.entries] if staged is None else [staged]
+        assert sum(map(len, views)) == header.data_bytes
+        table = _write_all(file, first, views, block_bytes, is_staged=staged is not None)
     return ShardSummary(num_bytes=len(first) + header.data_bytes + len(table), checksum=checksum_of(first, table))
 
 
@@ -76,21 +85,86 @@ def _bytes_of(piece: Piece) -> memoryview:
     return piece.data.cast("B") if piece.data.nbytes else memoryview(b"")  # what is empty cannot be cast
 
 
-def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_bytes: int) -> bytes:
-    """Write the file from its beginning to its end, and have it on the disk; gives the table of checksums."""
+def _write_all(file: int, header: bytes, memory: Sequence[memoryview], block_bytes: int, *, is_staged: bool) -> bytes:
+    """Write the file from its beginning to its end; gives the table of checksums."""
     _write(file, [memoryview(header)])
     sums = BlockSums(block_bytes)
-    offset = len(header)
-    for batch in _batches(memory):
-        for view in batch:
-            sums.add(view)
-        num_bytes = _write(file, batch)
-        _start_writing_back(file, offset, num_bytes)
-        offset += num_bytes
+    num_bytes = sum(map(len, memory))
+    is_large = num_bytes >= _BATCH_BYTES and len(header) % PAGE_BYTES == 0
+    with _PastTheCache(file) if is_large else nullcontext() as pages:
+        for batch in _batches(memory):
+            for view in batch:
+                sums.add(view)
+            if pages is None:
+                _write(file, batch)
+            else:
+                pages.write(batch, is_aligned=is_staged)
     table = sums.table()
     _write(file, [memoryview(table)])
-    os.fsync(file)
     return table
+
+
+class _PastTheCache:
+    """Writes whole pages straight to the disk, where the file system has a way, and the last, broken one as it can.
+
+    The system's cache would copy them just as often, and then hold up whoever waits for the disk.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._memory = memoryview(mmap.mmap(-1, _BATCH_BYTES))  # which begins with a page
+        self._num_held = 0
+        self._go(past=True)
+
+    def __enter__(self) -> _PastTheCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            whole = self._num_held // PAGE_BYTES * PAGE_BYTES
+            self._write_pages(self._memory[:whole])
+            self._go(past=False)
+            _write(self._file, [self._memory[whole : self._num_held]])
+
+    def write(self, views: Sequence[memoryview], *, is_aligned: bool) -> None:
+        """Write ``views``; from where they are, if their memory begins with a page as long as nothing came before."""
+        for view in views:
+            if is_aligned and not self._num_held and len(view) % PAGE_BYTES == 0:
+                self._write_pages(view)
+                continue
+            start = 0
+            while start < len(view):
+                part = view[start : start + len(self._memory) - self._num_held]
+                self._memory[self._num_held : self._num_held + len(part)] = part
+                self._num_held += len(part)
+                start += len(part)
+                if self._num_held == len(self._memory):
+                    self._write_pages(self._memory)
+                    self._num_held = 0
+
+    def _write_pages(self, pages: memoryview) -> None:
+        if not pages:
+            return
+        try:
+            num_bytes = os.write(self._file, pages)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            num_bytes = 0  # so says a file system that cannot
+        if num_bytes < len(pages):
+            self._go(past=False)
+            _write(self._file, [pages[num_bytes:]])
+
+    def _go(self, *, past: bool) -> None:
+        if fcntl is None or not hasattr(os, "O_DIRECT"):
+            return
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if past else flags & ~os.O_DIRECT
+        if wanted != flags:
+            with contextlib.suppress(OSError):  # a file system that cannot
+                fcntl.fcntl(self._file, fcntl.F_SETFL, wanted)
 
 
 def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -104,7 +178,7 @@ def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
             batch.append(part)
             start += len(part)
             room -= len(part)
-            if not room or len(batch) == _BATCH_VIEWS:
+            if not room or len(batch) == MOST_VIEWS:
                 yield batch
                 batch = []
                 room = room or _BATCH_BYTES
@@ -114,33 +188,11 @@ def _batches(memory: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _write(file: int, views: Sequence[memoryview]) -> int:
     """Write all of ``views``, however little the system takes at a time; the number of bytes."""
-    waiting = [view for view in views if view]
-    total = 0
-    while waiting:
-        num_bytes = os.writev(file, waiting)
+
+    def write(left: Sequence[memoryview], _: int) -> int:
+        num_bytes = os.writev(file, left)
         if not num_bytes:
             raise OSError(errno.EIO, "nothing was written, and no reason was given")
-        total += num_bytes
-        done = 0
-        while done < len(waiting) and num_bytes >= len(waiting[done]):
-            num_bytes -= len(waiting[done])
-            done += 1
-        waiting = waiting[done:]
-        if num_bytes:
-            waiting[0] = waiting[0][num_bytes:]
-    return total
+        return num_bytes
 
-
-def _start_writing_back(file: int, offset: int, num_bytes: int) -> None:
-    """Let the disk begin with what was just written, while the next batch is on its way.
-
-    Linux starts to write pages that it is told are not needed any more; those still to be written stay in memory.
-    """
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # not everything can be advised
-            os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
+    return go_through(views, write)

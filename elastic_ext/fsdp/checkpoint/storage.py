@@ -28,7 +28,8 @@ class Storage:
 
     def __init__(self, ranks: Ranks, *, timeout_seconds: float) -> None:
         self._ranks = ranks
-        self._seconds = timeout_seconds
+        self.seconds = timeout_seconds
+        """How long it may take to answer."""
         self._deadline = time.monotonic() + timeout_seconds
         self._late: threading.Thread | None = None
 
@@ -37,7 +38,7 @@ class Storage:
 
         With ``is_patient`` it is itself what touches the storage.
         """
-        self._deadline = time.monotonic() + self._seconds
+        self._deadline = time.monotonic() + self.seconds
         return gather_or_raise(self._ranks, (lambda: self.within(act, doing)) if is_patient else act, doing)
 
     def within(self, act: Callable[[], _Result], doing: str) -> _Result:
@@ -63,11 +64,11 @@ class Storage:
             raise raised[0]
         if not results:
             raise CheckpointError(
-                f"the storage took longer than {self._seconds:g} seconds while {doing}; look after it, or allow it "
+                f"the storage took longer than {self.seconds:g} seconds while {doing}; look after it, or allow it "
                 "more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
             )
         return results[0]
 
     def restart_clock(self) -> None:
         """What comes next has all the time again."""
-        self._deadline = time.monotonic() + self._seconds
+        self._deadline = time.monotonic() + self.seconds

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_ext import errors
-from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError
+from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError, RanksDisagreeError
 from elastic_ext.ranks import Ranks
 
-__all__ = ["gather_or_raise"]
+__all__ = ["agree_on", "gather_or_raise"]
 
-_Result = TypeVar("_Result")
+_logger = logging.getLogger(__name__)
 
 
 def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list[Any]:
     """What ``act`` gives on each rank, which is JSON; where it fails on some, all raise the same.
 
-    Every rank calls this. A peer that is lost is no failure of this kind, and is raised as what it is.
+    Every rank calls this. The words of an error go to all, its traceback to this rank's log. A peer that is lost is no
+    failure of this kind, and is raised as what it is.
     """
     answer: dict[str, object] = {}
     raised: Exception | None = None
@@ -28,12 +30,39 @@ def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list
         raise
     except Exception as error:  # whatever it is, the others are to hear of it
         raised = error
+        if not isinstance(error, CheckpointError) or error.__cause__ is not None:  # else its words say it all
+            _logger.warning("%s failed on rank %d", doing, ranks.rank, exc_info=error)
         answer["failed"] = {"kind": type(error).__name__, "text": _in_words(error), "mismatch": _parts_of(error)}
     answers = [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), doing)]
     failed = {rank: each["failed"] for rank, each in enumerate(answers) if "failed" in each}
     if failed:
         raise _joined(failed, doing, len(answers)) from raised
     return [each["gives"] for each in answers]
+
+
+def agree_on(ranks: Ranks, ask: Callable[[], str]) -> None:
+    """Return if all ranks are asked for the same, which ``ask`` gives in words. Every rank calls this, first of all.
+
+    ValueError on all ranks where an argument of one is wrong, which ``ask`` has raised a ValueError or TypeError for;
+    RanksDisagreeError where they are asked for different things, and would wait for one another in vain.
+    """
+    answer: dict[str, str] = {}
+    raised: Exception | None = None
+    try:
+        answer["asks"] = ask()
+    except (ValueError, TypeError) as error:
+        raised = error
+        answer["refuses"] = str(error)
+    answers = [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), "comparing what is asked for")]
+    refused = {rank: each["refuses"] for rank, each in enumerate(answers) if "refuses" in each}
+    if refused:
+        raise ValueError(_told(refused, len(answers))) from raised
+    asked = {rank: each["asks"] for rank, each in enumerate(answers)}
+    if len(set(asked.values())) > 1:
+        raise RanksDisagreeError(
+            f"the ranks are asked for different things ({_told(asked, len(answers))}); call the same on all of them, "
+            "in the same order, with the same arguments"
+        )
 
 
 def _joined(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:

@@ -1,0 +1,133 @@
+"""BackgroundSave: one save on a thread of each rank, while training goes on: no collectives here, only letters.
+
+    first rank                               the others
+    makes the folder, says `begun`           wait for that
+    writes its files                         write theirs, say `written`
+    waits for all, makes COMMIT, says `made` wait for that
+
+Whoever fails says so, and all of them give up. What was written by then is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.errors import CheckpointError
+
+from .letters import Letters, ToldOfFailure
+
+__all__ = ["THREAD_NAME", "BackgroundSave"]
+
+_logger = logging.getLogger(__name__)
+
+THREAD_NAME = "elastic_ext save"
+
+
+class BackgroundSave:
+    """One rank's part in one save under way."""
+
+    def __init__(
+        self,
+        path: Path,
+        letters: Letters,
+        *,
+        rank: int,
+        num_ranks: int,
+        make_folder: Callable[[], None],
+        write: Callable[[], dict[str, list[object]]],
+        commit: Callable[[list[dict[str, Any]]], None],
+        discard: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.path = path
+        """Where the checkpoint will be."""
+        self.error: Exception | None = None
+        """Why there is none, once it is over; ToldOfFailure where that is another rank's affair."""
+        self._letters = letters
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._make_folder = make_folder
+        self._write = write
+        self._commit = commit
+        self._discard = discard
+        self._on_end = on_end
+        self._began = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def fail(self, error: Exception) -> None:
+        """It cannot be started on this rank; the others hear of it."""
+        self.error = error
+        self._letters.fail(_in_words(error))
+
+    @property
+    def is_over(self) -> bool:
+        """On this rank."""
+        return not self._thread.is_alive()
+
+    def join(self, seconds: float) -> None:
+        """Wait until it is over on this rank, for so long at most."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def give_up(self, why: str) -> None:
+        """Nobody waits for it any more; what its thread does yet makes no checkpoint, or one that is whole."""
+        self.error = self.error or CheckpointError(why)
+        self._letters.cancel(why)
+
+    def burn_letters(self) -> None:
+        """Forget what was told, once it is over on all ranks."""
+        self._letters.burn()
+
+    def _run(self) -> None:
+        try:
+            self._save()
+        except ToldOfFailure as error:
+            self.error = error
+            self._tidy(error)
+        except Exception as error:  # whatever it is, the others are to hear of it, and whoever asks how it went
+            self.error = error
+            self._tidy(error)
+            self._tell_of(error)
+
+    def _save(self) -> None:
+        letters, is_first = self._letters, self._rank == 0
+        if is_first:
+            self._make_folder()
+            letters.post("begun")
+        else:
+            letters.wait("begun", [0])
+        letters.post("written", self._write())
+        if is_first:
+            written = letters.wait("written", range(self._num_ranks))
+            letters.raise_if_failed()
+            self._commit(written)
+            letters.post("made")
+            _logger.info("checkpoint %s was saved in %.2f s", self.path, time.perf_counter() - self._began)
+        else:
+            letters.wait("made", [0])
+        self._on_end()
+
+    def _tidy(self, error: Exception) -> None:
+        if self._rank == 0:
+            _logger.warning("checkpoint %s was not saved: %s", self.path, error)
+            self._discard()
+
+    def _tell_of(self, error: Exception) -> None:
+        try:
+            self._letters.fail(_in_words(error))
+        except RuntimeError as another:  # the store is gone, with the process that had it
+            _logger.warning("the other ranks could not be told: %s", another)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    return str(error) or type(error).__name__

@@ -1,0 +1,364 @@
+"""Saves that go on while training does: what is saved is what was there, whatever changes meanwhile, and what fails is
+told to all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp import ShardCheckpointer
+from elastic_ext.fsdp.checkpoint.background import THREAD_NAME
+from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.letters import Letters, OwnStore
+from tests.file_operations import FileOperations, Strike
+from tests.ranks import RankPool
+from tests.saving import (
+    begin_job,
+    checkpointer_of,
+    digest_at,
+    digest_of,
+    extra_of,
+    fill,
+    garbage_in,
+    go_on,
+    job_folder,
+    make_state,
+    newest_of,
+)
+from tests.trials import End, Trial, run_trials
+
+
+@pytest.fixture
+def storage(ranks: RankPool, tmp_path: Path) -> Path:
+    """Where two ranks have saved step 1."""
+    ranks.run(2, begin_job, tmp_path / "storage", 1)
+    return tmp_path / "storage"
+
+
+def run_one(ranks: RankPool, storage: Path, trial: Trial) -> list[End]:
+    (ends,) = run_trials(ranks, storage.parent / "ends", [trial])
+    return ends
+
+
+# --- what is saved --------------------------------------------------------------------------------------------------
+
+
+def save_and_train_on(rank: int, storage: Path, num_saves: int) -> list[str]:
+    """Digests of this rank's part at each save; everything changes as soon as that has been begun."""
+    model, optimizer = make_state(width=600)
+    digests = []
+    with checkpointer_of(storage, in_background=True) as checkpointer:
+        for step in range(1, num_saves + 1):
+            fill(model, optimizer, step)
+            extra = extra_of(step)
+            checkpointer.save(step, model, optimizer, extra)
+            digests.append(digest_of(model, optimizer))
+            fill(model, optimizer, 1000 + step)
+            extra["order"].zero_()
+            extra["step"] = -1
+            optimizer.param_groups[0]["lr"] = 7.0 + step
+        checkpointer.wait()
+        for step in range(1, num_saves + 1):
+            loaded = checkpointer.load(model, optimizer, job_folder(storage) / f"step_{step}")
+            assert digest_of(model, optimizer) == digests[step - 1]
+            assert loaded.extra["step"] == step and torch.equal(loaded.extra["order"], torch.arange(step + 5))
+            assert optimizer.param_groups[0]["lr"] == (1e-2 if step == 1 else 6.0 + step)
+    return digests
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_what_is_saved_is_what_was_there_when_the_save_began(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    trial = Trial(fn=save_and_train_on, args=(tmp_path / "storage", 4), num_ranks=num_ranks)
+    ends = run_one(ranks, tmp_path / "storage", trial)
+    assert [end.error for end in ends] == [None] * num_ranks, ends
+    model, optimizer = make_state(seed=3, width=600)
+    with checkpointer_of(tmp_path / "storage") as checkpointer:
+        assert checkpointer.load(model, optimizer).step == 4
+    assert digest_of(model, optimizer) == digest_at(4, 600)
+    assert garbage_in(job_folder(tmp_path / "storage")) == []
+
+
+class Strided(nn.Module):
+    """Tensors whose elements do not lie one after another, and others of every size of item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+        self.short = nn.Parameter(torch.arange(5.0).half())
+        self.register_buffer("every_other", torch.arange(20)[::2])
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("none", torch.empty(0, 4))
+        self.register_buffer("one", torch.tensor(3.5, dtype=torch.float64))
+        self.register_buffer("eighth", torch.arange(7.0).to(torch.float8_e4m3fn))
+
+
+def test_tensors_of_every_kind_are_kept(tmp_path: Path) -> None:
+    model, other = Strided(), Strided()
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.zero_()
+    with checkpointer_of(tmp_path, in_background=True) as checkpointer:
+        checkpointer.save(1, model)
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.zero_()
+        checkpointer.wait()
+        checkpointer.load(other)
+    for name, tensor in Strided().state_dict().items():
+        assert torch.equal(other.state_dict()[name].to(torch.float64), tensor.to(torch.float64)), name
+
+
+# --- one after another ----------------------------------------------------------------------------------------------
+
+
+def test_a_save_begins_when_the_one_before_is_done(tmp_path: Path) -> None:
+    model, optimizer = make_state()
+    with checkpointer_of(tmp_path, in_background=True) as checkpointer:
+        checkpointer.claim()
+        assert not checkpointer.is_saving()
+        gate = threading.Event()
+        operations = FileOperations(tmp_path, gate.wait, 0, like="os.mkdir")
+        checkpointer.save(1, model, optimizer)
+        while not operations.seen:
+            time.sleep(0.001)
+        assert checkpointer.is_saving()
+        assert checkpointer.latest() is None
+        threading.Timer(0.2, gate.set).start()
+        checkpointer.save(2, model, optimizer)
+        assert gate.is_set()
+        assert (job_folder(tmp_path) / "step_1" / COMMIT).exists()
+        checkpointer.wait()
+        assert not checkpointer.is_saving()
+        assert checkpointer.latest() == job_folder(tmp_path) / "step_2"
+
+
+def test_closing_ends_what_was_begun(tmp_path: Path) -> None:
+    model, optimizer = make_state()
+    with checkpointer_of(tmp_path, in_background=True) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+    assert newest_of(tmp_path) == 1
+
+
+def save_often(rank: int, storage: Path, num_saves: int) -> dict[str, tuple[int, int]]:
+    """Counts of what could leak, after some saves and at the end."""
+    model, optimizer = make_state(width=64)
+    process = psutil.Process()
+    seen: dict[str, list[int]] = {"threads": [], "files": [], "memory": [], "keys": []}
+    with checkpointer_of(storage, in_background=True) as checkpointer:
+        store: Any = checkpointer._ranks.store
+        for step in range(1, num_saves + 1):
+            checkpointer.save(step, model, optimizer, extra_of(3))
+            if step in (20, num_saves):
+                checkpointer.wait()
+                gc.collect()
+                dist.barrier()
+                seen["threads"].append(threading.active_count())
+                seen["files"].append(process.num_fds())
+                seen["memory"].append(process.memory_info().rss)
+                seen["keys"].append(store.num_keys())
+                dist.barrier()
+    return {what: (counts[0], counts[1]) for what, counts in seen.items()}
+
+
+def test_200_saves_leak_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    ends = run_one(ranks, tmp_path / "storage", Trial(fn=save_often, args=(tmp_path / "storage", 200)))
+    for end in ends:
+        assert end.error is None, end
+        counts = end.value
+        assert counts["threads"][1] <= counts["threads"][0], counts
+        assert counts["files"][1] <= counts["files"][0], counts
+        assert counts["memory"][1] - counts["memory"][0] < 8 << 20, counts
+        assert counts["keys"][1] <= counts["keys"][0], counts
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_made_once_and_is_as_large_as_what_the_rank_writes(tmp_path: Path) -> None:
+    model, optimizer = make_state(width=300)
+    size = sum(each.numel() * each.element_size() for each in model.parameters()) * 3
+    with checkpointer_of(tmp_path, in_background=True) as checkpointer:
+        checkpointer.prepare(model, optimizer)
+        staging: Any = checkpointer._saver._staging
+        kept = staging.num_bytes
+        assert size <= kept <= size + 5 * 4096
+        where = staging._memory.data_ptr()
+        for step in (1, 2, 3):
+            checkpointer.save(step, model, optimizer)
+        checkpointer.wait()
+        assert (staging.num_bytes, staging._memory.data_ptr()) == (kept, where)
+        with torch.no_grad():
+            model.register_buffer("more", torch.ones(100_000))
+        checkpointer.save(4, model, optimizer)
+        assert staging.num_bytes >= kept + 400_000
+    with checkpointer_of(tmp_path) as checkpointer:
+        other, _ = make_state(width=300)
+        other.register_buffer("more", torch.zeros(100_000))
+        checkpointer.load(other)
+        assert torch.equal(other.get_buffer("more"), torch.ones(100_000))
+
+
+def without_memory(rank: int, storage: Path) -> list[str]:
+    """Rank 1 has no memory for its part the first time."""
+    model, optimizer = make_state()
+    errors = []
+    with checkpointer_of(storage, in_background=True) as checkpointer:
+        checkpointer.load(model, optimizer)
+        staging: Any = checkpointer._saver._staging
+        if rank == 1:
+            hold, staging.hold = staging.hold, lambda parts: bytearray(1 << 60)
+        checkpointer.save(2, model, optimizer, extra_of(2))
+        try:
+            checkpointer.wait()
+        except CheckpointError as error:
+            errors.append(str(error))
+        if rank == 1:
+            staging.hold = hold
+        fill(model, optimizer, 2)
+        checkpointer.save(2, model, optimizer, extra_of(2))
+    return errors
+
+
+def test_a_rank_without_memory_is_an_error_on_all_and_the_next_save_works(ranks: RankPool, storage: Path) -> None:
+    for end in run_one(ranks, storage, Trial(fn=without_memory, args=(storage,))):
+        assert end.error is None, end
+        assert ["rank 1: there is no memory to keep what is saved" in text for text in end.value] == [True], end
+    assert newest_of(storage) == 2
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def fail_once(rank: int, storage: Path, victim: int, strike: Strike, like: str) -> tuple[str, float]:
+    """What is told of a save that fails on one rank, and how long training was held up by beginning it."""
+    model, optimizer = make_state()
+    with checkpointer_of(storage, in_background=True, storage_timeout_seconds=2.0) as checkpointer:
+        checkpointer.load(model, optimizer)
+        checkpointer.claim()
+        operations = FileOperations(storage, strike, 0 if rank == victim else None, like=like)
+        began = time.monotonic()
+        checkpointer.save(2, model, optimizer, extra_of(2))
+        held_up = time.monotonic() - began
+        dist.barrier()  # training goes on
+        told = ""
+        try:
+            checkpointer.wait()
+        except CheckpointError as error:
+            told = str(error)
+        operations.end()
+        if strike != "hang":
+            fill(model, optimizer, 2)
+            checkpointer.save(2, model, optimizer, extra_of(2))
+            checkpointer.wait()
+        return told, held_up
+
+
+@pytest.mark.parametrize(
+    ("victim", "strike", "like", "words"),
+    [
+        (0, "full", "os.mkdir", "No space left on device"),
+        (1, "full", "os.writev", "No space left on device"),
+        (0, "broken", "os.fsync", "Input/output error"),
+        (0, "broken", "/COMMIT", "Input/output error"),
+    ],
+)
+def test_a_save_that_fails_is_one_error_on_all_ranks_and_the_next_works(
+    victim: int, strike: Strike, like: str, words: str, ranks: RankPool, storage: Path
+) -> None:
+    ends = run_one(ranks, storage, Trial(fn=fail_once, args=(storage, victim, strike, like)))
+    assert [end.error for end in ends] == [None, None], ends
+    assert ends[0].value[0] == ends[1].value[0]
+    assert words in ends[0].value[0] and f"rank {victim}: " in ends[0].value[0]
+    assert newest_of(storage) == 2 and garbage_in(job_folder(storage)) == []
+
+
+@pytest.mark.parametrize(("victim", "like"), [(0, "os.mkdir"), (1, "os.writev"), (0, ".COMMIT.")])
+def test_storage_that_hangs_holds_up_no_training_and_loses_no_checkpoint(
+    victim: int, like: str, ranks: RankPool, storage: Path
+) -> None:
+    ends = run_one(ranks, storage, Trial(fn=fail_once, args=(storage, victim, "hang", like)))
+    assert [end.error for end in ends] == [None, None], ends
+    for end in ends:
+        told, held_up = end.value
+        assert "within 2 seconds" in told or "longer than 2 seconds" in told, told
+        assert held_up < 1.5
+    assert newest_of(storage) == 1
+    assert [end.error for end in run_one(ranks, storage, Trial(fn=go_on, args=(storage,)))] == [None, None]
+
+
+def lose_a_peer(rank: int, storage: Path) -> str:
+    model, optimizer = make_state()
+    checkpointer = checkpointer_of(storage, in_background=True)
+    checkpointer.load(model, optimizer)
+    checkpointer.claim()
+    gate = threading.Event()
+    FileOperations(storage, gate.wait, 0, like="os.writev")
+    checkpointer.save(2, model, optimizer, extra_of(2))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpointer.wait()
+    return "it waited"
+
+
+def test_a_lost_peer_is_noticed_at_once_by_who_waits(ranks: RankPool, storage: Path) -> None:
+    ends = run_one(ranks, storage, Trial(fn=lose_a_peer, args=(storage,), num_ranks=2))
+    assert (ends[0].error or "").startswith("PeerLostError") and ends[0].seconds < 20, ends
+    assert newest_of(storage) == 1
+
+
+def test_threads_have_a_name_that_a_user_finds(tmp_path: Path) -> None:
+    model, optimizer = make_state()
+    with checkpointer_of(tmp_path, in_background=True) as checkpointer:
+        checkpointer.claim()
+        gate = threading.Event()
+        FileOperations(tmp_path, gate.wait, 0, like="os.mkdir")
+        checkpointer.save(1, model, optimizer)
+        assert THREAD_NAME in [thread.name for thread in threading.enumerate()]
+        gate.set()
+
+
+# --- letters --------------------------------------------------------------------------------------------------------
+
+
+def test_letters_are_read_by_all_and_burnt() -> None:
+    store = OwnStore()
+    mine, other = (Letters(store, name="a", rank=rank, seconds=0.3) for rank in (0, 1))
+    Letters(store, name="b", rank=1, seconds=0.3).fail("another save")
+    mine.post("written", {"a": 1})
+    other.post("written", [2])
+    assert mine.wait("written", [0, 1]) == other.wait("written", [0, 1]) == [{"a": 1}, [2]]
+    with pytest.raises(CheckpointError, match=r"rank 1 has not said within 0\.3 seconds"):
+        mine.wait("made", [0, 1][1:])
+    other.fail("the disk is full")
+    with pytest.raises(CheckpointError, match=r"^rank 1: the disk is full$"):
+        mine.wait("made", [1])
+    other.burn()
+    mine.raise_if_failed()
+    mine.burn()
+    assert not store.check(["save/a/written/0"])
+
+
+def test_who_gives_up_waits_no_longer() -> None:
+    letters = Letters(OwnStore(), name="a", rank=0, seconds=60.0)
+    threading.Timer(0.05, letters.cancel, ["no longer"]).start()
+    with pytest.raises(CheckpointError, match="no longer"):
+        letters.wait("made", [1])
+
+
+def test_without_a_store_ranks_save_while_training_waits(tmp_path: Path) -> None:
+    checkpointer = ShardCheckpointer(tmp_path, job="a-job", in_background=True)
+    assert checkpointer.saves_in_background  # one rank needs none
+    checkpointer.close()
