@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Loaded as Loaded
     from .checkpoint.checkpointer import ShardCheckpointer as ShardCheckpointer
+    from .checkpoint.export import Exported as Exported
+    from .checkpoint.export import export_checkpoint as export_checkpoint
 
-__all__ = ["Loaded", "ShardCheckpointer"]
+__all__ = ["Exported", "Loaded", "ShardCheckpointer", "export_checkpoint"]
 
-_HOMES = {"Loaded": "checkpoint.checkpointer", "ShardCheckpointer": "checkpoint.checkpointer"}
+_HOMES = {
+    "Exported": "checkpoint.export",
+    "Loaded": "checkpoint.checkpointer",
+    "ShardCheckpointer": "checkpoint.checkpointer",
+    "export_checkpoint": "checkpoint.export",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -48,10 +48,10 @@ class BlockSums:
         self._num_begun = 0
 
 
-def sums_of_table(data: bytes) -> Sequence[int]:
-    """The checksums in a table as it stands in a file."""
-    sums = array("Q")
-    sums.frombytes(data)
+def sums_of_table(num_blocks: int, fill: Callable[[memoryview], None]) -> Sequence[int]:
+    """The checksums in a table as it stands in a file, which ``fill`` reads into memory; that is all it takes of it."""
+    sums = array("Q", [0]) * num_blocks
+    fill(memoryview(sums).cast("B") if num_blocks else memoryview(b""))
     return _in_little_endian(sums)
 
 

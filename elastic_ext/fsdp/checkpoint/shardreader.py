@@ -24,6 +24,7 @@ __all__ = ["Request", "ShardReader"]
 
 _FIRST_READ_BYTES = 16384  # more than most headers; a larger one takes a second read
 _MOST_VIEWS = 1000  # Linux takes 1024
+_ENTRY_BYTES = 500  # what is kept of a tensor, its name among it
 
 
 class ShardReader:
@@ -47,16 +48,20 @@ class ShardReader:
             undo.callback(self.close)
             _read_ahead(self._file)
             header, encoded = self._read_header(generation)
-            table = self._read(len(encoded) + header.data_bytes, header.num_blocks * 8)
-            if checksum_of(encoded, table) != summary.checksum:
-                self._refuse("its header or its table of checksums is not what was saved")
+            self._sums = sums_of_table(
+                header.num_blocks, lambda table: self._read_table(encoded, header, table, summary.checksum)
+            )
             undo.pop_all()
         self.generation = generation
         self.entries: Mapping[str, Entry] = MappingProxyType(dict(header.entries))
         self._header = header
         self._data_start = len(encoded)
-        self._sums = sums_of_table(table)
         self._window_bytes = max(WINDOW_BYTES // header.block_bytes, 1) * header.block_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """What this takes of memory while it is open, or nearly."""
+        return self._window_bytes + 8 * self._header.num_blocks + _ENTRY_BYTES * len(self.entries)
 
     def read_into(self, requests: Iterable[Request]) -> None:
         """Put what ``requests`` want where they want it; each block that they touch is read once.
@@ -128,6 +133,12 @@ class ShardReader:
         if header.generation != generation:
             self._refuse(f"it was written by another save, {header.generation!r}; this checkpoint is of {generation!r}")
         return header, encoded
+
+    def _read_table(self, encoded: bytes, header: Header, table: memoryview, checksum: str) -> None:
+        """Read the checksums of blocks, which count once they are those that were saved, and the header with them."""
+        self._read_to(len(encoded) + header.data_bytes, [table] if table else [])
+        if checksum_of(encoded, table) != checksum:
+            self._refuse("its header or its table of checksums is not what was saved")
 
     def _entry_of(self, request: Request) -> Entry:
         entry = self.entries.get(request.entry_name) or self._refuse_name(request.entry_name)
