@@ -36,6 +36,7 @@ LAYERS: Mapping[str, int] = {
     "sections": 0,
     "settings": 0,
     "strict_json": 0,
+    "wording": 0,
     # 1: one job each
     "accelerator": 1,
     "agree": 1,
@@ -123,6 +124,11 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint.streamed": 2,
     # 3: what joins them
     "checkpoints": 3,
+    "ckpt": 3,
+    "ckpt.commands": 3,
+    "ckpt.ls": 3,
+    "ckpt.places": 3,
+    "ckpt.terminal": 3,
     "training_state": 3,
     "session": 3,
     "contexts": 3,

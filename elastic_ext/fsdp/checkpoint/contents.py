@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .inventory import Inventory, Item
 
-if TYPE_CHECKING:  # it needs torch, which those who ask for a file's name do without
+if TYPE_CHECKING:  # which needs torch: who only reads files asks for their names here
     from elastic_ext.fsdp.state import Held
 
 __all__ = [

@@ -14,9 +14,10 @@ from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from .commit import Commit, read_checked, read_commit
 from .lineage import Lineage, place_in
 
-__all__ = ["Found", "Listing", "check_name", "is_name", "newest_of"]
+__all__ = ["Found", "Listing", "check_name", "is_name", "is_set_aside", "newest_of"]
 
 _NAME = re.compile(r"(?:step|epoch)_[0-9]{1,18}")
+_ASIDE = re.compile(rf"{_NAME.pattern}\.(?:abandoned-[0-9A-Za-z_-]+|unreadable(?:-[0-9]+)?)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +57,13 @@ class Listing:
     """Those that were never committed: saves under way, and what is left of killed ones."""
 
     @classmethod
-    def read(cls, folder: Path) -> Listing:
-        """What lies in ``folder`` now; OSError if not even that can be told."""
+    def read(cls, folder: Path, *, aside: bool = False) -> Listing:
+        """What lies in ``folder`` now, or what was set ``aside`` there; OSError if not even that can be told."""
         found, unfinished = [], []
         unreadable: dict[str, CheckpointError | OSError] = {}
         for name in sorted(os.listdir(folder)):
             path = folder / name
-            if not is_name(name):
+            if not (is_set_aside if aside else is_name)(name):
                 continue
             try:
                 found.append(Found.read(path))
@@ -77,6 +78,11 @@ class Listing:
 def is_name(name: str) -> bool:
     """Whether a folder of this name is a checkpoint, or is to become one."""
     return _NAME.fullmatch(name) is not None
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether a folder of this name had one of those, until training went on without it."""
+    return _ASIDE.fullmatch(name) is not None
 
 
 def check_name(name: str) -> None:

@@ -1,0 +1,50 @@
+"""Terminal: where a command's findings go, each in words or as one line of JSON, and bars for those who look."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO
+
+from elastic_ext.progress import Progress
+from elastic_ext.wording import on_one_line
+
+__all__ = ["Terminal"]
+
+
+class Terminal:
+    """The output of one command, and what it says beside that."""
+
+    def __init__(self, out: TextIO, err: TextIO, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._out = out
+        self._err = err
+
+    def tell(self, record: Mapping[str, object], words: str) -> None:
+        """One finding: ``record`` on a line of its own where JSON is asked for, else ``words``."""
+        self._write(json.dumps(record, allow_nan=False) if self.as_json else words)
+
+    def say(self, words: str) -> None:
+        """What is only for people: a heading, a sum."""
+        if not self.as_json:
+            self._write(words)
+
+    def complain(self, words: str) -> None:
+        """What went wrong, beside the output."""
+        self._out.flush()
+        self._err.write(f"elastic-ext: {on_one_line(words)}\n")
+
+    @contextlib.contextmanager
+    def bar(self, description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+        """A bar of so many bytes while a ``with`` lasts, on a terminal alone; what it gives is told of bytes done."""
+        progress = Progress(is_shown=self._err.isatty(), unit="B")
+        progress.begin(description, num_bytes)
+        try:
+            yield progress.advance
+        finally:
+            progress.end()
+
+    def _write(self, words: str) -> None:
+        encoding = self._out.encoding or "utf-8"  # what the terminal cannot show is escaped
+        self._out.write(f"{words}\n".encode(encoding, "backslashreplace").decode(encoding))
