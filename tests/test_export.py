@@ -6,6 +6,7 @@ transformers is not installed here: ``from_pretrained`` below reads a folder in 
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -22,6 +23,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from elastic_ext.ckpt.taking import size_of
+from elastic_ext.cli import main
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.casting import TARGETS, Target
@@ -321,6 +324,40 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(made: Path, tmp_path: Path)
 
 def may_need_room(name: str) -> bool:
     return name in ("write", "fsync", "link")
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_exports_and_tells_what_it_has_written(
+    made: Path, tensors: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = ["--rename", "^of=from", "--max-shard-size", "1kB", "--strip-prefix", "b."]
+    assert main(["ckpt", "export", str(made), str(out), "--json", *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["dest"] == str(out) and told["tensors"] == len(tensors) + 1 and told["left_out"] == []
+    assert sorted([*told["files"], INDEX]) == sorted(os.listdir(out))
+    assert {"from.F32", "weight", "tied.weight"} < set(from_pretrained(out))
+    assert main(["ckpt", "export", str(made), str(out)]) == 2
+    assert "holds an export already" in capsys.readouterr().err
+    assert main(["ckpt", "export", str(made), str(out), "--force", "--dtype", "bf16", "--tied", "once"]) == 0
+    assert "out: 25 tensors" in capsys.readouterr().out
+    assert main(["ckpt", "export", str(made), str(out), "--force", "--rename", "never=x"]) == 2
+    assert "changes none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("500MiB", 500 << 20), ("12", 12), ("1.5k", 1500), ("2tib", 2 << 40)]
+)
+def test_sizes_are_read_as_hugging_face_does(text: str, size: int) -> None:
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "0", "5 GB", "5XB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        size_of(text)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

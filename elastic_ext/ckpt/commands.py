@@ -16,6 +16,7 @@ from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 
+from .taking import add_arguments_of_export
 from .terminal import Terminal
 
 __all__ = ["COMMANDS", "DAMAGED", "DONE", "REFUSED", "Command", "add_commands"]
@@ -48,6 +49,11 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "export": Command(
+        words="write the model as plain safetensors files, as from_pretrained and other tools load them",
+        home="export",
+        arguments=add_arguments_of_export,
+    ),
     "ls": Command(words="the checkpoints that are there, with what else lies among them", home="ls"),
 }
 

@@ -45,6 +45,22 @@ class Terminal:
         finally:
             progress.end()
 
+    @contextlib.contextmanager
+    def total_bar(self, description: str) -> Iterator[Callable[[int, int], None]]:
+        """The same where the number of bytes is not known before; what it gives is told of bytes done, and of all."""
+        told = 0
+        with contextlib.ExitStack() as stack:
+            advance: list[Callable[[int], None]] = []
+
+            def tell(done: int, total: int) -> None:
+                nonlocal told
+                if not advance:
+                    advance.append(stack.enter_context(self.bar(description, total)))
+                advance[0](done - told)
+                told = done
+
+            yield tell
+
     def _write(self, words: str) -> None:
         encoding = self._out.encoding or "utf-8"  # what the terminal cannot show is escaped
         self._out.write(f"{words}\n".encode(encoding, "backslashreplace").decode(encoding))
