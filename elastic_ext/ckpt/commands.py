@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 
-from .taking import add_arguments_of_export
+from .taking import add_arguments_of_convert, add_arguments_of_export
 from .terminal import Terminal
 
 __all__ = ["COMMANDS", "DAMAGED", "DONE", "REFUSED", "Command", "add_commands"]
@@ -49,6 +49,12 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "convert": Command(
+        words="write it as a folder of torch.distributed.checkpoint, or make a checkpoint of such a folder",
+        home="convert",
+        path=f"{_PATH}; of --to elastic a folder that dcp.save has made, and that is trusted",
+        arguments=add_arguments_of_convert,
+    ),
     "export": Command(
         words="write the model as plain safetensors files, as from_pretrained and other tools load them",
         home="export",

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import TracebackType
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.files import is_temporary, put_in_place, sync_folder, temporary_beside
+from elastic_ext.files import is_temporary, put_in_place, sync_folder
 
 from .commit import COMMIT
 from .exportplan import INDEX, is_weights_file
+from .parts import write_beside
 
 __all__ = ["ExportFolder"]
 
@@ -51,16 +52,8 @@ class ExportFolder:
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         """Write the file that is to be called ``name``, and have its contents on the disk."""
-        temporary = temporary_beside(self.path / name)
         with _told(self.path / name):
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
-            self._waiting[name] = temporary
-            try:
-                for part in parts:
-                    _write(file, memoryview(part))
-                os.fsync(file)
-            finally:
-                os.close(file)
+            self._waiting[name] = write_beside(self.path / name, parts)
 
     def finish(self) -> None:
         """Have all that was written there, in the place of an earlier export."""
@@ -101,8 +94,7 @@ class ExportFolder:
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Have an OSError name ``path``, as those of calls on descriptors do not; one of a full disk says what becomes of
-    the rest."""
+    """Have an OSError name ``path`` where it names no file; that of a full disk says what becomes of the rest."""
     try:
         yield
     except OSError as error:
@@ -115,12 +107,3 @@ def _told(path: Path) -> Iterator[None]:
 
 def _index_first(name: str) -> tuple[bool, str]:
     return name != INDEX, name
-
-
-def _write(file: int, data: memoryview) -> None:
-    """Write all of it, however little the system takes at a time."""
-    while data:
-        num_bytes = os.write(file, data)
-        if not num_bytes:
-            raise OSError(errno.EIO, "nothing was written, and no reason was given")
-        data = data[num_bytes:]
