@@ -5,6 +5,7 @@ what a model loads of what ``dcp.save`` has made, what is refused, and how much 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import struct
@@ -33,6 +34,7 @@ from elastic_ext.fsdp.checkpoint.dcpreader import DcpFolder
 from elastic_ext.fsdp.checkpoint.pickled import globals_of
 from tests.made import by_rows, make_checkpoint
 from tests.ranks import RankPool
+from tests.saving import train as train_with_a_trainer
 from tests.spread import SPREADS, Everything, State, differences, overwrite, places_in, put_together, state_here, train
 
 FIRST = ["out.weight"]
@@ -182,6 +184,28 @@ def test_a_checkpoint_that_was_converted_comes_back_with_all_that_it_had(
             assert loaded.extra == {"epoch": 3, "pair": (1, 2.5)}
 
 
+def go_on(rank: int, folder: Path, storage: Path, until: int) -> tuple[int, int]:
+    """A trainer's run."""
+    return train_with_a_trainer(folder, storage, until, rank=rank)
+
+
+def test_a_trainer_resumes_from_what_was_there_and_back_as_from_the_checkpoint_itself(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, go_on, tmp_path / "runs", tmp_path / "one", 3)
+    convert_to_dcp(newest(tmp_path / "one", "test"), tmp_path / "dcp")
+    convert_from_dcp(tmp_path / "dcp", tmp_path / "two", job="test")
+    ended = []
+    for name in ("one", "two"):
+        assert ranks.run(2, go_on, tmp_path / f"runs of {name}", tmp_path / name, 5) == [(3, 5)] * 2
+        convert_to_dcp(newest(tmp_path / name, "test"), tmp_path / f"dcp {name}")
+        ended.append(contents(DcpFolder(tmp_path / f"dcp {name}")))
+    for whole in ended:
+        assert json.loads(b"".join(whole.pop("elastic_ext.record")))["global_step"] == 5
+    assert ended[0].keys() == ended[1].keys() and len(ended[0]) > 20
+    assert [key for key in ended[0] if ended[0][key] != ended[1][key]] == []
+
+
 def test_keys_are_those_that_are_asked_for(ranks: RankPool, tmp_path: Path) -> None:
     run(ranks, "plain", save_ours, "SGD", tmp_path)
     convert_to_dcp(newest(tmp_path, "ours"), tmp_path / "dcp", first_names=FIRST, model_key="", optim_key="opt")
@@ -296,6 +320,14 @@ def test_a_folder_is_replaced_with_force_alone_and_only_if_dcp_made_all_of_it(tm
     assert sorted(os.listdir(tmp_path)) == ["dcp", "step_1"]
 
 
+def test_what_a_killed_conversion_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "step_1", {"w": torch.ones(3)}, {"w": by_rows((3,), 1)}, num_ranks=1)
+    (tmp_path / ".dcp.0123456789abcdef.tmp").mkdir()
+    (tmp_path / ".other.0123456789abcdef.tmp").mkdir()
+    convert_to_dcp(path, tmp_path / "dcp")
+    assert sorted(os.listdir(tmp_path)) == [".other.0123456789abcdef.tmp", "dcp", "step_1"]
+
+
 # --- trust and damage -----------------------------------------------------------------------------------------------
 
 
@@ -385,8 +417,8 @@ def test_no_changed_bit_passes_for_another_tensor(tmp_path: Path) -> None:
     assert num_noticed > 100
 
 
-def contents(opened: DcpFolder) -> dict[str, object]:
-    found: dict[str, object] = {key: opened.value(key) for key in opened.values}
+def contents(opened: DcpFolder) -> dict[str, Any]:
+    found: dict[str, Any] = {key: opened.value(key) for key in opened.values}
     for key, tensor in opened.tensors.items():
         found[key] = [bytes(part) for piece in tensor.pieces for part in opened.contents_of(tensor, piece)]
     return found

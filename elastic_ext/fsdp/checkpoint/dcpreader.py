@@ -52,6 +52,8 @@ _KNOWN = frozenset(
         *(f"torch.distributed.checkpoint.metadata.{name}" for name in _OF_METADATA),
         *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",  # of earlier versions
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
         "torch.Size",
         "torch.serialization._get_layout",
         "collections.OrderedDict",
