@@ -81,6 +81,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
         ([3, 1, 2], Retention(), [3]),
         ([1, 2, 3], Retention(keep_last=2), [2, 3]),
         ([1, 2, 3], Retention(keep_last=9), [1, 2, 3]),
+        ([1, 2, 3], Retention(keep_last=None), [1, 2, 3]),
         ([100, 200, 300, 400, 500], Retention(keep_every=200), [200, 400, 500]),
         ([300, 600, 900, 1200, 1500, 2100], Retention(keep_every=1000), [1200, 2100]),  # no multiple is ever saved
         ([0, 1, 2, 3], Retention(keep_every=1, keep_last=1), [1, 2, 3]),
@@ -135,7 +136,7 @@ def test_two_checkpoints_of_one_step_are_two() -> None:
     [
         ({"keep_last": 0}, "keep_last is 0; allowed: an integer >= 1"),
         ({"keep_last": True}, "keep_last is True"),
-        ({"keep_last": None}, "keep_last is None"),
+        ({"keep_last": None, "keep_every": 5}, "keep_every is 5 and keep_last None"),
         ({"keep_every": 0}, "keep_every is 0; allowed: a number of steps"),
         ({"keep_every": 1.5}, "keep_every is 1.5"),
     ],
@@ -157,7 +158,7 @@ def test_removing_after_each_save_leaves_what_removing_once_leaves(numbers: list
         left = [verdict.found for verdict in verdicts if verdict.stays]
         assert left[-1].commit.global_step == number
     assert left == [verdict.found for verdict in judge(steps(*numbers), rule) if verdict.stays]
-    assert len(left) >= min(rule.keep_last, len(numbers))
+    assert rule.keep_last is not None and len(left) >= min(rule.keep_last, len(numbers))
 
 
 @given(numbers=NUMBERS, rule=RULES, bad=st.sets(st.integers(0, 200)))

@@ -33,17 +33,17 @@ _META = re.compile(r"([0-9a-f]{32})\.json")
 
 
 def retained(
-    folder: Path, rule: Retention, chain: Sequence[Lineage] | None, check: Callable[[], None]
+    folder: Path,
+    rule: Retention,
+    chain: Sequence[Lineage] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Verdict]:
     """Remove from a job's ``folder`` what ``rule`` does not keep; what became of each checkpoint, oldest first.
 
-    ``check`` raises where nothing may be removed any more. What cannot be removed stays, and its verdict says why.
+    ``chain`` are the runs that lead to now, by default those that lead to the newest checkpoint. ``check`` raises where
+    nothing may be removed any more.
     """
-    verdicts = []
-    for verdict in verdicts_on(folder, rule, chain):
-        why = None if verdict.stays else remove_checkpoint(verdict.found, check)
-        verdicts.append(verdict if why is None else replace(verdict, stays=True, why=why))
-    return verdicts
+    return [verdict if verdict.stays else _carried_out(verdict, check) for verdict in verdicts_on(folder, rule, chain)]
 
 
 def verdicts_on(folder: Path, rule: Retention, chain: Sequence[Lineage] | None = None) -> list[Verdict]:
@@ -62,26 +62,20 @@ def verdicts_on(folder: Path, rule: Retention, chain: Sequence[Lineage] | None =
 
 
 def remove_checkpoint(found: Found, check: Callable[[], None]) -> str | None:
-    """Remove a checkpoint that nobody reads; None, or why it stays."""
-    try:
-        check()
-        folder = os.open(found.path, os.O_RDONLY | os.O_DIRECTORY)  # another may get its name meanwhile
-    except (OSError, CheckpointError) as error:
-        return f"it cannot be removed now: {error}"
+    """Remove a checkpoint that nobody reads; None, or who reads it."""
+    check()
+    folder = os.open(found.path, os.O_RDONLY | os.O_DIRECTORY)  # another may get its name meanwhile
     try:
         who = _take_commit_away(found, folder)
-        if who is not None:
-            return f"being read by {who}"
-        check()
-        garbage = found.path.with_name(f"{GARBAGE}{secrets.token_hex(8)}-{found.name}")
-        with contextlib.suppress(FileNotFoundError):  # somebody else has taken it for garbage already
-            _move_itself(found.path, garbage, os.fstat(folder))
-            remove_or_warn(garbage)
-    except (OSError, CheckpointError) as error:
-        return f"it cannot be removed now: {error}"
+        if who is None:
+            check()
+            garbage = found.path.with_name(f"{GARBAGE}{secrets.token_hex(8)}-{found.name}")
+            with contextlib.suppress(FileNotFoundError):  # somebody else has taken it for garbage already
+                _move_itself(found.path, garbage, os.fstat(folder))
+                remove_or_warn(garbage)
+        return who
     finally:
         os.close(folder)
-    return None
 
 
 def remove_unused_metas(folder: Path) -> list[str]:
@@ -100,6 +94,14 @@ def remove_unused_metas(folder: Path) -> list[str]:
         return []
     unused = [name for name in names if (match := _META.fullmatch(name)) is not None and match.group(1) not in used]
     return [f"{metas.name}/{name}" for name in unused if remove_or_warn(metas / name)]
+
+
+def _carried_out(verdict: Verdict, check: Callable[[], None]) -> Verdict:
+    try:
+        who = remove_checkpoint(verdict.found, check)
+    except (OSError, CheckpointError) as error:
+        return replace(verdict, stays=True, why=f"it cannot be removed now: {error}", has_failed=True)
+    return verdict if who is None else replace(verdict, stays=True, why=f"being read by {who}")
 
 
 def _take_commit_away(found: Found, folder: int) -> str | None:

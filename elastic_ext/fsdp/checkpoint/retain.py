@@ -21,10 +21,10 @@ _NOTHING: Mapping[str, str] = {}
 class Retention:
     """What is to be kept of a job's checkpoints."""
 
-    keep_last: int = 1
-    """So many of the newest."""
+    keep_last: int | None = 1
+    """So many of the newest; None keeps all that lead to the newest one."""
     keep_every: int | None = None
-    """Besides, the first one at or after each multiple of so many steps; None keeps no others."""
+    """Besides, the first one at or after each multiple of so many steps."""
     keep_abandoned: bool = True
     """Whether those stay that training went on without."""
 
@@ -35,6 +35,8 @@ class Retention:
             )
         if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
             raise ValueError(f"keep_every is {self.keep_every!r}; allowed: a number of steps >= 1, or None")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError(f"keep_every is {self.keep_every} and keep_last None, which keeps all; give keep_last too")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +46,8 @@ class Verdict:
     found: Found
     stays: bool
     why: str
+    has_failed: bool = False
+    """Whether it stays because it could not be removed."""
 
 
 def judge(
@@ -94,7 +98,7 @@ def _reasons_to_stay(
     counted = [one for _, one in sorted(on_the_way, key=lambda pair: pair[0])]
     if rule.keep_every is not None:
         reasons |= _milestones(counted, rule.keep_every)
-    last = counted[-rule.keep_last :]
+    last = counted if rule.keep_last is None else counted[-rule.keep_last :]
     return reasons | {
         one.name: "the newest" if one is last[-1] else f"one of the last {rule.keep_last}" for one in last
     }
