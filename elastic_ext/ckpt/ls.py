@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic_ext.fsdp.checkpoint.clearing import GARBAGE
 from elastic_ext.fsdp.checkpoint.commit import Commit
 from elastic_ext.fsdp.checkpoint.listing import Found, Listing, is_set_aside
-from elastic_ext.wording import age_in_words, on_one_line, size_in_words
+from elastic_ext.wording import age_in_words, size_in_words
 
 from .commands import DAMAGED, DONE, in_words, status_of
 from .places import place_of

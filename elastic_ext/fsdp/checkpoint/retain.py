@@ -99,9 +99,7 @@ def _reasons_to_stay(
     if rule.keep_every is not None:
         reasons |= _milestones(counted, rule.keep_every)
     last = counted if rule.keep_last is None else counted[-rule.keep_last :]
-    return reasons | {
-        one.name: "the newest" if one is last[-1] else f"one of the last {rule.keep_last}" for one in last
-    }
+    return reasons | {one.name: "the newest" if one is last[-1] else f"one of the last {len(last)}" for one in last}
 
 
 def _milestones(counted: Sequence[Found], every: int) -> dict[str, str]:
