@@ -29,10 +29,8 @@ class Retention:
     """Whether those stay that training went on without."""
 
     def __post_init__(self) -> None:
-        if type(self.keep_last) is not int or self.keep_last < 1:
-            raise ValueError(
-                f"keep_last is {self.keep_last!r}; allowed: an integer >= 1, since the newest always stays"
-            )
+        if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
+            raise ValueError(f"keep_last is {self.keep_last!r}; allowed: an integer >= 1, or None, which keeps all")
         if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
             raise ValueError(f"keep_every is {self.keep_every!r}; allowed: a number of steps >= 1, or None")
         if self.keep_every is not None and self.keep_last is None:
