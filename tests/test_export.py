@@ -311,7 +311,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(made: Path, tmp_path: Path)
         export_checkpoint(made, out, max_shard_bytes=4000)
     for name in filter(is_weights_file, os.listdir(out)):
         os.unlink(out / name)
-    for number in range(len(calls.names)):
+    for number in range(1, len(calls.names)):  # the first is of the mark that the checkpoint is being read
         with (
             pytest.raises(OSError, match=f"No space left on device; .* is removed: '{out}") as raised,
             at_call(number, failure(errno.ENOSPC), counts=may_need_room),

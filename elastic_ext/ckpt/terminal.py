@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO
 
 from elastic_ext.progress import Progress
-from elastic_ext.wording import on_one_line
 
 __all__ = ["Terminal"]
 
@@ -33,7 +32,7 @@ class Terminal:
     def complain(self, words: str) -> None:
         """What went wrong, beside the output."""
         self._out.flush()
-        self._err.write(f"elastic-ext: {on_one_line(words)}\n")
+        self._err.write(_printable(f"elastic-ext: {words}\n", self._err))
 
     @contextlib.contextmanager
     def bar(self, description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
@@ -62,5 +61,10 @@ class Terminal:
             yield tell
 
     def _write(self, words: str) -> None:
-        encoding = self._out.encoding or "utf-8"  # what the terminal cannot show is escaped
-        self._out.write(f"{words}\n".encode(encoding, "backslashreplace").decode(encoding))
+        self._out.write(_printable(f"{words}\n", self._out))
+
+
+def _printable(words: str, stream: TextIO) -> str:
+    """``words`` with what the stream cannot hold escaped."""
+    encoding = stream.encoding or "utf-8"
+    return words.encode(encoding, "backslashreplace").decode(encoding)

@@ -37,6 +37,7 @@ from .jobname import job_name
 from .listing import Found
 from .loader import Loader
 from .opened import Opened
+from .reading import Reading
 from .run import Run
 from .saver import Saver
 from .storage import Storage
@@ -275,6 +276,8 @@ class ShardCheckpointer:
             opened: list[Opened] = []
 
             def open_it() -> list[Any]:
+                if self._ranks.rank == 0:  # for all: nobody reads on unless COMMIT was there after this
+                    stack.enter_context(self._storage.within(lambda: Reading(path), f"reading {path}"))
                 found = self._storage.within(lambda: Found.read(path), f"reading {path}")
                 opened.append(stack.enter_context(Opened(found, self._storage)))
                 is_own = self._ranks.rank == 0 and self._storage.within(

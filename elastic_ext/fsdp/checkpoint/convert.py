@@ -33,6 +33,7 @@ from .dtypes import ITEM_BYTES
 from .jobfolder import JobFolder
 from .lineage import Chain
 from .listing import Found
+from .reading import Reading
 from .shardfile import Header, ShardSummary, laid_out
 from .shardstream import write_stream
 from .todcp import write_dcp
@@ -66,15 +67,12 @@ def convert_to_dcp(
     it. ``first_names`` says of each trained parameter with several names which one ``model.named_parameters()`` has.
     ``force`` replaces a folder of DCP's. ``on_progress`` is told how many bytes have been read of how many.
     """
-    found = Found.read(Path(path))
-    num_tensors, num_bytes = write_dcp(
-        found,
-        Path(dest),
-        keys=Keys(model=model_key, optim=optim_key),
-        first_names=first_names,
-        force=force,
-        on_progress=on_progress,
-    )
+    keys = Keys(model=model_key, optim=optim_key)
+    with Reading(Path(path)):
+        found = Found.read(Path(path))
+        num_tensors, num_bytes = write_dcp(
+            found, Path(dest), keys=keys, first_names=first_names, force=force, on_progress=on_progress
+        )
     return Converted(path=Path(dest), step=found.commit.global_step, num_tensors=num_tensors, num_bytes=num_bytes)
 
 

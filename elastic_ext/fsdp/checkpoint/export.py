@@ -21,6 +21,7 @@ from .exportfolder import ExportFolder
 from .exportplan import INDEX, MAX_SHARD_BYTES, Renaming, Tied, ToFile, files_of, index_of
 from .listing import Found
 from .meta import TensorMeta
+from .reading import Reading
 from .streamed import Streamed, batches_of
 
 __all__ = ["Exported", "export_checkpoint"]
@@ -63,7 +64,7 @@ def export_checkpoint(
     """
     if dtype is not None and dtype not in TARGETS:
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(TARGETS)}, or None to keep each as it is")
-    with Streamed(Found.read(Path(path))) as streamed:
+    with Reading(Path(path)), Streamed(Found.read(Path(path))) as streamed:
         files = files_of(
             streamed.meta("model"),
             renaming=Renaming(strip_prefixes=strip_prefixes, replacements=renames),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from .commit import Commit, read_checked, read_commit
 from .lineage import Lineage, place_in
 
-__all__ = ["Found", "Listing", "check_name", "is_name", "is_set_aside", "newest_of"]
+__all__ = ["Found", "Listing", "check_name", "is_name", "is_set_aside", "newest_of", "oldest_first"]
 
 _NAME = re.compile(r"(?:step|epoch)_[0-9]{1,18}")
 _ASIDE = re.compile(rf"{_NAME.pattern}\.(?:abandoned-[0-9A-Za-z_-]+|unreadable(?:-[0-9]+)?)")
@@ -72,7 +72,7 @@ class Listing:
                     unfinished.append(name)
             except (CheckpointError, OSError) as error:
                 unreadable[name] = error
-        return cls(found=tuple(sorted(found, key=_age)), unreadable=unreadable, unfinished=tuple(unfinished))
+        return cls(found=tuple(oldest_first(found)), unreadable=unreadable, unfinished=tuple(unfinished))
 
 
 def is_name(name: str) -> bool:
@@ -89,6 +89,11 @@ def check_name(name: str) -> None:
     """ValueError unless a checkpoint may be named so."""
     if not is_name(name):
         raise ValueError(f"a checkpoint is named {name[:80]!r}; allowed: step_N or epoch_N, with an integer N >= 0")
+
+
+def oldest_first(found: Iterable[Found]) -> list[Found]:
+    """The same in the order in which they follow one another."""
+    return sorted(found, key=_age)
 
 
 def newest_of(found: Sequence[Found], chain: Sequence[Lineage] | None = None) -> Found | None:

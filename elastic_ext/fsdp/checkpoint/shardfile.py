@@ -182,10 +182,12 @@ def read_header(text: bytes, num_bytes: int) -> Header:
     return header
 
 
-def checksum_of(header: bytes, table: bytes | memoryview) -> str:
-    """The checksum of a file's summary: of all that comes before the data, and of the checksums that follow it."""
+def checksum_of(header: bytes, table: bytes | Iterable[bytes]) -> str:
+    """The checksum of a file's summary: of all that comes before the data, and of the checksums that follow it, given
+    at once or in pieces."""
     whole = xxhash.xxh3_128(header)
-    whole.update(table)
+    for piece in (table,) if isinstance(table, bytes) else table:
+        whole.update(piece)
     return whole.hexdigest()
 
 
