@@ -7,6 +7,9 @@
     elastic-ext config undo                    the content before this one, as a new version
 
     elastic-ext ckpt ls PATH                   the checkpoints that are there
+    elastic-ext ckpt show PATH                 what is in one, tensor by tensor
+    elastic-ext ckpt verify PATH               every byte read and checked
+    elastic-ext ckpt prune PATH                old ones removed, and what dead saves have left
 
 The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR.
 """

@@ -491,9 +491,20 @@ def test_whatever_names_hold_a_terminal_is_not_steered(run: Shell, tmp_path: Pat
     with ShardCheckpointer(tmp_path, job="\x1b[2J") as checkpointer:
         path = checkpointer.save(1, model)
     flip(path / shard_file("model", 0, 1), -1)
-    for command in ("ls", "show", "verify"):
-        run(command, tmp_path)
-        assert all(line.isprintable() for line in run.out.splitlines())
+    shutil.copytree(path.parent, tmp_path / "c\x1b[2J")
+    for command in ("ls", "show", "verify", "prune"):
+        for place in (tmp_path, tmp_path / "c\x1b[2J"):
+            run(command, place)
+            assert run.out and all(line.isprintable() for line in run.out.splitlines())
+
+
+@EVERY_COMMAND
+def test_files_that_match_their_checksums_and_make_no_sense_are_told_of(
+    run: Shell, tmp_path: Path, command: str
+) -> None:
+    runs(tmp_path, {"a": (None, ["step_1"])})  # whose metadata and values are nothing that is ever saved
+    assert run(command, tmp_path) == {"ls": 0, "prune": 0, "show": 1, "verify": 2}[command]
+    assert (STATE_FILE in run.err) == (command == "show")
 
 
 # ---- how it is told ----

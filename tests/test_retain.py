@@ -25,7 +25,7 @@ from elastic_ext.fsdp.checkpoint.jobfolder import JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import Chain, Lineage
 from elastic_ext.fsdp.checkpoint.listing import Found
 from elastic_ext.fsdp.checkpoint.reading import LAPSE_SECONDS, Reader, Reading, is_mark, readers_of
-from elastic_ext.fsdp.checkpoint.removing import verdicts_on
+from elastic_ext.fsdp.checkpoint.removing import retained, verdicts_on
 from elastic_ext.fsdp.checkpoint.retain import Retention, Verdict, judge
 from tests.saves import META, SHARD, Run, assert_loads, assert_tidy, recovered, runs
 from tests.syscalls import at_call, can_fail, every_kill, failure
@@ -306,6 +306,26 @@ def test_a_call_that_fails_leaves_whole_checkpoints_and_the_next_removal_ends_th
             return
 
 
+def test_two_who_remove_at_once_remove_the_same(ram: Path) -> None:
+    for call in range(1000):
+        path = ram / str(call)
+        path.mkdir()
+        run = _with_some(path)
+        others: list[list[Verdict]] = []
+
+        def remove(path: Path = path, others: list[list[Verdict]] = others) -> None:
+            others.append(retained(path, Retention(keep_abandoned=False)))
+
+        with at_call(call, remove):
+            own = run.folder.retain(Retention(keep_abandoned=False), run.chain)
+        assert names(path) == ["step_4"]
+        assert not any(verdict.has_failed for verdict in [*own, *(others[0] if others else ())])
+        run.end()
+        if not others:
+            assert call > 50
+            return
+
+
 def test_a_reader_that_comes_at_any_call_of_a_removal_reads_all_of_it_or_finds_none(ram: Path) -> None:
     num_read = num_missing = 0
     for call in range(1000):
@@ -414,9 +434,7 @@ def test_a_dead_readers_mark_is_garbage_for_the_next_run_and_a_living_ones_is_no
     for mark in (dead, living):
         mark.write_bytes(b"{")
     age(dead, LAPSE_SECONDS + 10)
-    assert readers_of(tmp_path / "step_1") == [
-        Reader(host="a host that has not said its name yet", pid=0, since="just now")
-    ]
+    assert readers_of(tmp_path / "step_1") == [Reader(host="a host that has not said its name", pid=0, since="of late")]
     run = Run(tmp_path, "b")
     assert run.folder.prune_garbage() == [str(dead.relative_to(tmp_path))]
     assert living.exists()
@@ -430,6 +448,14 @@ def test_a_reader_keeps_its_mark_fresh_and_puts_it_back(tmp_path: Path) -> None:
         wait_until(lambda: time.time() - mark.stat().st_mtime < 500)
         mark.unlink()
         wait_until(mark.exists)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_read_on_a_full_disk_is_marked_all_the_same(tmp_path: Path) -> None:
+    with at_call(0, failure(errno.ENOSPC), counts=lambda name: name == "write"):
+        reading = Reading(tmp_path)
+    assert len(readers_of(tmp_path)) == 1
+    reading.close()
     assert list(tmp_path.iterdir()) == []
 
 

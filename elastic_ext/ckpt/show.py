@@ -6,8 +6,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.checkpoint.contents import KINDS, STATE_FILE, FileKind, meta_file
@@ -78,7 +77,12 @@ def _tell_state(found: Found, terminal: Terminal) -> None:
     """The plain values, each in a few words."""
     if STATE_FILE not in found.commit.states:
         raise CheckpointDamaged(f"{found.path}: COMMIT does not name {STATE_FILE}")
-    state: Mapping[str, Any] = json.loads(found.read_state(STATE_FILE))
+    try:
+        state = json.loads(found.read_state(STATE_FILE))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{found.path / STATE_FILE} is no JSON: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(f"{found.path / STATE_FILE} holds {shown(state)}; an object was saved")
     terminal.say(f"\n{STATE_FILE}")
     for key, value in state.items():
         terminal.tell({"state": key, "value": value}, on_one_line(f"  {key}: {shown(value, _MOST_CHARACTERS)}"))

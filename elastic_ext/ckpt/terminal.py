@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO
 
 from elastic_ext.progress import Progress
+from elastic_ext.wording import on_one_line
 
 __all__ = ["Terminal"]
 
@@ -65,6 +66,7 @@ class Terminal:
 
 
 def _printable(words: str, stream: TextIO) -> str:
-    """``words`` with what the stream cannot hold escaped."""
+    """``words`` with what the stream cannot hold escaped, and without what would steer a terminal."""
     encoding = stream.encoding or "utf-8"
+    words = "\n".join(map(on_one_line, words.split("\n")))
     return words.encode(encoding, "backslashreplace").decode(encoding)

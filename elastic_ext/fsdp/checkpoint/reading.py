@@ -89,8 +89,11 @@ class Reading:
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
-        with open(file, "wb") as opened:
-            opened.write(json.dumps(asdict(reader)).encode())
+        try:
+            with contextlib.suppress(OSError):  # a full disk: that the mark is there is what counts
+                os.write(file, json.dumps(asdict(reader)).encode())
+        finally:
+            os.close(file)
 
     def _keep(self) -> None:
         while not self._is_over.wait(self._touch_seconds):
@@ -149,4 +152,4 @@ def _reader_at(mark: Path, now_ns: int) -> Reader | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):  # not all of it is there yet
-        return Reader(host="a host that has not said its name yet", pid=0, since="just now")
+        return Reader(host="a host that has not said its name", pid=0, since="of late")

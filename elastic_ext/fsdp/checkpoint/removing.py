@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointError
+from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.files import move_folder, sync_folder, write_new
 
 from .clearing import GARBAGE, remove_or_warn
@@ -53,11 +53,12 @@ def verdicts_on(folder: Path, rule: Retention, chain: Sequence[Lineage] | None =
         found += Listing.read(folder, aside=True).found
     incomplete = {one.name: lack for one in found if (lack := _lack_of(one)) is not None}
     first = judge(found, rule, chain=chain, incomplete=incomplete)
-    being_read = {
-        verdict.found.name: who
-        for verdict in first
-        if not verdict.stays and (who := _read_by(verdict.found.path)) is not None
-    }
+    being_read = {}
+    for verdict in first:
+        with contextlib.suppress(OSError):  # its removal will say what is wrong there
+            who = None if verdict.stays else _read_by(verdict.found.path)
+            if who is not None:
+                being_read[verdict.found.name] = who
     return judge(found, rule, chain=chain, being_read=being_read, incomplete=incomplete)
 
 
@@ -99,6 +100,8 @@ def remove_unused_metas(folder: Path) -> list[str]:
 def _carried_out(verdict: Verdict, check: Callable[[], None]) -> Verdict:
     try:
         who = remove_checkpoint(verdict.found, check)
+    except (FileNotFoundError, CheckpointNotFound):  # somebody else removes it too
+        return verdict
     except (OSError, CheckpointError) as error:
         return replace(verdict, stays=True, why=f"it cannot be removed now: {error}", has_failed=True)
     return verdict if who is None else replace(verdict, stays=True, why=f"being read by {who}")
@@ -135,7 +138,10 @@ def _lack_of(found: Found) -> str | None:
     """Which of its files a checkpoint does not have, in words; None where all are there."""
     commit = found.commit
     names: Mapping[str, object] = {**commit.metas, **commit.states, **commit.shards}
-    missing = sorted(names.keys() - set(os.listdir(found.path)))
+    try:
+        missing = sorted({COMMIT, *names} - set(os.listdir(found.path)))
+    except FileNotFoundError:
+        missing = [COMMIT]
     return f"{missing[0]} is missing" if missing else None
 
 
