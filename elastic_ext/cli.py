@@ -6,7 +6,12 @@
     elastic-ext config history                 every version, with its reason
     elastic-ext config undo                    the content before this one, as a new version
 
-The file is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR.
+    elastic-ext ckpt ls PATH                   the checkpoints that are there
+    elastic-ext ckpt show PATH                 what is in one, tensor by tensor
+    elastic-ext ckpt verify PATH               every byte read and checked
+    elastic-ext ckpt prune PATH                old ones removed, and what dead saves have left
+
+The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR.
 """
 
 from __future__ import annotations
@@ -19,11 +24,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from .ckpt.commands import add_commands
 from .config import ElasticConfig
 from .errors import ConfigError, Refusal
 from .history import ConfigHistory, Entry
 from .keys import KEYS
 from .strict_json import read_value, shown
+from .wording import on_one_line
 
 __all__ = ["main", "parse_assignment"]
 
@@ -31,6 +38,11 @@ __all__ = ["main", "parse_assignment"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit status: 0 done, 1 the file system refused, 2 the input was refused."""
     options = _parser().parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+def _run_config(options: argparse.Namespace) -> int:
     try:
         history = ConfigHistory(_file(options.file, os.environ))
         output = _COMMANDS[options.command](history, options)
@@ -63,9 +75,10 @@ def parse_assignment(text: str) -> tuple[str, object]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="elastic-ext", description="Look at and change elastic training jobs.")
-    config = parser.add_subparsers(metavar="config", required=True).add_parser(
-        "config", help="the versioned config file of a job"
-    )
+    groups = parser.add_subparsers(required=True)
+    add_commands(groups.add_parser("ckpt", help="the checkpoints of jobs"))
+    config = groups.add_parser("config", help="the versioned config file of a job")
+    config.set_defaults(run=_run_config)
     commands = config.add_subparsers(dest="command", required=True)
     by_name: dict[str, argparse.ArgumentParser] = {}
     for name, words in _HELP.items():
@@ -126,7 +139,7 @@ def _history(history: ConfigHistory, options: argparse.Namespace) -> str:
     previous = ElasticConfig(version=0)
     for entry in entries:
         when = datetime.fromtimestamp(entry.time).strftime("%Y-%m-%d %H:%M:%S")
-        reason = f": {_on_one_line(entry.config.reason)}" if entry.config.reason else ""
+        reason = f": {on_one_line(entry.config.reason)}" if entry.config.reason else ""
         lines.append(f"version {entry.config.version}, {when}{reason}\n")
         lines += [f"  {line}\n" for line in _changes(previous, entry.config).splitlines()]
         previous = entry.config
@@ -165,11 +178,6 @@ def _version(entries: Sequence[Entry], version: int) -> ElasticConfig:
 def _changes(old: ElasticConfig, new: ElasticConfig) -> str:
     lines = (f"{path}: {_value(before)} -> {_value(after)}\n" for path, (before, after) in old.differences(new).items())
     return "".join(lines)
-
-
-def _on_one_line(text: str) -> str:
-    """``text`` without line breaks and other characters that steer a terminal."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _value(value: object) -> str:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -33,17 +33,6 @@ REPOSITORY = str(Path(__file__).resolve().parent.parent)
 END_SECONDS = 120.0
 NOW = datetime(2026, 11, 20, 19, 30, 5)
 EVERY_SCENARIO = pytest.mark.parametrize("scenario", SCENARIOS)
-
-
-@pytest.fixture
-def ram(tmp_path: Path) -> Iterator[Path]:
-    """A folder where nothing waits for a disk, for tests of thousands of saves; names behave there as elsewhere."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def names(path: Path) -> list[str]:

@@ -8,10 +8,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Loaded as Loaded
     from .checkpoint.checkpointer import ShardCheckpointer as ShardCheckpointer
+    from .checkpoint.convert import Converted as Converted
+    from .checkpoint.convert import convert_from_dcp as convert_from_dcp
+    from .checkpoint.convert import convert_to_dcp as convert_to_dcp
+    from .checkpoint.export import Exported as Exported
+    from .checkpoint.export import export_checkpoint as export_checkpoint
 
-__all__ = ["Loaded", "ShardCheckpointer"]
+__all__ = [
+    "Converted",
+    "Exported",
+    "Loaded",
+    "ShardCheckpointer",
+    "convert_from_dcp",
+    "convert_to_dcp",
+    "export_checkpoint",
+]
 
-_HOMES = {"Loaded": "checkpoint.checkpointer", "ShardCheckpointer": "checkpoint.checkpointer"}
+_HOMES = {
+    "Converted": "checkpoint.convert",
+    "Exported": "checkpoint.export",
+    "Loaded": "checkpoint.checkpointer",
+    "ShardCheckpointer": "checkpoint.checkpointer",
+    "convert_from_dcp": "checkpoint.convert",
+    "convert_to_dcp": "checkpoint.convert",
+    "export_checkpoint": "checkpoint.export",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -15,16 +15,17 @@ import secrets
 import stat
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, CheckpointNotFound
 from elastic_ext.files import is_taken, is_temporary, move_folder, remove_folder
 
-from .claim import Claim
 from .commit import COMMIT, Commit, read_commit
 from .lineage import Lineage, place_in
-from .listing import Listing, is_name
+from .listing import Listing, is_name, is_set_aside
+from .reading import has_lapsed, is_mark
 
-__all__ = ["GARBAGE", "Clearing", "meta_path"]
+__all__ = ["GARBAGE", "Clearing", "Hold", "meta_path", "remove_or_warn"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,10 +34,21 @@ _META = "meta"
 _KEPT = re.compile(r"([0-9a-f]{32})\.json")
 
 
-class Clearing:
-    """The hand of the run that has ``claim``, on the names in its folder."""
+class Hold(Protocol):
+    """What a claim is to who clears: the right to change names in a job's folder."""
 
-    def __init__(self, claim: Claim) -> None:
+    folder: Path
+    since_ns: int
+    """What was written before this, by the file system's clock, nobody writes any more."""
+
+    def check(self) -> None:
+        """CheckpointFenced if nothing may be changed there any more."""
+
+
+class Clearing:
+    """The hand of who has ``claim``, on the names in its folder."""
+
+    def __init__(self, claim: Hold) -> None:
         self._claim = claim
         self._path = claim.folder
 
@@ -87,19 +99,7 @@ class Clearing:
 
     def give_up(self, name: str) -> None:
         """Remove the checkpoint ``name`` that was begun here, with a COMMIT or without."""
-        self.remove(self._to_garbage(name))
-
-    def remove(self, path: Path) -> bool:
-        """Remove a file or a folder; a warning, and False, if it cannot be now."""
-        try:
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                remove_folder(path)
-            else:
-                os.unlink(path)
-        except OSError as error:
-            _logger.warning("%s cannot be removed, and will be tried again: %s", path, error)
-            return False
-        return True
+        remove_or_warn(self._to_garbage(name))
 
     def prune(self, *, begun: Collection[str], metas: Collection[str]) -> list[str]:
         """Remove what was never committed and is not in ``begun``, with what was being written before the claim.
@@ -107,18 +107,31 @@ class Clearing:
         Of the descriptions that are kept, those that are neither in ``metas`` nor in a checkpoint; a save that would
         have had one writes it again.
         """
+        self.put_all_aside(begun=begun)
+        garbage = [*self.garbage(begun=begun), *self._unused_metas(metas)]
+        self._claim.check()
+        return [str(path.relative_to(self._path)) for path in garbage if remove_or_warn(path)]
+
+    def put_all_aside(self, *, begun: Collection[str]) -> None:
+        """Have nothing under the name of a checkpoint that was never committed, but for what is in ``begun``."""
         for name in Listing.read(self._path).unfinished:
             if name not in begun:
                 self.put_aside(name)
+
+    def garbage(self, *, begun: Collection[str]) -> list[Path]:
+        """What is not part of anything, but for what is in ``begun``; who removes it does so in this order."""
+        half_removed = Listing.read(self._path, aside=True).unfinished
         names = sorted(os.listdir(self._path))
-        garbage = [self._path / name for name in names if name.startswith(GARBAGE)]
-        others = [self._path / name for name in names if name == _META or (is_name(name) and name not in begun)]
+        garbage = [self._path / name for name in names if name.startswith(GARBAGE) or name in half_removed]
+        others = [
+            self._path / name
+            for name in names
+            if name == _META or (is_name(name) and name not in begun) or is_set_aside(name)
+        ]
         for folder in [self._path, *others]:
             if folder.is_dir():
                 garbage += [folder / name for name in sorted(os.listdir(folder)) if self._is_left(folder / name)]
-        garbage += self._unused_metas(metas)
-        self._claim.check()
-        return [str(path.relative_to(self._path)) for path in garbage if self.remove(path)]
+        return garbage
 
     def _unused_metas(self, used: Collection[str]) -> list[Path]:
         """The kept descriptions that no checkpoint has, under whatever name it lies here now."""
@@ -130,8 +143,16 @@ class Clearing:
         return [path for path, checksum in sorted(kept.items()) if checksum not in named]
 
     def _is_left(self, path: Path) -> bool:
-        """Whether a file is one that an earlier run was writing. By the file system's clock, as the claim's time is."""
-        return is_temporary(path.name) and os.lstat(path).st_mtime_ns <= self._claim.since_ns
+        """Whether a file is one that an earlier run was writing, or the mark of a reader that has died."""
+        if not is_mark(path.name) and not is_temporary(path.name):
+            return False
+        try:
+            written_ns = os.lstat(path).st_mtime_ns
+        except FileNotFoundError:  # by whoever had put it there
+            return False
+        if is_mark(path.name):
+            return has_lapsed(written_ns, self._claim.since_ns)
+        return written_ns <= self._claim.since_ns
 
     def _to_garbage(self, name: str) -> Path:
         aside = self._path / f"{GARBAGE}{secrets.token_hex(8)}-{name}"
@@ -178,6 +199,21 @@ def _metas_of(folder: Path) -> Collection[str]:
         return read_commit(folder).metas.values()
     except (CheckpointError, OSError):  # it has its own links all the same
         return []
+
+
+def remove_or_warn(path: Path) -> bool:
+    """Remove a file or a folder; a warning, and False, if it cannot be now."""
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            remove_folder(path)
+        else:
+            os.unlink(path)
+    except FileNotFoundError:  # somebody else removes it too
+        return True
+    except OSError as error:
+        _logger.warning("%s cannot be removed, and will be tried again: %s", path, error)
+        return False
+    return True
 
 
 def _generation_of(folder: Path) -> str | None:

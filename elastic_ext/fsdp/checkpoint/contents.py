@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from elastic_ext.fsdp.state import Held
+from typing import TYPE_CHECKING, Any, Literal
 
 from .inventory import Inventory, Item
+
+if TYPE_CHECKING:  # which needs torch: who only reads files asks for their names here
+    from elastic_ext.fsdp.state import Held
 
 __all__ = [
     "EXTRA_STATES",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,8 +40,12 @@ from .commit import COMMIT, Commit, FileSummary, checksum_of
 from .jobname import check_job, folder_name, newest_folder, quoted
 from .lineage import Chain, check_chain
 from .listing import Found, Listing, check_name, newest_of
+from .removing import remove_unused_metas, retained
+from .retain import Retention, Verdict
 
 __all__ = ["FOLDER", "JobFolder"]
+
+_logger = logging.getLogger(__name__)
 
 FOLDER = "fsdp_checkpoint"
 _JOBS = ".jobs"
@@ -238,6 +243,24 @@ class JobFolder:
         del self._begun[name]
         self._clearing().give_up(name)  # it may have a COMMIT that could not be made durable
 
+    def retain(self, rule: Retention, chain: Chain) -> list[Verdict]:
+        """Remove the checkpoints that ``rule`` does not keep for a run of ``chain``; what became of each, and why.
+
+        Called after a commit. It takes as long as the storage takes to remove files, and raises nothing that the
+        storage or another run has done: what is not removed now is so the next time.
+        """
+        try:
+            verdicts = retained(self.path, rule, chain, check=self._check)
+            if any(not verdict.stays for verdict in verdicts) and not self._begun:
+                remove_unused_metas(self.path)
+        except (OSError, CheckpointError) as error:
+            _logger.warning("old checkpoints in %s are not removed now: %s", self.path, error)
+            return []
+        for verdict in verdicts:
+            if not verdict.stays:
+                _logger.info("%s was removed: %s", verdict.found.path, verdict.why)
+        return verdicts
+
     def prune_garbage(self) -> list[str]:
         """Remove what killed saves have left, and no committed checkpoint, abandoned or not; the names of all that.
 
@@ -248,9 +271,13 @@ class JobFolder:
 
     def _clearing(self) -> Clearing:
         """What may change names here; CheckpointFenced if this run may not any more."""
+        self._check()
+        assert self._claim is not None
+        return Clearing(self._claim)
+
+    def _check(self) -> None:
         assert self._claim is not None, "claim() comes before anything that changes names"
         self._claim.check()
-        return Clearing(self._claim)
 
 
 def _write_and_keep(data: bytes, path: Path, kept: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,20 @@ from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from .commit import COMMIT, Commit, read_checked, read_commit
 from .lineage import Lineage, place_in
 
-__all__ = ["Found", "Listing", "abandoned_for_nothing", "check_name", "is_name", "newest_of"]
+__all__ = [
+    "Found",
+    "Listing",
+    "abandoned_for_nothing",
+    "check_name",
+    "is_name",
+    "is_set_aside",
+    "newest_of",
+    "oldest_first",
+]
 
 _NAME = re.compile(r"(?:step|epoch)_[0-9]{1,18}")
 _ABANDONED = re.compile(_NAME.pattern + r"\.abandoned-.+")
+_ASIDE = re.compile(rf"{_NAME.pattern}\.(?:abandoned-[0-9A-Za-z_-]+|unreadable(?:-[0-9]+)?)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +67,13 @@ class Listing:
     """Those that were never committed: saves under way, and what is left of killed ones."""
 
     @classmethod
-    def read(cls, folder: Path) -> Listing:
-        """What lies in ``folder`` now; OSError if not even that can be told."""
+    def read(cls, folder: Path, *, aside: bool = False) -> Listing:
+        """What lies in ``folder`` now, or what was set ``aside`` there; OSError if not even that can be told."""
         found, unfinished = [], []
         unreadable: dict[str, CheckpointError | OSError] = {}
         for name in sorted(os.listdir(folder)):
             path = folder / name
-            if not is_name(name):
+            if not (is_set_aside if aside else is_name)(name):
                 continue
             try:
                 found.append(Found.read(path))
@@ -72,7 +82,7 @@ class Listing:
                     unfinished.append(name)
             except (CheckpointError, OSError) as error:
                 unreadable[name] = error
-        return cls(found=tuple(sorted(found, key=_age)), unreadable=unreadable, unfinished=tuple(unfinished))
+        return cls(found=tuple(oldest_first(found)), unreadable=unreadable, unfinished=tuple(unfinished))
 
 
 def abandoned_for_nothing(folder: Path, found: Sequence[Found]) -> list[Found]:
@@ -96,10 +106,20 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def is_set_aside(name: str) -> bool:
+    """Whether a folder of this name had one of those, until training went on without it."""
+    return _ASIDE.fullmatch(name) is not None
+
+
 def check_name(name: str) -> None:
     """ValueError unless a checkpoint may be named so."""
     if not is_name(name):
         raise ValueError(f"a checkpoint is named {name[:80]!r}; allowed: step_N or epoch_N, with an integer N >= 0")
+
+
+def oldest_first(found: Iterable[Found]) -> list[Found]:
+    """The same in the order in which they follow one another."""
+    return sorted(found, key=_age)
 
 
 def newest_of(found: Sequence[Found], chain: Sequence[Lineage] | None = None) -> Found | None:

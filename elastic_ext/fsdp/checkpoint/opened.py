@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic_ext.errors import CheckpointDamaged, CheckpointError
+from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.dtypes import dtype_of
 from elastic_ext.fsdp.layout import Box
-from elastic_ext.fsdp.moves import moves_into
 from elastic_ext.fsdp.state import memory_of
 
 from .contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
-from .dtypes import ITEM_BYTES
+from .described import meta_from, open_shard, requests_for
 from .listing import Found
 from .memory import bytes_of
 from .meta import StateMeta, TensorMeta
@@ -59,14 +58,7 @@ class Opened:
         """That saved it."""
         self.metas: dict[FileKind, StateMeta] = {}
         for kind in KINDS:
-            file = meta_file(kind)
-            meta = StateMeta.from_json(self._read_meta(file), where=str(found.path / file))
-            fault = meta.fault()
-            if fault is not None or meta.num_ranks != self.num_ranks:
-                raise CheckpointDamaged(
-                    f"{found.path / file}: {fault or f'it is of {meta.num_ranks} ranks, COMMIT of {self.num_ranks}'}"
-                )
-            self.metas[kind] = meta
+            self.metas[kind] = meta_from(found, kind, self._read_meta(meta_file(kind)))
         self.state: Mapping[str, Any] = json.loads(self._within(lambda: found.read_state(STATE_FILE)))
         """Plain values."""
         self._readers: dict[str, ShardReader] = {}
@@ -164,11 +156,7 @@ class Opened:
     def _reader(self, file: str) -> ShardReader:
         reader = self._readers.get(file)
         if reader is None:
-            commit = self.found.commit
-            summary = commit.shards.get(file)
-            if summary is None:
-                raise CheckpointDamaged(f"{self.found.path}: COMMIT does not name {file}, which its metadata tells of")
-            reader = ShardReader(self.found.path / file, summary=summary, generation=commit.generation)
+            reader = open_shard(self.found, file)
             self._readers[file] = reader
         if self._is_closed:  # after a load that took too long has raised: what comes now touches nothing
             reader.close()
@@ -178,19 +166,6 @@ class Opened:
 
 def _add_requests(requests: dict[int, list[Request]], meta: TensorMeta, box: Box, into: torch.Tensor) -> None:
     """Ask the files that have it for a box, to go into a tensor's memory."""
-    if box.is_empty:
-        return
-    target = bytes_of(into)
-    for move in moves_into(box, meta.layout, target=-1):
-        requests.setdefault(move.source, []).append(
-            Request(
-                entry_name=meta.name,
-                item_bytes=ITEM_BYTES[meta.dtype],
-                sizes=move.sizes,
-                source_offset=move.source_offset,
-                source_strides=move.source_strides,
-                target=target,
-                target_offset=move.target_offset,
-                target_strides=move.target_strides,
-            )
-        )
+    if not box.is_empty:
+        for source, request in requests_for(meta, box, bytes_of(into)):
+            requests.setdefault(source, []).append(request)

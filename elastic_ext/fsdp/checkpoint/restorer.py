@@ -18,6 +18,7 @@ from elastic_ext.ranks import Ranks
 
 from .listing import Found
 from .opened import Opened
+from .reading import Reading
 from .run import Run
 from .storage import Storage
 
@@ -81,6 +82,8 @@ class Restorer:
             opened: list[Opened] = []
 
             def open_it() -> list[Any]:
+                if self._ranks.rank == 0:  # for all: nobody reads on unless COMMIT was there after this
+                    stack.enter_context(self._storage.within(lambda: Reading(path), f"reading {path}"))
                 found = self._storage.within(lambda: Found.read(path), f"reading {path}")
                 opened.append(stack.enter_context(Opened(found, self._storage, touched)))
                 is_own = self._ranks.rank == 0 and self._storage.within(

@@ -32,6 +32,7 @@ __all__ = [
     "ShardSummary",
     "check_name",
     "checksum_of",
+    "encoded_header",
     "laid_out",
     "read_header",
 ]
@@ -81,28 +82,28 @@ class Header:
 
     def encoded(self) -> bytes:
         """The first bytes of the file, up to where the data begins."""
-        said: dict[str, object] = {
-            _METADATA: {
-                _FORMAT: _VERSION,
-                _GENERATION: self.generation,
-                _BLOCK_BYTES: str(self.block_bytes),
-            }
-        }
+        metadata = {_FORMAT: _VERSION, _GENERATION: self.generation, _BLOCK_BYTES: str(self.block_bytes)}
         table = Entry("U64", (self.num_blocks,), self.data_bytes, self.num_blocks * 8)
-        for name, entry in [*self.entries.items(), (CHECKSUMS, table)]:
-            said[name] = {
-                "dtype": entry.dtype,
-                "shape": entry.sizes,
-                "data_offsets": (entry.offset, entry.offset + entry.num_bytes),
-            }
-        text = json.dumps(said, separators=(",", ":")).encode()
-        if len(text) > MAX_HEADER_BYTES - _ALIGNMENT:
-            raise ValueError(
-                f"the names of {len(self.entries)} tensors take {len(text)} bytes; safetensors allows "
-                f"{MAX_HEADER_BYTES}: save fewer tensors, or put small ones together"
-            )
-        padding = -(LENGTH_BYTES + len(text)) % _ALIGNMENT
-        return (len(text) + padding).to_bytes(LENGTH_BYTES, "little") + text + b" " * padding
+        return encoded_header(metadata, {**self.entries, CHECKSUMS: table}, alignment=_ALIGNMENT)
+
+
+def encoded_header(metadata: Mapping[str, str], entries: Mapping[str, Entry], *, alignment: int) -> bytes:
+    """The first bytes of any safetensors file, up to where its data begins, at a multiple of ``alignment``."""
+    said: dict[str, object] = {_METADATA: dict(metadata)}
+    for name, entry in entries.items():
+        said[name] = {
+            "dtype": entry.dtype,
+            "shape": entry.sizes,
+            "data_offsets": (entry.offset, entry.offset + entry.num_bytes),
+        }
+    text = json.dumps(said, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER_BYTES - alignment:
+        raise ValueError(
+            f"the names of {len(entries)} tensors take {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}: save "
+            "fewer tensors, or put small ones together"
+        )
+    padding = -(LENGTH_BYTES + len(text)) % alignment
+    return (len(text) + padding).to_bytes(LENGTH_BYTES, "little") + text + b" " * padding
 
 
 def laid_out(
@@ -181,10 +182,12 @@ def read_header(text: bytes, num_bytes: int) -> Header:
     return header
 
 
-def checksum_of(header: bytes, table: bytes) -> str:
-    """The checksum of a file's summary: of all that comes before the data, and of the checksums that follow it."""
+def checksum_of(header: bytes, table: bytes | Iterable[bytes]) -> str:
+    """The checksum of a file's summary: of all that comes before the data, and of the checksums that follow it, given
+    at once or in pieces."""
     whole = xxhash.xxh3_128(header)
-    whole.update(table)
+    for piece in (table,) if isinstance(table, bytes) else table:
+        whole.update(piece)
     return whole.hexdigest()
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import NoReturn
@@ -16,15 +17,35 @@ import xxhash
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.files import naming
 
-from .blocksums import sums_of_table
+from .blocksums import SumTable
 from .dtypes import ITEM_BYTES
 from .shardfile import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, ShardSummary, checksum_of, read_header
 from .views import go_through
 from .windows import WINDOW_BYTES, Request, Span, arranged, by_window, parts_of
 
-__all__ = ["Request", "ShardReader"]
+__all__ = ["BlockDamage", "Request", "ShardReader"]
 
 _FIRST_READ_BYTES = 16384  # more than most headers; a larger one takes a second read
+_ENTRY_BYTES = 500  # what is kept of a tensor, its name among it
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDamage:
+    """Blocks of a file, one after another, that are not what was saved."""
+
+    first: int
+    last: int
+    start: int
+    """Of their bytes in the file."""
+    end: int
+    tensors: tuple[str, ...]
+    """Whose data they hold."""
+
+    def __str__(self) -> str:
+        which = f"block {self.first}" if self.first == self.last else f"what is in blocks {self.first} to {self.last}"
+        names = ", ".join(map(repr, self.tensors[:5]))
+        more = f" and {len(self.tensors) - 5} more" if len(self.tensors) > 5 else ""
+        return f"{which}, bytes {self.start} to {self.end - 1}, is not what was saved; it holds {names}{more}"
 
 
 class ShardReader:
@@ -48,16 +69,21 @@ class ShardReader:
             undo.callback(self.close)
             _read_ahead(self._file)
             header, encoded = self._read_header(generation)
-            table = self._read(len(encoded) + header.data_bytes, header.num_blocks * 8)
-            if checksum_of(encoded, table) != summary.checksum:
+            table_start = len(encoded) + header.data_bytes
+            self._sums = SumTable(header.num_blocks, lambda at, num_bytes: self._read(table_start + at, num_bytes))
+            if checksum_of(encoded, self._sums.pieces()) != summary.checksum:
                 self._refuse("its header or its table of checksums is not what was saved")
             undo.pop_all()
         self.generation = generation
         self.entries: Mapping[str, Entry] = MappingProxyType(dict(header.entries))
         self._header = header
         self._data_start = len(encoded)
-        self._sums = sums_of_table(table)
         self._window_bytes = max(WINDOW_BYTES // header.block_bytes, 1) * header.block_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """What this takes of memory while it is open, or nearly."""
+        return self._window_bytes + self._sums.memory_bytes + _ENTRY_BYTES * len(self.entries)
 
     def read_into(self, requests: Iterable[Request]) -> None:
         """Put what ``requests`` want where they want it; each block that they touch is read once.
@@ -90,9 +116,16 @@ class ShardReader:
 
     def verify(self) -> None:
         """Read all of the file and check it."""
-        for start in range(0, self._header.data_bytes, self._window_bytes):
-            length = min(self._window_bytes, self._header.data_bytes - start)
-            self._fill(Span(start, [self._memory()[:length]]))
+        for damage in self.damage():
+            self._refuse(str(damage))
+
+    def damage(self, advance: Callable[[int], object] = lambda num_bytes: None) -> Iterator[BlockDamage]:
+        """Read all of the file; each run of blocks that is not what was saved. ``advance`` is told of bytes read.
+
+        What cannot be read at all ends it, with the error that says so.
+        """
+        for first, last in _runs(self._damaged_blocks(advance)):
+            yield self._told(first, last)
 
     def close(self) -> None:
         """Close the file; nothing can be read after that. Closing twice does nothing."""
@@ -154,7 +187,7 @@ class ShardReader:
         for view in span.views:
             for at in range(0, len(view), block_bytes):
                 if digest(view[at : at + block_bytes]) != sums[block]:
-                    self._refuse_block(block)
+                    self._refuse(str(self._told(block, block)))
                 block += 1
 
     def _read(self, start: int, num_bytes: int) -> bytes:
@@ -180,22 +213,48 @@ class ShardReader:
     def _refuse_name(self, name: str) -> NoReturn:
         self._refuse(f"it has no tensor {name!r}; the checkpoint's metadata says that it has")
 
-    def _refuse_block(self, block: int) -> NoReturn:
-        start = block * self._header.block_bytes
-        end = min(start + self._header.block_bytes, self._header.data_bytes)
-        names = [
-            repr(name)
+    def _told(self, first: int, last: int) -> BlockDamage:
+        """What there is to say of damaged blocks."""
+        start = first * self._header.block_bytes
+        end = min((last + 1) * self._header.block_bytes, self._header.data_bytes)
+        tensors = tuple(
+            name
             for name, entry in self.entries.items()
             if entry.offset < end and entry.offset + entry.num_bytes > start
-        ]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        self._refuse(
-            f"block {block}, bytes {self._data_start + start} to {self._data_start + end - 1}, "
-            f"is not what was saved; it holds {', '.join(names[:5])}{more}"
         )
+        return BlockDamage(first, last, self._data_start + start, self._data_start + end, tensors)
+
+    def _damaged_blocks(self, advance: Callable[[int], object]) -> Iterator[int]:
+        digest, sums, block_bytes = xxhash.xxh3_64_intdigest, self._sums, self._header.block_bytes
+        for start in range(0, self._header.data_bytes, self._window_bytes):
+            window = self._memory()[: self._header.data_bytes - start]
+            self._read_to(self._data_start + start, [window])
+            block = start // block_bytes
+            for at in range(0, len(window), block_bytes):
+                if digest(window[at : at + block_bytes]) != sums[block]:
+                    yield block
+                block += 1
+            advance(len(window))
 
     def _refuse(self, what: str) -> NoReturn:
         raise CheckpointDamaged(f"{self.path} is damaged: {what}")
+
+
+def _runs(numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
+    """The first and the last of each run of rising numbers; what ``numbers`` raises comes after the last of them."""
+    run: tuple[int, int] | None = None
+    try:
+        for number in numbers:
+            if run is not None and number != run[1] + 1:
+                yield run
+                run = None
+            run = (number if run is None else run[0], number)
+    except (OSError, CheckpointDamaged):
+        if run is not None:
+            yield run
+        raise
+    if run is not None:
+        yield run
 
 
 def _read_ahead(file: int) -> None:

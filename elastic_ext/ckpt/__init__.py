@@ -1,0 +1,1 @@
+"""`elastic-ext ckpt`: looking at checkpoints and looking after them, without torch."""
