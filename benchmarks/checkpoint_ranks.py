@@ -41,7 +41,9 @@ __all__ = [
     "checkpointing_rank",
     "draw_values",
     "full_digest",
+    "give_memory_back",
     "make_training",
+    "number_in",
     "parts_of",
     "tensors_of",
 ]
@@ -148,6 +150,13 @@ class _Model(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
 
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        out: torch.Tensor = self.norm(hidden)
+        return out
+
 
 def make_training(task: Task, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
     """The model, sharded over ``mesh`` block by block, and its optimizer as after some steps; all hold -1."""
@@ -253,26 +262,26 @@ def _bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def _measured(act: Callable[[], _Result]) -> tuple[_Result, Measures]:
     """What ``act`` gives and what it took, in a process that keeps no memory for it, as one that has just begun."""
-    _give_memory_back()
+    give_memory_back()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
-    read_before = _number_in("/proc/self/io", "rchar")
+    read_before = number_in("/proc/self/io", "rchar")
     wall_began, cpu_began = time.perf_counter(), time.process_time()
     result = act()
     wall, cpu = time.perf_counter() - wall_began, time.process_time() - cpu_began
-    read = _number_in("/proc/self/io", "rchar") - read_before
-    peak_kib = _number_in("/proc/self/status", "VmHWM")
-    _give_memory_back()
-    peak = (peak_kib - _number_in("/proc/self/status", "VmRSS")) * 1024
+    read = number_in("/proc/self/io", "rchar") - read_before
+    peak_kib = number_in("/proc/self/status", "VmHWM")
+    give_memory_back()
+    peak = (peak_kib - number_in("/proc/self/status", "VmRSS")) * 1024
     return result, Measures(wall_seconds=wall, cpu_seconds=cpu, read_bytes=read, peak_bytes=max(peak, 0))
 
 
-def _give_memory_back() -> None:
+def give_memory_back() -> None:
     """To the system: what is free, but kept for later, would hide what is needed beside the state."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _number_in(file: str, name: str) -> int:
+def number_in(file: str, name: str) -> int:
     lines = Path(file).read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

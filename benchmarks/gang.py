@@ -30,14 +30,20 @@ class Gang(Generic[Setup, Question, Answer]):
     """One process for each setup, in each of which ``member(setup)`` gives the function that answers.
 
     ``member`` is a context manager at the top of a module: processes are spawned, and import it by its name. It is
-    left when the gang is closed, or when the process that made the gang is gone.
+    left when the gang is closed, or when the process that made the gang is gone. Members that ``make_processes`` of
+    their own may do so.
     """
 
     def __init__(
-        self, member: Callable[[Setup], AbstractContextManager[Callable[[Question], Answer]]], setups: Sequence[Setup]
+        self,
+        member: Callable[[Setup], AbstractContextManager[Callable[[Question], Answer]]],
+        setups: Sequence[Setup],
+        *,
+        make_processes: bool = False,
     ) -> None:
         self._member = member
         self._setups = setups
+        self._is_daemon = not make_processes  # whose children python forbids
         self._processes: list[Any] = []
         self._connections: list[Connection[Any, Any]] = []
 
@@ -46,7 +52,7 @@ class Gang(Generic[Setup, Question, Answer]):
         try:
             for setup in self._setups:
                 mine, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, self._member, setup), daemon=True)
+                process = context.Process(target=_serve, args=(theirs, self._member, setup), daemon=self._is_daemon)
                 self._connections.append(mine)
                 process.start()
                 self._processes.append(process)

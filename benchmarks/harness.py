@@ -42,6 +42,7 @@ __all__ = [
     "check_same_work",
     "compare",
     "compare_measures",
+    "comparison_of",
     "decide",
     "paired_ratios",
     "record",
@@ -339,13 +340,17 @@ def _compare(
     num_warmup_rounds: int,
 ) -> list[Comparison]:
     readings = run_rounds(sides, read, num_rounds=num_rounds, num_warmup_rounds=num_warmup_rounds)
-    comparisons = []
-    for title in titles:
-        again, *values = [[one[title] for one in mine] for mine in readings]
-        aa_interval = bootstrap_interval(paired_ratios(again, values[0]))
-        rows = tuple(_row(side, mine, values[0], aa_interval) for side, mine in zip(sides, values, strict=True))
-        comparisons.append(Comparison(title=title, unit=unit, num_rounds=num_rounds, rows=rows))
-    return comparisons
+    return [comparison_of(title, sides, readings, unit=unit) for title in titles]
+
+
+def comparison_of(
+    title: str, sides: Sequence[Side], readings: Sequence[Sequence[Mapping[str, float]]], *, unit: Unit = "seconds"
+) -> Comparison:
+    """What ``run_rounds`` read of these sides under one title."""
+    again, *values = [[one[title] for one in mine] for mine in readings]
+    aa_interval = bootstrap_interval(paired_ratios(again, values[0]))
+    rows = tuple(_row(side, mine, values[0], aa_interval) for side, mine in zip(sides, values, strict=True))
+    return Comparison(title=title, unit=unit, num_rounds=len(again), rows=rows)
 
 
 def _row(side: Side, values: Sequence[float], baseline: Sequence[float], aa_interval: tuple[float, float]) -> Row:
