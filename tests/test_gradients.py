@@ -1809,7 +1809,10 @@ def test_a_loop_may_call_one_here_and_the_other_there(
 
     found, refused = by_turns(training, tmp_path, work)
     assert refused == []
-    assert farthest(found, of_equal_batches(other, lambda *batch: other.work(*batch, plain))) <= MOST_APART
+    assert (
+        farthest(found, of_equal_batches(other, lambda inputs, targets: other.work(inputs, targets, plain)))
+        <= MOST_APART
+    )
 
 
 def penalty(training: Training) -> Tensor:
@@ -1854,8 +1857,8 @@ class Adding(Training):
 
     def make_model(self) -> nn.Module:
         model = Net()
-        model.offset = nn.Parameter(torch.ones(5))  # type: ignore[assignment]
-        model.register_forward_hook(lambda module, arguments, output: output + module.offset)  # type: ignore[operator]
+        model.offset = nn.Parameter(torch.ones(5))
+        model.register_forward_hook(lambda module, arguments, output: output + module.offset)
         return model
 
 
