@@ -24,7 +24,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShar
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LinearLR
@@ -479,7 +479,11 @@ def test_changes_and_rollbacks_are_those_of_a_trainer_without_accelerate(
 def ranks_with(
     rank: int, folder: Path, work: Callable[..., None], is_sharded: bool, precision: Precision, is_accelerated: bool
 ) -> list[Any]:
-    """The same on two ranks, in DDP or sharded, by accelerate or by hand."""
+    """The same on two ranks, in DDP or sharded, by accelerate or by hand.
+
+    Sharded, the policy of fully_shard is what makes numbers of lower precision, outputs included.
+    """
+    has_autocast = not is_accelerated and not is_sharded
     with accelerate_forgotten(rank, 2):
         model: Any = make_model(dtype_of(precision))
         optimizer: Any = None
@@ -493,10 +497,14 @@ def ranks_with(
                 for state in (PartialState(), accelerator.state):
                     state.distributed_type = DistributedType.FSDP
                 accelerator.state.fsdp_plugin = plugin
+                if precision == "bf16":
+                    plugin.set_mixed_precision(precision)
             model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
             options["accelerator"] = accelerator
         else:
-            model = fully_shard(model) if is_sharded else shared(model, 2)
+            kept = torch.bfloat16 if precision == "bf16" else None
+            policy = MixedPrecisionPolicy(param_dtype=kept, reduce_dtype=kept, output_dtype=kept)
+            model = fully_shard(model, mp_policy=policy) if is_sharded else shared(model, 2)
             optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
         source = Slices(make_data(NUM_SAMPLES, dtype_of(precision)), MICRO_BATCH)
         trainer = trainer_of(folder, model, source, rank=rank, global_batch_size=4 * MICRO_BATCH, **options)
@@ -505,7 +513,7 @@ def ranks_with(
         with trainer:
             for index, batch in enumerate(source):
                 with contextlib.suppress(torch.OutOfMemoryError), trainer.step():
-                    loss = loss_of(model, batch) if is_accelerated else loss_in(precision, model, batch)
+                    loss = loss_in(precision, model, batch) if has_autocast else loss_of(model, batch)
                     accelerator.backward(loss) if is_accelerated else loss.backward()  # type: ignore[no-untyped-call]
                     losses.append(loss.item())
                     work(trainer, index)
@@ -519,8 +527,8 @@ def ranks_with(
 @pytest.mark.parametrize("work", [change_twice, fail_twice])
 @pytest.mark.parametrize(
     ("is_sharded", "precision"),
-    [(False, "no"), (True, "no"), (False, "bf16")],
-    ids=["DDP", "FSDP2", "DDP in bfloat16"],
+    [(False, "no"), (True, "no"), (False, "bf16"), (True, "bf16")],
+    ids=["DDP", "FSDP2", "DDP in bfloat16", "FSDP2 in bfloat16"],
 )
 def test_changes_and_rollbacks_on_two_ranks_are_those_without_accelerate(
     ranks: RankPool, tmp_path: Path, work: Callable[..., None], is_sharded: bool, precision: Precision

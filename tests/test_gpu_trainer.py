@@ -296,9 +296,8 @@ def test_accelerates_fsdp2_plugin_in_bfloat16_trains_as_by_hand(
     for step in range(NUM_STEPS):
         for index, (inputs, targets) in enumerate(batch_of(step, 4)):
             by_hand_model.set_requires_gradient_sync(index == 3)
-            with autocast_to(torch.bfloat16):
-                logits = by_hand_model(inputs)
-            (nn.functional.cross_entropy(logits.float(), targets) / 4).backward()  # type: ignore[no-untyped-call]
+            loss = loss_of(by_hand_model, inputs, targets, is_infinite=False)
+            (loss / 4).backward()  # type: ignore[no-untyped-call]
         plain.step()
         plain.zero_grad()
     with accelerate_forgotten():
