@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from elastic_ext import RanksDisagreeError, StepError, TornStepError
 from elastic_ext.clipping import clip_norm
 from tests.faults import Fault, Faults, PlantedFault
+from tests.loops import put
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, fresh, values_of
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
@@ -210,6 +211,50 @@ def test_rate_global_batch_and_micro_batch_change_between_steps(ranks: RankPool,
     expected = plainly(samples, first.rates, 0.5 if way == DIVIDED else 1.0)
     for each in found:
         torch.testing.assert_close(each.values, expected, rtol=1e-12, atol=1e-14)
+
+
+def resharding_rank(
+    rank: int, folder: Path, start: dict[str, object], wanted: dict[str, object]
+) -> tuple[str, str, float]:
+    """What became of a config that asks for a sharding and for another rate; and the rate then."""
+    (folder / str(rank)).mkdir()
+    put(folder, rank, {"version": 1, "parallelism": start})
+    model = fresh(WAYS["FSDP1"])
+    source = Slices(make_data(NUM_SAMPLES, torch.float32), MICRO_BATCH)
+    with trainer_of(folder, model, source, rank=rank, global_batch_size=16) as trainer:
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        proposal = trainer.propose({**wanted, "optimizer.learning_rate": 0.05}, "a test")
+        for inputs, targets in source:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [trainer.config.get(f"parallelism.{name}") for name in start] == list(start.values())
+    return proposal.outcome, str(proposal.refusal), optimizer.effective_rates[0]
+
+
+SHARDED_FULLY = {"strategy": "full_shard"}
+
+
+@pytest.mark.parametrize(
+    ("start", "wanted", "refused"),
+    [
+        ({}, {"parallelism.strategy": "shard_grad_op"}, "strategy"),
+        ({}, {"parallelism.unit": 2, "parallelism.shard_degree": 2}, "shard_degree, parallelism.unit"),
+        (SHARDED_FULLY, {"parallelism.strategy": "hybrid_shard"}, "strategy"),
+        (SHARDED_FULLY, {"parallelism.strategy": "full_shard"}, ""),
+        (SHARDED_FULLY, {}, ""),
+    ],
+)
+def test_a_model_in_fsdp1_is_not_sharded_otherwise_while_it_is_trained(
+    ranks: RankPool, tmp_path: Path, start: dict[str, object], wanted: dict[str, object], refused: str
+) -> None:
+    for outcome, reason, rate in ranks.run(2, resharding_rank, tmp_path, start, wanted):
+        if refused:
+            assert f"parallelism.{refused} cannot be changed: FSDP1 shards a model when it is wrapped" in reason
+            assert (outcome, rate) == ("refused", 0.1)
+        else:
+            assert (outcome, rate) == ("in force", 0.05)
 
 
 # --- steps that are taken back --------------------------------------------------------------------------------------
