@@ -497,7 +497,7 @@ def ranks_with(
                 for state in (PartialState(), accelerator.state):
                     state.distributed_type = DistributedType.FSDP
                 accelerator.state.fsdp_plugin = plugin
-                if precision == "bf16":
+                if plugin is not None and precision == "bf16":
                     plugin.set_mixed_precision(precision)
             model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
             options["accelerator"] = accelerator

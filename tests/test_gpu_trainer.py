@@ -305,7 +305,7 @@ def test_accelerates_fsdp2_plugin_in_bfloat16_trains_as_by_hand(
         accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
         bare = model_on_gpu()
         model, prepared = accelerator.prepare(bare, SGD(bare.parameters(), lr=0.1))
-        assert accelerator.is_fsdp2 and isinstance(model, FSDPModule)
+        assert accelerator.is_fsdp2 and all(isinstance(part, DTensor) for part in model.parameters())
         arguments = {"micro_batch_size": BATCH // 4, "global_batch_size": BATCH, "accelerator": accelerator}
         with trainer_of(tmp_path, model, **arguments) as trainer:
             optimizer = trainer.prepare(prepared)
