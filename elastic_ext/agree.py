@@ -98,6 +98,8 @@ class Agreement:
         self.step = 0
         """How many steps lie behind; set it before ``start`` where a run is resumed."""
         self._num_boundaries = self._num_backwards = 0
+        self.count_schedules: Callable[[], int] = lambda: 0
+        """How often schedules have stepped on this rank, to compare."""
         self._quiet_until: float = 0  # at the boundaries before there is nothing to do or to tell
         self._is_pacing = every == "auto" and ranks.world_size > 1
         self._pulsed_boundary = 0
@@ -350,6 +352,7 @@ class Agreement:
             boundary=self._num_boundaries,
             step=self.step,
             backwards=self._num_backwards,
+            schedules=self.count_schedules(),
             in_force=self.config.digest,
             held_version=self.config.version,
             wanted_interval=self.every,

@@ -59,7 +59,10 @@ class Applied:
 
 
 class Appliers:
-    """One rank's appliers; ``check`` and ``apply`` are called by all ranks together."""
+    """One rank's appliers; ``check`` and ``apply`` are called by all ranks together.
+
+    One with ``only_checks`` may refuse a change of its section, and gives none effect.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -74,7 +77,7 @@ class Appliers:
     @property
     def sections(self) -> frozenset[str]:
         """The sections that something here applies."""
-        return frozenset(applier.section for applier in self._appliers)
+        return frozenset(each.section for each in self._appliers if not getattr(each, "only_checks", False))
 
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
         """Every rank's reasons against ``new``, by rank; an applier that raises is an error on all ranks."""

@@ -56,6 +56,7 @@ _SAME = {
     "boundary": "boundaries",
     "step": "steps",
     "backwards": "backward passes",
+    "schedules": "steps of schedules",
     "exchanges": "collectives of the model",
     "in_force": "the config in force",
 }
@@ -71,6 +72,8 @@ class ControlWord:
     step: int
     backwards: int
     """How many backward passes the caller has counted."""
+    schedules: int = 0
+    """How often the caller's schedules have stepped."""
     exchanges: int = 0
     """How many collectives the caller has begun, where that is compared."""
     in_force: str
@@ -95,7 +98,8 @@ class ControlWord:
     def progress(self) -> str:
         """How far this rank has come, in words."""
         passes = f", {self.backwards} backward passes" if self.backwards else ""
-        return f"{self.step} steps, {self.boundary} boundaries{passes}"
+        schedules = f", {self.schedules} steps of schedules" if self.schedules else ""
+        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}"
 
     @property
     def has_news(self) -> bool:

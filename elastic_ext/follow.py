@@ -226,6 +226,10 @@ class ConfigFollower:
             self._write_metrics()
         return passed
 
+    def compare_schedules(self, count: Callable[[], int]) -> None:
+        """Have ranks raise where ``count()``, how often schedules have stepped, is not the same on all."""
+        self._agreement.count_schedules = count
+
     def pass_quietly(self, step: int, backwards: int) -> bool:
         """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is."""
         now = time.perf_counter()

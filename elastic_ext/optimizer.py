@@ -325,10 +325,12 @@ class ElasticLRScheduler:
                     "`with trainer.step():`, or after a boundary"
                 )
             self.inner.step(*arguments, **options)
+            state.num_scheduled += 1
         elif self._stepped_in != state.number:
             if self._optimizer.has_stepped:
                 self._stepped_in = state.number
                 self.inner.step(*arguments, **options)
+                state.num_scheduled += 1
             elif state.is_last:
                 self._early_in = state.number
 

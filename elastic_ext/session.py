@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,10 @@ class Session:
             if loaded_config is not None:
                 follower.load_state_dict(self._with_own_values(loaded_config))
             follower.start()
+            if (
+                self._gradients.sharing.why_not_reshard is not None
+            ):  # from here on: what is found at the start may say it
+                follower.add(_FixedSharding(self._gradients.sharing.why_not_reshard, lambda: follower.config))
             self._take_up(follower.config)
             self._materialise()
             if self.checkpoints is not None:
@@ -274,6 +278,26 @@ class Session:
         except (RuntimeError, AssertionError) as error:  # out of memory; or what torch asserts of a device
             problem = error
         self.follower.ranks.all_or_raise(problem, "making the optimizer's state")
+
+
+class _FixedSharding:
+    """The applier of the section ``parallelism`` for a model whose sharding cannot be changed: it refuses that."""
+
+    section = "parallelism"
+    only_checks = True
+    _PATHS = ("parallelism.strategy", "parallelism.shard_degree", "parallelism.unit")
+
+    def __init__(self, reason: str, in_force: Callable[[], ElasticConfig]) -> None:
+        self._reason = reason
+        self._in_force = in_force
+
+    def check(self, new: ElasticConfig) -> str | None:
+        now = self._in_force()
+        changed = [path for path in self._PATHS if new.get(path) is not None and new.get(path) != now.get(path)]
+        return f"{', '.join(changed)} cannot be changed: {self._reason}" if changed else None
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        """Of other keys of the section others may make something."""
 
 
 class _Speed:

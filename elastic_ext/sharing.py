@@ -45,6 +45,8 @@ class Sharing:
     """``forget`` leaves nothing of a forward pass whose backward pass was not made."""
     shows_gathered = True
     """What passes gather without sharing it lies in the parameters' ``grad``."""
+    why_not_reshard: str | None = None
+    """Why the model cannot be sharded otherwise while it is trained."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parts: Sequence[nn.Module] = [model]
@@ -261,6 +263,7 @@ class _FlatSharded(Sharing):
     name = "FSDP1"
     writes_gradients = True
     shows_gathered = False
+    why_not_reshard = "FSDP1 shards a model when it is wrapped, and not again; start the job anew for it"
 
     def __init__(self, model: nn.Module, roots: Sequence[FullyShardedDataParallel]) -> None:
         super().__init__(model)

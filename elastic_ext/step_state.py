@@ -41,6 +41,8 @@ class StepState:
     """Optimizers that have begun to change parameters in this step."""
     num_stepped: int = 0
     """Those of them that have ended."""
+    num_scheduled: int = 0
+    """How often schedules have stepped, since training began in this process."""
 
     @property
     def is_torn(self) -> bool:

@@ -185,6 +185,8 @@ class ElasticTrainer:
         assert parts is not None
         assert settings is not None
         self._gradients.optimizers = list(parts.optimizers)
+        state = self._state
+        follower.compare_schedules(lambda: state.num_scheduled)
         session = Session(
             follower,
             self._counts,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShar
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 import elastic_ext
 from elastic_ext import ElasticScaler, ElasticTrainer, StepError
@@ -42,6 +42,7 @@ NUM_SAMPLES = 96
 MICRO_BATCH = 4
 NUM_MICRO_STEPS = 4
 Loop = Callable[[Any, Any, Any], contextlib.AbstractContextManager[None]]
+Precision = Literal["no", "bf16"]  # in accelerate's words
 
 
 @contextlib.contextmanager
@@ -66,19 +67,33 @@ def fresh_accelerate() -> Iterator[None]:
         yield
 
 
-def samples() -> Dataset[Any]:
-    return TensorDataset(*make_data(NUM_SAMPLES))
+def dtype_of(precision: Precision) -> torch.dtype:
+    """What parameters and inputs are in: autocast leaves fp64 as it is."""
+    return torch.float32 if precision == "bf16" else torch.float64
 
 
-def make_parts() -> tuple[nn.Module, AdamW, LinearLR, DataLoader[Any]]:
+def samples(precision: Precision = "no") -> Dataset[Any]:
+    return TensorDataset(*make_data(NUM_SAMPLES, dtype_of(precision)))
+
+
+def make_parts(precision: Precision = "no") -> tuple[nn.Module, AdamW, LinearLR, DataLoader[Any]]:
     """What a script hands to ``prepare``, the same every time."""
-    model = make_model()
+    model = make_model(dtype_of(precision))
     optimizer = AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-    return model, optimizer, LinearLR(optimizer, 1.0, 0.1, 8), DataLoader(samples(), batch_size=MICRO_BATCH)
+    return model, optimizer, LinearLR(optimizer, 1.0, 0.1, 8), DataLoader(samples(precision), batch_size=MICRO_BATCH)
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def loss_in(precision: Precision, model: nn.Module, batch: Any) -> torch.Tensor:
+    """What accelerate makes of it in that precision, by hand."""
+    if precision == "no":
+        return loss_of(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(batch[0])
+    return nn.functional.cross_entropy(logits.float(), batch[1])
 
 
 def train(
@@ -118,20 +133,19 @@ def step_inside(trainer: Any, accelerator: Any, model: nn.Module) -> Iterator[No
         yield
 
 
-def trained_by_hand(rank: int = 0, world_size: int = 1, num_micro_steps: int = NUM_MICRO_STEPS) -> list[Any]:
+def trained_by_hand(
+    rank: int = 0, world_size: int = 1, num_micro_steps: int = NUM_MICRO_STEPS, precision: Precision = "no"
+) -> list[Any]:
     """What ``train`` gives, by plain torch: each loss divided, gradients shared and all stepped in the last."""
-    bare, optimizer, scheduler, _ = make_parts()
-    sampler: DistributedSampler[Any] = DistributedSampler(samples(), world_size, rank, shuffle=False)
-    loader = DataLoader(samples(), batch_size=MICRO_BATCH, sampler=sampler)
-    # accelerate hands whole batches to the ranks in turn, torch's sampler every other sample
-    batches = list(DataLoader(samples(), batch_size=MICRO_BATCH))[rank::world_size] if world_size > 1 else list(loader)
+    bare, optimizer, scheduler, loader = make_parts(precision)
+    batches = list(loader)[rank::world_size]  # accelerate hands whole batches to the ranks in turn
     model = shared(bare, world_size)
     seen: list[Any] = []
     for _ in range(2):
         for index, batch in enumerate(batches, start=1):
             is_last = index % num_micro_steps == 0
             with contextlib.nullcontext() if is_last or world_size == 1 else model.no_sync():  # type: ignore[operator]
-                loss = loss_of(model, batch)
+                loss = loss_in(precision, model, batch)
                 (loss / num_micro_steps).backward()  # type: ignore[no-untyped-call]
             if is_last:
                 seen.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -143,11 +157,17 @@ def trained_by_hand(rank: int = 0, world_size: int = 1, num_micro_steps: int = N
 
 
 def trained_by_accelerate(
-    rank: int, world_size: int, folder: Path, loop: Loop, own_steps: int = 1, num_micro_steps: int = NUM_MICRO_STEPS
+    rank: int,
+    world_size: int,
+    folder: Path,
+    loop: Loop,
+    own_steps: int = 1,
+    num_micro_steps: int = NUM_MICRO_STEPS,
+    precision: Precision = "no",
 ) -> list[Any]:
     with accelerate_forgotten(rank, world_size):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=own_steps)
-        bare, *rest = make_parts()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=own_steps, mixed_precision=precision)
+        bare, *rest = make_parts(precision)
         model, optimizer, scheduler, loader = accelerator.prepare(bare, *rest)
         global_batch = MICRO_BATCH * num_micro_steps * world_size
         trainer = trainer_of(folder, model, loader, rank=rank, global_batch_size=global_batch, accelerator=accelerator)
@@ -179,6 +199,15 @@ def test_two_ranks_train_as_ddp_by_hand_does_bit_for_bit(
 ) -> None:
     ours = ranks.run(2, trained_by_accelerate, 2, tmp_path, loop, own_steps)
     assert ours == ranks.run(2, trained_by_hand, 2)
+
+
+@pytest.mark.parametrize(("loop", "own_steps"), [(step_alone, 1), (step_outside, 4)])
+def test_two_ranks_in_bfloat16_train_as_ddp_under_autocast_by_hand_does_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, loop: Loop, own_steps: int
+) -> None:
+    ours = ranks.run(2, trained_by_accelerate, 2, tmp_path, loop, own_steps, NUM_MICRO_STEPS, "bf16")
+    assert ours == ranks.run(2, trained_by_hand, 2, NUM_MICRO_STEPS, "bf16")
+    assert ours != ranks.run(2, trained_by_hand, 2)
 
 
 def test_bfloat16_under_accelerate_trains_as_autocast_does(tmp_path: Path) -> None:
@@ -447,32 +476,44 @@ def test_changes_and_rollbacks_are_those_of_a_trainer_without_accelerate(
     assert told[0] == told[1]
 
 
-def ranks_with(rank: int, folder: Path, work: Callable[..., None], is_sharded: bool, is_accelerated: bool) -> list[Any]:
-    """The same on two ranks, in DDP or sharded, by accelerate or by hand."""
+def ranks_with(
+    rank: int, folder: Path, work: Callable[..., None], is_sharded: bool, precision: Precision, is_accelerated: bool
+) -> list[Any]:
+    """The same on two ranks, in DDP or sharded, by accelerate or by hand.
+
+    Sharded, the policy of fully_shard is what makes numbers of lower precision, outputs included.
+    """
+    has_autocast = not is_accelerated and not is_sharded
     with accelerate_forgotten(rank, 2):
-        model: Any = make_model()
+        model: Any = make_model(dtype_of(precision))
         optimizer: Any = None
         options: dict[str, Any] = {}
         if is_accelerated:
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap") if is_sharded else None
-            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=4)
+            accelerator = Accelerator(
+                cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=4, mixed_precision=precision
+            )
             if is_sharded:
                 for state in (PartialState(), accelerator.state):
                     state.distributed_type = DistributedType.FSDP
                 accelerator.state.fsdp_plugin = plugin
+                if plugin is not None and precision == "bf16":
+                    plugin.set_mixed_precision(precision)
             model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
             options["accelerator"] = accelerator
         else:
-            model = fully_shard(model) if is_sharded else shared(model, 2)
+            kept = torch.bfloat16 if precision == "bf16" else None
+            policy = MixedPrecisionPolicy(param_dtype=kept, reduce_dtype=kept, output_dtype=kept)
+            model = fully_shard(model, mp_policy=policy) if is_sharded else shared(model, 2)
             optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-        source = Slices(make_data(NUM_SAMPLES), MICRO_BATCH)
+        source = Slices(make_data(NUM_SAMPLES, dtype_of(precision)), MICRO_BATCH)
         trainer = trainer_of(folder, model, source, rank=rank, global_batch_size=4 * MICRO_BATCH, **options)
         optimizer = trainer.prepare(optimizer)
         losses: list[float] = []
         with trainer:
             for index, batch in enumerate(source):
                 with contextlib.suppress(torch.OutOfMemoryError), trainer.step():
-                    loss = loss_of(model, batch)
+                    loss = loss_in(precision, model, batch) if has_autocast else loss_of(model, batch)
                     accelerator.backward(loss) if is_accelerated else loss.backward()  # type: ignore[no-untyped-call]
                     losses.append(loss.item())
                     work(trainer, index)
@@ -484,15 +525,19 @@ def ranks_with(rank: int, folder: Path, work: Callable[..., None], is_sharded: b
 
 
 @pytest.mark.parametrize("work", [change_twice, fail_twice])
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize(
+    ("is_sharded", "precision"),
+    [(False, "no"), (True, "no"), (False, "bf16"), (True, "bf16")],
+    ids=["DDP", "FSDP2", "DDP in bfloat16", "FSDP2 in bfloat16"],
+)
 def test_changes_and_rollbacks_on_two_ranks_are_those_without_accelerate(
-    ranks: RankPool, tmp_path: Path, work: Callable[..., None], is_sharded: bool
+    ranks: RankPool, tmp_path: Path, work: Callable[..., None], is_sharded: bool, precision: Precision
 ) -> None:
     found = []
     for is_accelerated in (True, False):
         folder = tmp_path / str(is_accelerated)
         folder.mkdir()
-        found.append(ranks.run(2, ranks_with, folder, work, is_sharded, is_accelerated))
+        found.append(ranks.run(2, ranks_with, folder, work, is_sharded, precision, is_accelerated))
     assert found[0] == found[1]
 
 

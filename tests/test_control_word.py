@@ -19,6 +19,7 @@ words = st.builds(
     boundary=counts,
     step=counts,
     backwards=counts,
+    schedules=counts,
     in_force=st.text("0123456789abcdef", min_size=8, max_size=8),
     held_version=counts,
     fresh=st.booleans(),
@@ -35,6 +36,7 @@ SAME = {
     "boundary": "boundaries",
     "step": "steps",
     "backwards": "backward passes",
+    "schedules": "steps of schedules",
     "in_force": "the config in force",
 }
 FLAGS = ("fresh", "proposing", "asking", "stop", "save")
@@ -43,6 +45,7 @@ PLAIN = ControlWord(
     boundary=3,
     step=40,
     backwards=160,
+    schedules=39,
     in_force="12345abc",
     held_version=7,
     wanted_interval=10,

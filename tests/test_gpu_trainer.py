@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
+from tests.test_accelerate import accelerate_forgotten
 from tests.training import bits_of, make_data, make_model, trainer_of
 
 pytestmark = pytest.mark.gpu
@@ -172,6 +175,46 @@ def test_a_capturable_optimizer_takes_up_a_rate_while_it_trains(
     assert bits_of(model, states) == bits_of(plain_model, expected)
 
 
+# --- what accelerate has prepared ------------------------------------------------------------------------------------
+
+
+def by_accelerate(
+    folder: Path, make: Callable[[Parameters], Optimizer], micro_steps: int, dtype: torch.dtype
+) -> Trained:
+    """As ``by_trainer``, with autocast and scaler of accelerate's."""
+    precision = "fp16" if dtype is torch.float16 else "bf16"
+    scaling = GradScalerKwargs(init_scale=1024.0, growth_interval=3)
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[scaling])
+    bare, scaler = model_on_gpu(), accelerator.scaler
+    model, prepared = accelerator.prepare(bare, make(list(bare.parameters())))
+    arguments = {"micro_batch_size": BATCH // micro_steps, "global_batch_size": BATCH, "accelerator": accelerator}
+    with trainer_of(folder, model, **arguments) as trainer:
+        optimizer = trainer.prepare(prepared)
+        for step in range(NUM_STEPS):
+            for inputs, targets in batch_of(step, micro_steps):
+                with trainer.step():
+                    is_infinite = scaler is not None and step == INFINITE_STEP
+                    accelerator.backward(loss_of(model, inputs, targets, is_infinite=is_infinite))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert trainer.global_step == NUM_STEPS - (scaler is not None)
+    return bare, optimizer.inner, make_scaler(dtype) if scaler is None else scaler
+
+
+@pytest.mark.parametrize(("dtype", "micro_steps"), [(torch.bfloat16, 1), (torch.bfloat16, 4), (torch.float16, 1)])
+def test_mixed_precision_under_accelerate_is_the_training_by_hand(
+    tmp_path: Path, dtype: torch.dtype, micro_steps: int
+) -> None:
+    def make(parts: Parameters) -> Optimizer:
+        return AdamW(parts, lr=0.02)
+
+    with accelerate_forgotten():
+        ours = by_accelerate(tmp_path, make, micro_steps, dtype)
+    assert states_of(ours) == states_of(by_hand(make, micro_steps, dtype))
+
+
 # --- sharded, with NCCL ---------------------------------------------------------------------------------------------
 
 
@@ -238,3 +281,46 @@ def test_wrapped_models_are_trained_as_by_hand(nccl: None, tmp_path: Path, wrap:
 def held(part: torch.Tensor) -> torch.Tensor:
     """What of it lies here, which is all: without asking NCCL, that knows no tensors on the CPU."""
     return part.to_local() if isinstance(part, DTensor) else part
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_accelerates_fsdp2_plugin_in_bfloat16_trains_as_by_hand(
+    nccl: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Trained by SGD, whose steps are as long as gradients are."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):  # as a launcher sets them
+        monkeypatch.setenv(name, value)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    by_hand_model: Any = fully_shard(model_on_gpu(), mp_policy=policy)
+    plain = SGD(by_hand_model.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        for index, (inputs, targets) in enumerate(batch_of(step, 4)):
+            by_hand_model.set_requires_gradient_sync(index == 3)
+            loss = loss_of(by_hand_model, inputs, targets, is_infinite=False)
+            (loss / 4).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+        plain.zero_grad()
+    with accelerate_forgotten():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+        bare = model_on_gpu()
+        model, prepared = accelerator.prepare(bare, SGD(bare.parameters(), lr=0.1))
+        assert accelerator.is_fsdp2 and all(isinstance(part, DTensor) for part in model.parameters())
+        arguments = {"micro_batch_size": BATCH // 4, "global_batch_size": BATCH, "accelerator": accelerator}
+        with trainer_of(tmp_path, model, **arguments) as trainer:
+            optimizer = trainer.prepare(prepared)
+            for step in range(NUM_STEPS):
+                if fails and step == 2:
+                    inputs, targets = next(batch_of(step, 4))
+                    with trainer.step():
+                        accelerator.backward(loss_of(model, inputs, targets, is_infinite=False))
+                    with trainer.step():
+                        trainer.rollback()
+                for inputs, targets in batch_of(step, 4):
+                    with trainer.step():
+                        accelerator.backward(loss_of(model, inputs, targets, is_infinite=False))
+                        optimizer.step()
+                        optimizer.zero_grad()
+            assert trainer.global_step == NUM_STEPS
+    for ours, theirs in zip(model.parameters(), by_hand_model.parameters(), strict=True):
+        torch.testing.assert_close(held(ours), held(theirs), rtol=1e-5, atol=1e-6)

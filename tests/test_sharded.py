@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -23,12 +24,27 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from elastic_ext import RanksDisagreeError, StepError, TornStepError
 from elastic_ext.clipping import clip_norm
 from tests.faults import Fault, Faults, PlantedFault
+from tests.loops import put
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, fresh, values_of
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 
 NUM_STEPS = 5
 MICRO_BATCH = 4
+
+
+def divided(model: Any) -> Any:
+    """Sharded by fully_shard; twice as much is divided by as there are ranks."""
+    model = WAYS["fully_shard"].wrap(model)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(2.0 * dist.get_world_size())
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+DIVIDED = "fully_shard, with a divide factor"
+ALL_WAYS = {**WAYS, DIVIDED: replace(WAYS["fully_shard"], wrap=divided)}
 
 
 def optimizer_of(name: str, model: nn.Module) -> Optimizer:
@@ -141,7 +157,7 @@ class Changed:
 
 
 def changing_rank(rank: int, folder: Path, way: str) -> Changed:
-    chosen = WAYS[way]
+    chosen = ALL_WAYS[way]
     model = fresh(chosen, torch.float64)
     source = Slices(make_data(NUM_SAMPLES), MICRO_BATCH)
     trainer = trainer_of(folder, model, source, rank=rank, global_batch_size=16)
@@ -164,8 +180,8 @@ def changing_rank(rank: int, folder: Path, way: str) -> Changed:
     return Changed(replica=chosen.degree()[1], sizes=source.sizes, rates=rates, values=values_of(model))
 
 
-def plainly(samples: list[int], rates: list[float]) -> list[torch.Tensor]:
-    """What one plain process makes of the same steps, each taken whole."""
+def plainly(samples: list[int], rates: list[float], share: float) -> list[torch.Tensor]:
+    """What one plain process makes of that share of the gradients of the same steps, each taken whole."""
     model = make_model(torch.float64)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     inputs, targets = make_data(NUM_SAMPLES)
@@ -173,7 +189,8 @@ def plainly(samples: list[int], rates: list[float]) -> list[torch.Tensor]:
     for size, rate in zip(samples, rates, strict=True):
         optimizer.param_groups[0]["lr"] = rate
         part = slice(start, start + size)
-        nn.functional.cross_entropy(model(inputs[part]), targets[part]).backward()  # type: ignore[no-untyped-call]
+        loss = nn.functional.cross_entropy(model(inputs[part]), targets[part])
+        (loss * share).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         start += size
@@ -181,9 +198,9 @@ def plainly(samples: list[int], rates: list[float]) -> list[torch.Tensor]:
     return values_of(model)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 def test_rate_global_batch_and_micro_batch_change_between_steps(ranks: RankPool, tmp_path: Path, way: str) -> None:
-    found = ranks.run(WAYS[way].num_ranks, changing_rank, tmp_path, way)
+    found = ranks.run(ALL_WAYS[way].num_ranks, changing_rank, tmp_path, way)
     first = found[0]
     assert set(first.rates) == {0.1, 0.05}
     replicas = {each.replica: each.sizes for each in found}
@@ -191,9 +208,53 @@ def test_rate_global_batch_and_micro_batch_change_between_steps(ranks: RankPool,
     assert {size for sizes in first.sizes for size in sizes} >= {3, 4}
     samples = [sum(map(sum, sizes)) for sizes in zip(*replicas.values(), strict=True)]
     assert {16, 24} <= set(samples)
-    expected = plainly(samples, first.rates)
+    expected = plainly(samples, first.rates, 0.5 if way == DIVIDED else 1.0)
     for each in found:
         torch.testing.assert_close(each.values, expected, rtol=1e-12, atol=1e-14)
+
+
+def resharding_rank(
+    rank: int, folder: Path, start: dict[str, object], wanted: dict[str, object]
+) -> tuple[str, str, float]:
+    """What became of a config that asks for a sharding and for another rate; and the rate then."""
+    (folder / str(rank)).mkdir()
+    put(folder, rank, {"version": 1, "parallelism": start})
+    model = fresh(WAYS["FSDP1"])
+    source = Slices(make_data(NUM_SAMPLES, torch.float32), MICRO_BATCH)
+    with trainer_of(folder, model, source, rank=rank, global_batch_size=16) as trainer:
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        proposal = trainer.propose({**wanted, "optimizer.learning_rate": 0.05}, "a test")
+        for inputs, targets in source:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [trainer.config.get(f"parallelism.{name}") for name in start] == list(start.values())
+    return proposal.outcome, str(proposal.refusal), optimizer.effective_rates[0]
+
+
+SHARDED_FULLY = {"strategy": "full_shard"}
+
+
+@pytest.mark.parametrize(
+    ("start", "wanted", "refused"),
+    [
+        ({}, {"parallelism.strategy": "shard_grad_op"}, "strategy"),
+        ({}, {"parallelism.unit": 2, "parallelism.shard_degree": 2}, "shard_degree, parallelism.unit"),
+        (SHARDED_FULLY, {"parallelism.strategy": "hybrid_shard"}, "strategy"),
+        (SHARDED_FULLY, {"parallelism.strategy": "full_shard"}, ""),
+        (SHARDED_FULLY, {}, ""),
+    ],
+)
+def test_a_model_in_fsdp1_is_not_sharded_otherwise_while_it_is_trained(
+    ranks: RankPool, tmp_path: Path, start: dict[str, object], wanted: dict[str, object], refused: str
+) -> None:
+    for outcome, reason, rate in ranks.run(2, resharding_rank, tmp_path, start, wanted):
+        if refused:
+            assert f"parallelism.{refused} cannot be changed: FSDP1 shards a model when it is wrapped" in reason
+            assert (outcome, rate) == ("refused", 0.1)
+        else:
+            assert (outcome, rate) == ("in force", 0.05)
 
 
 # --- steps that are taken back --------------------------------------------------------------------------------------
@@ -244,7 +305,7 @@ class Run:
         is_random: bool = False,
         shares_always: bool = False,
     ) -> None:
-        chosen = WAYS[way]
+        chosen = ALL_WAYS[way]
         plain = make_model(torch.float32)
         plain[1] = Noisy() if is_random else nn.Sequential(plain[1], Failing())
         self.model = chosen.wrap(plain)
@@ -320,7 +381,7 @@ def everywhere(num_ranks: int, phase: str) -> Faults:
     return Faults(*(Fault(rank=rank, step=2, action="raise", phase=phase) for rank in range(num_ranks)))
 
 
-RETAKEN = [way for way in WAYS if way != "FSDP1"]
+RETAKEN = [way for way in ALL_WAYS if way != "FSDP1"]
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 3])
@@ -328,7 +389,7 @@ RETAKEN = [way for way in WAYS if way != "FSDP1"]
 def test_a_step_that_fails_on_all_ranks_is_taken_again(
     ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int
 ) -> None:
-    num_ranks = WAYS[way].num_ranks
+    num_ranks = ALL_WAYS[way].num_ranks
     indices = {0, num_micro_steps // 2, num_micro_steps - 1}
     faults = [everywhere(num_ranks, f"{phase} {index}") for phase in PHASES for index in sorted(indices)]
     ranks.run(num_ranks, failing_rank, tmp_path, way, faults, num_micro_steps)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import struct
+import sys
+import termios
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -245,6 +250,44 @@ def test_a_bar_is_shown_where_it_is_asked_for(tmp_path: Path, capsys: pytest.Cap
             for batch in loader_of():
                 train_on(trainer, optimizer, batch)
         assert ("epoch 4" in capsys.readouterr().err) == (progress is True)  # what pytest captures is no terminal
+
+
+def shown_by(rank: int, folder: Path, has_terminal: bool) -> str:
+    """What an epoch's training writes where this rank's stderr is a terminal of its own, or a pipe."""
+    read_end, write_end = os.openpty() if has_terminal else os.pipe()
+    if has_terminal:
+        fcntl.ioctl(write_end, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # lines and columns
+    stderr = os.dup(2)
+    os.dup2(write_end, 2)
+    try:
+        assert sys.stderr.isatty() is has_terminal
+        model, source = make_model(), Slices(make_data(24), 2)
+        with trainer_of(folder, shared(model, 2), source, rank=rank, global_batch_size=8) as trainer:
+            optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+            with trainer.epoch(4):
+                for batch in source:
+                    train_on(trainer, optimizer, batch)
+        assert trainer.global_step == 3
+        sys.stderr.write("that was all")
+        sys.stderr.flush()
+        shown = b""
+        while not shown.endswith(b"that was all"):
+            shown += os.read(read_end, 1 << 16)
+        return shown.decode()
+    finally:
+        os.dup2(stderr, 2)
+        for descriptor in (stderr, read_end, write_end):
+            os.close(descriptor)
+
+
+def test_a_bar_is_shown_on_the_first_ranks_terminal_alone(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, shown_by, tmp_path, True)
+    assert "epoch 4:" in first and "step" in first and first.endswith("that was all")
+    assert second == "that was all"
+
+
+def test_no_bar_is_shown_without_a_terminal(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, shown_by, tmp_path, False) == ["that was all"] * 2
 
 
 # ---- changes while it runs ----

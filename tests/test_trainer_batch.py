@@ -156,14 +156,33 @@ def test_every_tail_of_an_epoch_counts_as_what_it_holds(
     assert farthest(ours, plain, batches) <= 1e-13
 
 
-@pytest.mark.parametrize("by_trainer", [False, True])
-def test_unequal_shares_change_no_loss(ranks: RankPool, tmp_path: Path, by_trainer: bool) -> None:
-    data = make_data(100)
-    batches = batches_of(data, 25, 3, 20)
-    plain, _ = plain_losses(adamw, batches)
-    arguments = (tmp_path, adamw, torch.float64, data, 25, (6, 13), (1.0, 2.5, 1.5), 20, False, by_trainer)
-    ours = ranks.run(3, losses_of_rank, *arguments, process_group=True)
-    assert farthest(ours, plain, batches) <= 1e-13
+@pytest.mark.parametrize(
+    ("make_optimizer", "dtype", "weights", "by_trainer"),
+    [
+        (adamw, torch.float64, (1.0, 2.5, 1.5), False),
+        (adamw, torch.float64, (1.0, 2.5, 1.5), True),
+        (sgd, torch.float64, (3.0, 1.0), True),
+        (sgd, torch.float64, (1.0, 2.0, 4.0, 1.5), False),
+        (sgd, torch.float32, (1.0, 2.5, 1.5), False),
+        (adamw, torch.float32, (3.0, 1.0), False),
+        (adamw, torch.float32, (1.0, 2.0, 4.0, 1.5), True),
+    ],
+)
+def test_unequal_shares_change_no_loss(
+    ranks: RankPool,
+    tmp_path: Path,
+    make_optimizer: Callable[[Parameters], Optimizer],
+    dtype: torch.dtype,
+    weights: tuple[float, ...],
+    by_trainer: bool,
+) -> None:
+    world_size = len(weights)
+    data = make_data(110, dtype)  # with a tail in every epoch
+    batches = batches_of(data, 25, world_size, NUM_STEPS)
+    plain, _ = plain_losses(make_optimizer, batches, dtype)
+    arguments = (tmp_path, make_optimizer, dtype, data, 25, (6, 13, 2), weights, NUM_STEPS, False, by_trainer)
+    ours = ranks.run(world_size, losses_of_rank, *arguments, process_group=True)
+    assert farthest(ours, plain, batches) <= MOST_APART[dtype]
 
 
 def plain_loader_losses(

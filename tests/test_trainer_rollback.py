@@ -319,9 +319,10 @@ def test_one_rank_takes_a_step_again_alone_before_gradients_are_exchanged(
         assert [records for records, _ in got] == [records for records, _ in expected], phase
 
 
-def failing_rank(rank: int, folder: Path, phase: str) -> str:
+def failing_rank(rank: int, folder: Path, phase: str, num_micro_steps: int = 1) -> str:
     """What ends this rank when rank 1 alone fails in the micro-step that exchanges gradients, and goes on."""
-    run = Run(folder, rank, fails(1, phase=phase), num_micro_steps=1, rollback="gradients", timeout_seconds=3.0)
+    options: dict[str, Any] = {"rollback": "gradients", "timeout_seconds": 3.0}
+    run = Run(folder, rank, fails(1, phase=phase), num_micro_steps=num_micro_steps, **options)
     try:
         with run.trainer:
             run.train(NUM_STEPS + 20)
@@ -343,6 +344,75 @@ def test_a_rank_that_fails_alone_after_gradients_were_exchanged_does_not_go_on(
     assert healthy.error is None and "peer" in str(healthy.value)
     assert failed.exit_code == 3
     assert "PeerLostError" in failed.output and "going on after a step that failed here" in failed.output
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+@pytest.mark.parametrize("failing", [(0, 1), (0,), (1,)])
+def test_ranks_that_fail_after_scheduler_and_optimizer_stepped_find_the_step_committed(
+    ranks: RankPool, tmp_path: Path, num_micro_steps: int, failing: tuple[int, ...]
+) -> None:
+    expected = ranks.run(2, training_rank, tmp_path, Faults(), num_micro_steps, "gradients", False)
+    for phase in ("scheduler done", "gradients zeroed"):
+        faults = fails(*failing, phase=f"{phase} {num_micro_steps - 1}")
+        got = ranks.run(2, training_rank, tmp_path, faults, num_micro_steps, "gradients", False)
+        assert [len(caught) for _, caught in got] == [rank in failing for rank in (0, 1)], phase
+        assert [records for records, _ in got] == [records for records, _ in expected], phase
+
+
+def scheduled_rank(rank: int, folder: Path, faults: Faults, num_micro_steps: int) -> tuple[int, int, list[Any], str]:
+    """How far steps and their schedule came, the model then, and what ended training before all steps were taken."""
+    run = Run(folder, rank, faults, num_micro_steps=num_micro_steps, rollback="gradients")
+    told = ""
+    try:
+        with run.trainer:
+            run.train()
+    except ElasticError as error:
+        told = f"{type(error).__name__}: {error}"
+    return run.trainer.global_step, run.scheduler.last_epoch, bits_of(run.model), told
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+def test_ranks_that_all_fail_between_optimizer_and_scheduler_go_on_alike(
+    ranks: RankPool, tmp_path: Path, num_micro_steps: int
+) -> None:
+    faults = fails(0, 1, phase=f"optimizer done {num_micro_steps - 1}")
+    one, other = ranks.run(2, scheduled_rank, tmp_path, faults, num_micro_steps)
+    assert one == other
+    assert one[:2] == (NUM_STEPS, NUM_STEPS - 1)
+    assert one[3] == ""
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_alone_fails_between_optimizer_and_scheduler_is_named_before_rates_drift_apart(
+    ranks: RankPool, tmp_path: Path, num_micro_steps: int, failing: int
+) -> None:
+    faults = fails(failing, phase=f"optimizer done {num_micro_steps - 1}")
+    for step, _, _, told in ranks.run(2, scheduled_rank, tmp_path, faults, num_micro_steps, deadline_seconds=30):
+        assert told.startswith("RanksDisagreeError: ranks differ in steps of schedules: ")
+        assert f"rank {failing}: {FAULTY_STEP + 1} steps" in told
+        assert step == FAULTY_STEP + 2  # an agreement is read one boundary after it is begun
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+def test_optimizers_that_fail_on_all_ranks_tear_the_step_on_each(
+    ranks: RankPool, tmp_path: Path, num_micro_steps: int
+) -> None:
+    faults = fails(0, 1, phase=f"in optimizer {num_micro_steps - 1}")
+    for *came, _, told in ranks.run(2, scheduled_rank, tmp_path, faults, num_micro_steps, deadline_seconds=30):
+        assert told.startswith("TornStepError: ") and "resume from a checkpoint" in told
+        assert came == [FAULTY_STEP, FAULTY_STEP]
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+def test_an_optimizer_that_fails_on_one_rank_tears_the_step_there_and_the_other_rank_does_not_go_on(
+    ranks: RankPool, tmp_path: Path, num_micro_steps: int
+) -> None:
+    phase = f"in optimizer {num_micro_steps - 1}"
+    healthy, torn = ranks.run_outcomes(2, failing_rank, tmp_path, phase, num_micro_steps, deadline_seconds=40)
+    assert healthy.error is None and "peer" in str(healthy.value)
+    assert torn.exit_code == 3
+    assert "TornStepError" in torn.output and "resume from a checkpoint" in torn.output
 
 
 def leaving_rank(rank: int, folder: Path, faults: Faults) -> str:

@@ -20,6 +20,7 @@ from tests.ways import (
     Checkpointed,
     Frozen,
     Gan,
+    InBfloat16,
     InsAndOuts,
     Loop,
     Moody,
@@ -108,6 +109,11 @@ class MoodyInDdp(InDdp, Moody):
     """BatchNorm, whose buffers are the first rank's."""
 
 
+class InBfloat16InDdp(InDdp, InBfloat16):
+    def compiled(self, model: nn.Module) -> nn.Module:
+        return super().compiled(model.float())
+
+
 class GanInDdp(Gan):
     """Both models in DDP; what the judge learned from is not what the maker learns from."""
 
@@ -136,6 +142,11 @@ class OwnLossInShards(InShards, OwnLoss): ...
 
 
 class MoodyInShards(InShards, Moody): ...
+
+
+class InBfloat16InShards(InShards, InBfloat16):
+    def compiled(self, model: nn.Module) -> nn.Module:
+        return super().compiled(model.float())
 
 
 class CheckpointedInShards(Checkpointed):
@@ -260,6 +271,7 @@ KINDS = [
     StaticInDdp,
     UnusedInDdp,
     MoodyInDdp,
+    InBfloat16InDdp,
     GanInDdp,
     InShards,
     TiedInShards,
@@ -267,14 +279,15 @@ KINDS = [
     InsAndOutsInShards,
     OwnLossInShards,
     MoodyInShards,
+    InBfloat16InShards,
     CheckpointedInShards,
     CompiledBlocksInShards,
     GanInShards,
 ]
 
-
-CHANGING = [CompiledDdp, TiedInDdp, OwnLossInDdp, StaticInDdp, GanInDdp, FrozenInShards, GanInShards]
-FAILING = [CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInShards, GanInShards]
+IN_BFLOAT16: list[type[Way]] = [InBfloat16InDdp, InBfloat16InShards]
+CHANGING = [CompiledDdp, TiedInDdp, OwnLossInDdp, StaticInDdp, GanInDdp, FrozenInShards, GanInShards, *IN_BFLOAT16]
+FAILING = [CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInShards, GanInShards, *IN_BFLOAT16]
 CALLED_WITH_INPUTS = [GanInDdp, GanInShards]
 
 
@@ -282,14 +295,8 @@ CALLED_WITH_INPUTS = [GanInDdp, GanInShards]
     ("kind", "how"),
     [
         *((kind, "as it is") for kind in KINDS),
-        *(
-            (kind, "while it changes")
-            for kind in (CompiledDdp, TiedInDdp, OwnLossInDdp, StaticInDdp, GanInDdp, FrozenInShards, GanInShards)
-        ),
-        *(
-            (kind, "where it fails")
-            for kind in (CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInShards, GanInShards)
-        ),
+        *((kind, "while it changes") for kind in CHANGING),
+        *((kind, "where it fails") for kind in FAILING),
     ],
     ids=name_of,
 )

@@ -28,6 +28,7 @@ __all__ = [
     "Gan",
     "GanInTurns",
     "GanOfTutorials",
+    "InBfloat16",
     "InsAndOuts",
     "Loop",
     "Moody",
@@ -387,6 +388,19 @@ class Moody(Way):
         return nn.Sequential(first, nn.BatchNorm1d(8), nn.Dropout(0.25), parametrizations.weight_norm(nn.Linear(8, 5)))
 
 
+class InBfloat16(Way):
+    """Parameters in fp32, and autocast around the model, which leaves fp64 as it is."""
+
+    def compiled(self, model: nn.Module) -> nn.Module:
+        return model.float()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(inputs.float())
+        assert (logits == logits.bfloat16()).all()
+        return cross_entropy(logits.float(), targets)
+
+
 class Siamese(Way):
     """Called twice for one loss."""
 
@@ -488,6 +502,7 @@ WAYS: list[type[Way]] = [
     OwnLoss,
     Recurrent,
     Moody,
+    InBfloat16,
     Siamese,
     Teacher,
     Gan,
