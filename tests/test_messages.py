@@ -18,7 +18,7 @@ LIBRARY = ROOT / "elastic_ext"
 PAGE = ROOT / "docs" / "my_job_died.md"
 
 OF_COMMANDS = re.compile(  # what these refuse is of the command that was typed, and says itself what to type
-    "casting|convert|dcp.*|described|export.*|parts|pickled|removing|retain|shardstream|streamed|todcp|verifying|visiting"
+    "casting|convert|dcp.*|export.*|parts|pickled|removing|retain|shardstream|streamed|todcp|verifying|visiting"
 )
 MODULES = [
     *(
