@@ -12,6 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from . import pipelines
 from .accelerator import Accelerated, is_prepared
+from .fsdp.checkpoint.retain import Retention
 from .interval import CheckpointInterval
 
 __all__ = [
@@ -38,7 +39,10 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
-def check_checkpoints(interval: CheckpointInterval | None, path: str | Path | None) -> None:
+def check_checkpoints(
+    interval: CheckpointInterval | None, path: str | Path | None, *, keep_last: int | None, keep_every: int | None
+) -> None:
+    Retention(keep_last=keep_last, keep_every=keep_every)  # ValueError for what cannot be
     if interval is not None and not isinstance(interval, CheckpointInterval):
         raise ValueError(f"checkpoint_interval is {interval!r}; allowed: a CheckpointInterval, or None")
     if path is not None and not isinstance(path, (str, Path)):

@@ -258,5 +258,7 @@ def checkpoints_for(
         ranks=ranks,
         timeout_seconds=follower.settings.timeout_seconds,
         in_background=arguments.pop("in_background"),
+        keep_last=arguments.pop("keep_last"),
+        keep_every=arguments.pop("keep_every"),
     )
     return Checkpoints(checkpointer, state, startup=startup, **arguments)

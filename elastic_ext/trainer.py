@@ -98,6 +98,8 @@ class ElasticTrainer:
         when_save_fails: WhenSaveFails = "raise",
         save_in_background: bool = True,
         when_saving: WhenSaving = "wait",
+        keep_last: int | None = None,
+        keep_every: int | None = None,
         accelerator: Any = None,
         config_file: str | Path | None = None,
         agree_every_steps: Every = "auto",
@@ -111,7 +113,7 @@ class ElasticTrainer:
         check_choice("resume", resume, ("auto", "strict", "never"))
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
         check_choice("when_saving", when_saving, ("wait", "skip", "error"))
-        check_checkpoints(checkpoint_interval, shared_storage_path)
+        check_checkpoints(checkpoint_interval, shared_storage_path, keep_last=keep_last, keep_every=keep_every)
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
         self._accelerated = None if accelerator is None else Accelerated(accelerator)
         self._rule: BatchRule = learning_rate_rule
@@ -133,6 +135,8 @@ class ElasticTrainer:
             "when_save_fails": when_save_fails,
             "in_background": save_in_background,
             "when_saving": when_saving,
+            "keep_last": keep_last,
+            "keep_every": keep_every,
             "how_to_resume": resume,
         }
         self._state = StepState()

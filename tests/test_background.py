@@ -37,6 +37,7 @@ from tests.saving import (
     job_folder,
     make_state,
     newest_of,
+    train,
 )
 from tests.trials import End, Trial, run_trials
 
@@ -362,3 +363,34 @@ def test_without_a_store_ranks_save_while_training_waits(tmp_path: Path) -> None
     checkpointer = ShardCheckpointer(tmp_path, job="a-job", in_background=True)
     assert checkpointer.saves_in_background  # one rank needs none
     checkpointer.close()
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def names_in(storage: Path) -> list[str]:
+    return sorted(
+        (path.parent.name for path in job_folder(storage).glob(f"*/{COMMIT}")), key=lambda name: int(name[5:])
+    )
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_after_each_save_old_ones_go(tmp_path: Path, in_background: bool) -> None:
+    model, optimizer = make_state()
+    kept = {"keep_last": 2, "keep_every": 4}
+    with checkpointer_of(tmp_path, in_background=in_background, **kept) as checkpointer:
+        for step in range(1, 8):
+            fill(model, optimizer, step)
+            checkpointer.save(step, model, optimizer, extra_of(step))
+        checkpointer.wait()
+        assert names_in(tmp_path) == ["step_4", "step_6", "step_7"]
+        assert garbage_in(job_folder(tmp_path)) == []
+        checkpointer.load(model, optimizer, job_folder(tmp_path) / "step_4")
+    assert digest_of(model, optimizer) == digest_at(4)
+
+
+def test_a_trainer_keeps_what_it_is_told(tmp_path: Path) -> None:
+    train(tmp_path, tmp_path / "storage", 5, keep_last=2)
+    assert names_in(tmp_path / "storage") == ["step_4", "step_5"]
+    with pytest.raises(ValueError, match="keep_every is 3 and keep_last None"):
+        train(tmp_path, tmp_path / "storage", 5, keep_every=3)

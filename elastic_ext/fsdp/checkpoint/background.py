@@ -4,6 +4,7 @@
     makes the folder, says `begun`           wait for that
     writes its files                         write theirs, say `written`
     waits for all, makes COMMIT, says `made` wait for that
+    removes what is not to be kept
 
 Whoever fails says so, and all of them give up. What was written by then is no checkpoint.
 """
@@ -43,6 +44,7 @@ class BackgroundSave:
         commit: Callable[[list[dict[str, Any]]], None],
         discard: Callable[[], None],
         on_end: Callable[[], None],
+        clear: Callable[[], None],
     ) -> None:
         self.path = path
         """Where the checkpoint will be."""
@@ -56,6 +58,7 @@ class BackgroundSave:
         self._commit = commit
         self._discard = discard
         self._on_end = on_end
+        self._clear = clear
         self._began = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -114,6 +117,8 @@ class BackgroundSave:
         else:
             letters.wait("made", [0])
         self._on_end()
+        if is_first:
+            self._clear()
 
     def _tidy(self, error: Exception) -> None:
         if self._rank == 0:

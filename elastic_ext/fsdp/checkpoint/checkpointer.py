@@ -40,6 +40,7 @@ from .listing import Found
 from .loader import Loader
 from .opened import Opened
 from .restorer import Destination, Restorer
+from .retain import Retention
 from .run import Run
 from .saver import Saver
 from .staging import Staging
@@ -80,6 +81,9 @@ class ShardCheckpointer:
 
     With ``in_background`` a save copies what it is given, into memory that is kept for it and is as large as what this
     rank writes, and goes on on a thread of its own; one at a time.
+
+    After each save only the ``keep_last`` newest checkpoints are kept, and the first one at or after each multiple of
+    ``keep_every`` steps; by default all.
     """
 
     def __init__(
@@ -91,7 +95,10 @@ class ShardCheckpointer:
         timeout_seconds: float = 1800.0,
         storage_timeout_seconds: float | None = None,
         in_background: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
     ) -> None:
+        retention = Retention(keep_last=keep_last, keep_every=keep_every)
         if storage_timeout_seconds is None:
             storage_timeout_seconds = timeout_seconds / 2
         if not 0 < storage_timeout_seconds < timeout_seconds:
@@ -110,7 +117,12 @@ class ShardCheckpointer:
         )
         self._job = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
         self._storage = Storage(self._ranks, timeout_seconds=storage_timeout_seconds)
-        self._saver = Saver(self._ranks, self._storage, staging=Staging() if in_background else None)
+        self._saver = Saver(
+            self._ranks,
+            self._storage,
+            staging=Staging() if in_background else None,
+            retention=None if keep_last is None else retention,
+        )
         self._run = Run(self._ranks, self._storage, self._root, self._job)
         self._restorer = Restorer(self._ranks, self._storage, self._run)
         self._is_closed = False

@@ -8,6 +8,7 @@ nor of what comes before what on the disk, which is writing.py's.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,10 @@ from .contents import KINDS, VALUES, Contents, FileKind
 from .inventory import Inventory, meta_of
 from .jobfolder import JobFolder
 from .letters import Letters, OwnStore, ToldOfFailure
+from .lineage import Chain
 from .memory import Part, part_of
 from .meta import StateMeta
+from .retain import Retention
 from .shardwriter import Piece
 from .staging import Staging
 from .storage import Storage
@@ -34,6 +37,8 @@ from .together import gather_or_raise
 from .writing import Shard, Writing, give_up, make_folder
 
 __all__ = ["Saver"]
+
+_logger = logging.getLogger(__name__)
 
 _SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
 
@@ -62,10 +67,13 @@ class _Begun:
 class Saver:
     """One rank's part in saving."""
 
-    def __init__(self, ranks: Ranks, storage: Storage, *, staging: Staging | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, storage: Storage, *, staging: Staging | None = None, retention: Retention | None = None
+    ) -> None:
         self._ranks = ranks
         self._storage = storage
         self._staging = staging
+        self._retention = retention
         self._agreed: _Agreed | None = None
         self._under_way: BackgroundSave | None = None
         self._store = ranks.store or OwnStore()
@@ -110,6 +118,8 @@ class Saver:
                 discarding = f"discarding checkpoint {name}"
                 give_up(lambda: storage.within(lambda: folder.discard(name), discarding), name)
             raise
+        if rank == 0:
+            self._retain_in_time(folder, draft.lineage)
         return begun.writing.path
 
     def save_in_background(
@@ -139,6 +149,7 @@ class Saver:
             commit=commit,
             discard=begun.writing.discard,
             on_end=on_end,
+            clear=lambda: self._retain(folder, draft.lineage),
         )
         try:
             for kind, staged in self._staging.hold(begun.parts).items():
@@ -209,6 +220,20 @@ class Saver:
         if self._staging is not None:
             contents, agreed, _ = self._compare("to come", collect, None)
             self._staging.make_ready(_parts_of(contents, agreed, self._ranks.rank))
+
+    def _retain(self, folder: JobFolder, chain: Chain) -> None:
+        """On the first rank, after a commit: remove the checkpoints that are not to be kept any more."""
+        if self._retention is not None:
+            folder.retain(self._retention, chain)
+
+    def _retain_in_time(self, folder: JobFolder, chain: Chain) -> None:
+        """The same while the other ranks go on; what the storage does not do in time it does later."""
+        if self._retention is not None:
+            self._storage.restart_clock()
+            try:
+                self._storage.within(lambda: self._retain(folder, chain), "removing old checkpoints")
+            except CheckpointError as error:
+                _logger.warning("old checkpoints are still being removed: %s", error)
 
     def _begin(
         self,
