@@ -1,6 +1,6 @@
 """Tell whether two sentences mean the same, with accelerate and ElasticTrainer, which holds the global batch.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate_glue.py --global-batch-size 64
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_glue.py --cpu --global-batch-size 64
     torchrun --standalone --nproc-per-node 2 examples/accelerate_glue.py --cpu
 
 accelerate_glue_plain.py is the same with accelerate alone; few lines differ. With ELASTIC_EXT_CONFIG_FILE set to

@@ -1,6 +1,6 @@
 """Tell whether two sentences mean the same, with accelerate alone; accelerate_glue.py is the same with ElasticTrainer.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate_glue_plain.py --gradient-accumulation-steps 4
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_glue_plain.py --cpu
 
 Pairs of sentences are made here, of numbers, where a dataset and a tokenizer would stand otherwise.
 """

@@ -10,7 +10,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -893,37 +893,46 @@ def test_the_example_loses_much_the_same_however_its_global_batch_is_cut(ranks: 
         assert losses == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        [
-            "accelerate.commands.launch",
-            "--cpu",
-            "--num_processes",
-            "2",
-            "--num_machines",
-            "1",
-            "--mixed_precision",
-            "no",
-        ],
-        ["torch.distributed.run", "--nproc-per-node", "2"],
-    ],
-)
-def test_the_example_learns_under_the_launcher(tmp_path: Path, launcher: list[str]) -> None:
+# With --cpu it would start one process alone; the scripts are told of the CPU instead.
+ACCELERATE_LAUNCH = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+LAUNCHERS = [(*ACCELERATE_LAUNCH, "--mixed_precision", "no"), ("torch.distributed.run", "--nproc-per-node", "2")]
+
+
+def launched(folder: Path, launcher: Sequence[str], script: ModuleType, *words: str) -> list[tuple[str, str]]:
+    """The loss and the accuracy that a script tells of every epoch, run by a launcher on two ranks."""
     module, *options = launcher
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     where = {"accelerate.commands.launch": ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]}
     address = where.get(module, ["--master-addr", "127.0.0.1", "--master-port", str(port)])
     finished = subprocess.run(
-        [sys.executable, "-m", module, *options, *address, str(accelerate_glue.__file__), "--cpu", "--num-epochs=4"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ELASTIC_EXT_RUN_DIR": str(tmp_path)},
+        [sys.executable, "-m", module, *options, *address, str(script.__file__), "--cpu", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ELASTIC_EXT_RUN_DIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=300,
     )
     assert finished.returncode == 0, finished.stdout
-    accuracies = re.findall(r"^epoch \d: loss [\d.]+, accuracy ([\d.]+)$", finished.stdout, re.MULTILINE)
-    assert len(accuracies) == 4 and float(accuracies[-1]) > 0.9, finished.stdout
+    told = re.findall(r"^epoch \d: loss ([\d.]+), accuracy ([\d.]+)$", finished.stdout, re.MULTILINE)
+    assert told, finished.stdout
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_example_learns_under_the_launcher(tmp_path: Path, launcher: Sequence[str]) -> None:
+    told = launched(tmp_path, launcher, accelerate_glue, "--num-epochs=4")
+    assert len(told) == 4 and float(told[-1][1]) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_example_loses_what_accelerate_alone_does_under_the_launcher(
+    tmp_path: Path, launcher: Sequence[str], precision: Precision
+) -> None:
+    words = ("--num-pairs=512", "--num-epochs=2", f"--mixed-precision={precision}")
+    ours = launched(tmp_path, launcher, accelerate_glue, "--global-batch-size=32", *words)
+    assert len(ours) == 2
+    assert ours == launched(tmp_path, launcher, accelerate_glue_plain, *words)
