@@ -42,7 +42,12 @@ def trained(device: str) -> tuple[Model, torch.optim.Optimizer]:
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
     host = [tensor.cpu().float() for tensor in model.state_dict().values()]
-    states = [value.cpu() for state in optimizer.state.values() for value in state.values()]
+    states = [
+        optimizer.state[part][name].cpu()
+        for group in optimizer.param_groups
+        for part in group["params"]
+        for name in ("step", "exp_avg", "exp_avg_sq")
+    ]
     return bits_of(host), bits_of(states)
 
 
