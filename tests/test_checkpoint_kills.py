@@ -154,15 +154,14 @@ def _newest_in(storage: Path, point: Point, ends: list[End]) -> int:
     """The newest step that exists after a kill, of which the other rank has heard if it could."""
     victim, other = ends[point.rank], ends[1 - point.rank]
     assert victim.exit_signal == 9, (point, victim)
-    committed = sorted(
-        int(path.parent.name.removeprefix("step_"))
-        for path in job_folder(storage).glob(f"step_*/{COMMIT}")
-        if ".abandoned" not in path.parent.name
-    )
+    commits = list(job_folder(storage).glob(f"step_*/{COMMIT}"))
+    last_ns = max(path.stat().st_mtime_ns for path in commits if ".abandoned" not in path.parent.name)
+    # What was put aside for a save that then did not come to be counts as before.
+    counting = [path for path in commits if ".abandoned" not in path.parent.name or path.stat().st_mtime_ns > last_ns]
     has_heard = (other.error or "").startswith("PeerLostError")
     assert has_heard or (other.error is None and isinstance(other.value, Saved)), (point, other)
     assert other.seconds < 60, (point, other)
-    return committed[-1]
+    return max(int(path.parent.name.removeprefix("step_").partition(".")[0]) for path in counting)
 
 
 def _told(what: str, points: list[Point], killed: list[Point], job: Job) -> None:
