@@ -14,14 +14,15 @@ from torch import nn
 
 from elastic_ext.errors import CheckpointError, ElasticError, RanksDisagreeError
 from elastic_ext.fsdp import ShardCheckpointer
+from elastic_ext.fsdp.checkpoint.reading import is_mark
 from tests.ranks import RankPool
 from tests.saving import job_folder
 from tests.training import make_data, make_model, shared, trainer_of
 
 
 def everything_in(storage: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file by its path, with what changes when it is written or replaced."""
-    files = sorted(path for path in storage.rglob("*") if path.is_file())
+    """Every file by its path, with what changes when it is written or replaced; not the mark of a rank that reads yet."""
+    files = sorted(path for path in storage.rglob("*") if not is_mark(path.name) and path.is_file())
     return {str(path.relative_to(storage)): (path.stat().st_ino, path.read_bytes()) for path in files}
 
 
