@@ -21,7 +21,7 @@ from tests.training import make_data, make_model, shared, trainer_of
 
 
 def everything_in(storage: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file by its path, with what changes when it is written or replaced; not the mark of a rank that reads yet."""
+    """Every file by its path, with what changes when it is written or replaced; but for the mark of who reads yet."""
     files = sorted(path for path in storage.rglob("*") if not is_mark(path.name) and path.is_file())
     return {str(path.relative_to(storage)): (path.stat().st_ino, path.read_bytes()) for path in files}
 
