@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -113,6 +114,15 @@ WAYS = {
     "tensor and fully_shard": Way(num_ranks=4, wrap=_tensor_and_fully, degree=lambda: (2, dist.get_rank() // 2)),
     "FSDP1": Way(num_ranks=2, wrap=_flat, degree=_all),
 }
+
+
+SLOW_WAYS = ("fully_shard, offloaded", "fully_shard, with a divide factor")
+"""Those in which little else happens than in another; left out of the tests that are run each time."""
+
+
+def each_of(ways: Iterable[str]) -> list[Any]:
+    """What a test is parametrised with."""
+    return [pytest.param(way, marks=pytest.mark.slow) if way in SLOW_WAYS else way for way in ways]
 
 
 def values_of(model: nn.Module) -> list[torch.Tensor]:

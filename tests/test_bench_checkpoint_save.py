@@ -31,6 +31,8 @@ from benchmarks.checkpoint_ways import BACKGROUND_WAYS, BackgroundName
 from benchmarks.harness import Comparison, Readings, Side, check_same_work
 from benchmarks.quantiles import QuantileTable
 
+pytestmark = pytest.mark.slow  # all ways of saving, on ranks of their own
+
 SMALL = Task(num_blocks=1, width=16, num_words=11)
 
 

@@ -36,7 +36,14 @@ def newest_state(storage: Path) -> tuple[int, str]:
     return step, digest_of(model, optimizer)
 
 
-@pytest.mark.parametrize(("step", "strike"), [(1, "kill"), (OLD_STEPS, "kill"), (OLD_STEPS, "full")])
+@pytest.mark.parametrize(
+    ("step", "strike"),
+    [
+        pytest.param(1, "kill", marks=pytest.mark.slow),
+        (OLD_STEPS, "kill"),
+        pytest.param(OLD_STEPS, "full", marks=pytest.mark.slow),
+    ],
+)
 def test_the_newest_one_is_resumed_until_there_is_one_of_the_new_run(
     ranks: RankPool, tmp_path: Path, step: int, strike: Strike
 ) -> None:
