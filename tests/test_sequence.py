@@ -281,6 +281,7 @@ def plainly(data: Batch, steps: list[tuple[int, float]]) -> list[torch.Tensor]:
     return values_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_words", [False, True], ids=["", "by words"])
 @pytest.mark.parametrize("way", WAYS)
 def test_rate_global_batch_and_micro_batch_change_between_steps(
@@ -347,6 +348,7 @@ def training_with_faults(folder: Path, rank: int, way: str, faults: Faults) -> l
     return bits_of(losses, values_of(model), source.committed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_fails_on_all_ranks_is_taken_again(ranks: RankPool, tmp_path: Path, way: str) -> None:
     ranks.run(WAYS[way].num_ranks, failing_rank, tmp_path, way)
