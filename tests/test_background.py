@@ -260,7 +260,10 @@ def fail_once(rank: int, storage: Path, victim: int, strike: Strike, like: str) 
         except CheckpointError as error:
             told = str(error)
         operations.end()
-        if strike != "hang":
+        if strike == "hang":  # its thread may still read the memory that is kept
+            with pytest.raises(CheckpointError, match="has not answered yet"):
+                checkpointer.save(3, model, optimizer, extra_of(3))
+        else:
             fill(model, optimizer, 2)
             checkpointer.save(2, model, optimizer, extra_of(2))
             checkpointer.wait()

@@ -76,6 +76,7 @@ class Saver:
         self._retention = retention
         self._agreed: _Agreed | None = None
         self._under_way: BackgroundSave | None = None
+        self._late: BackgroundSave | None = None  # given up, and its thread may still write from the kept memory
         self._store = ranks.store or OwnStore()
 
     @property
@@ -204,6 +205,7 @@ class Saver:
                     f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
                     "allow it more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
                 )
+                self._late = save
             if num_late or not num_waiting:
                 return
             slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
@@ -263,10 +265,16 @@ class Saver:
         self, name: str, collect: Callable[[], Contents], and_then: Callable[[str], None] | None
     ) -> tuple[Contents, _Agreed, list[list[Any]]]:
         """What this rank has; what all hold together; what each has said: name, digest, values, generation."""
+        doing = f"beginning checkpoint {name}"
         found: list[Contents] = []
         inventories: dict[FileKind, Inventory] = {}
 
         def begin() -> list[Any]:
+            if self._late is not None and not self._late.is_over:
+                raise CheckpointError(
+                    f"the storage has not answered yet what was asked of it before {doing}; until then nothing else is "
+                    "begun"
+                )
             contents = collect()
             found.append(contents)
             inventories.update(contents.inventories())
@@ -276,7 +284,7 @@ class Saver:
                 and_then(generation)
             return [name, digest, dict(contents.values), generation]
 
-        answers = gather_or_raise(self._ranks, begin, f"beginning checkpoint {name}")
+        answers = gather_or_raise(self._ranks, begin, doing)
         names = [given for given, *_ in answers]
         if len(set(names)) > 1:
             raise ElasticError(f"the ranks save different checkpoints at once: {', '.join(names)}, rank by rank")
