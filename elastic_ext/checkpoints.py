@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,9 @@ from .config import ElasticConfig
 from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
 from .follow import ConfigFollower
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
+from .fsdp.checkpoint.collecting import ToSave
 from .interval import CheckpointInterval
-from .training_state import PASSES_BY_ITSELF, Resumed, TrainingState
+from .training_state import PASSES_BY_ITSELF, Moment, Resumed, TrainingState
 
 __all__ = ["Checkpoints", "Resume", "WhenSaveFails", "WhenSaving", "checkpoints_for"]
 
@@ -59,6 +61,7 @@ class Checkpoints:
         self._saved_at: int | None = None  # the global step of the last save that there is
         self._path: Path | None = None  # where that is
         self._has_told_of_epochs = False
+        self._due: Moment | None = None  # of the boundary at which the save was due that is not begun yet
 
     # ---- saving ----
 
@@ -71,35 +74,47 @@ class Checkpoints:
         steps = self._interval.steps
         return math.inf if steps is None else (self._counts.global_step // steps + 1) * steps
 
-    def save_due(self) -> None:
-        """Save after the step that ended, unless that was done."""
-        self._save_or_warn(f"step_{self._counts.global_step}")
+    def note_due(self) -> None:
+        """A checkpoint is due at this boundary, and is begun when the loop has done what it does after the step."""
+        self._due = self._state.moment()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one was due, and is not begun yet."""
+        return self._due is not None
+
+    def begin_due(self) -> None:
+        """Save what is due, if anything is; before the next step, or the end of an epoch or of training."""
+        moment, self._due = self._due, None
+        if moment is not None:
+            self._save_or_warn(f"step_{self._counts.global_step}", moment)
 
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
         if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_or_warn(f"epoch_{self._counts.epoch}", is_epoch=True)
+            self._save_or_warn(f"epoch_{self._counts.epoch}", self._state.moment(), is_epoch=True)
 
     def save_now(self) -> Path:
         """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
 
         CheckpointExists where this step has one, and something has changed since.
         """
+        self._due = None  # it is this very step
         path, name = self._path, f"step_{self._counts.global_step}"
         if path is None or self._saved_at != self._counts.global_step:
-            return self._save(name, waits=True)
+            return self._save_and_wait(name)
         change = self._checkpointer.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
         if change is None:
             return path
         try:
-            return self._save(name, waits=True)
+            return self._save_and_wait(name)
         except CheckpointExists as error:
             raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
     def make_ready(self) -> None:
         """Find out now what could not be saved later, and make the memory for saving in the background."""
         self._checkpointer.try_out(lambda: self._state.collect({}))
-        self._checkpointer.make_ready(self._state.model, self._state.collect)
+        self._checkpointer.make_ready(ToSave(self._state.model, self._state.collect))
 
     def end(self) -> None:
         """Training has ended well on all ranks: what is being saved is, or is an error."""
@@ -109,39 +124,42 @@ class Checkpoints:
         """Let another run of the job have the folder."""
         self._checkpointer.close()
 
-    def _save(self, name: str, *, waits: bool = False) -> Path:
+    def _save_and_wait(self, name: str) -> Path:
+        path = self._save(name, self._state.moment(), in_background=False)
+        assert path is not None
+        return path
+
+    def _save(self, name: str, moment: Moment, *, in_background: bool = True, waits: bool = True) -> Path | None:
         counts = self._counts
         path = self._checkpointer.save_contents(
             name,
-            self._state.model,
-            self._state.collect,
+            ToSave(self._state.model, partial(self._state.collect, moment=moment)),
             step=counts.global_step,
             epoch=counts.epoch,
             about=self._state.about(),
+            on_failed=self._note_failure,
+            in_background=in_background,
             waits=waits,
         )
-        self._saved_at, self._path = counts.global_step, path
+        if path is not None:
+            self._saved_at, self._path = counts.global_step, path
         return path
 
-    def _save_or_warn(self, name: str, *, is_epoch: bool = False) -> None:
+    def _save_or_warn(self, name: str, moment: Moment, *, is_epoch: bool = False) -> None:
         if is_epoch and self._counts.epoch <= self._last_epoch:
             self._tell_of_repeated_epoch(name)
             name = f"step_{self._counts.global_step}"
         is_there = self._path is not None and self._saved_at == self._counts.global_step
         if is_there and (name.startswith("step_") or (self._path is not None and self._path.name == name)):
             return
-        if self._is_in_the_way(name):
-            return
-        self._settle()
         with self._warning():
-            self._save(name)
-            if name.startswith("epoch_"):
+            if self._save(name, moment, waits=self._when_saving == "wait") is None:
+                self._leave_out(name)
+            elif name.startswith("epoch_"):
                 self._last_epoch = self._counts.epoch
 
-    def _is_in_the_way(self, name: str) -> bool:
-        """Whether a save is under way, and this one is to be left out for that."""
-        if self._when_saving == "wait" or not self._checkpointer.is_saving():
-            return False
+    def _leave_out(self, name: str) -> None:
+        """Another save is under way, and this one does not wait for it."""
         if self._when_saving == "error":
             raise CheckpointError(
                 f"{name} is due while {self._path} is still being saved; save less often, or wait for it with "
@@ -155,16 +173,19 @@ class Checkpoints:
                 self._path,
                 self._num_skipped,
             )
-        return True
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        """What was being saved is no checkpoint."""
+        self._saved_at = self._path = None
+        with self._warning():
+            raise error
 
     def _settle(self) -> None:
         """Wait for what is being saved; where it failed, there is no such checkpoint."""
-        with self._warning():
-            try:
-                self._checkpointer.wait()
-            except CheckpointError:
-                self._saved_at = self._path = None
-                raise
+        try:
+            self._checkpointer.wait()
+        except CheckpointError as error:
+            self._note_failure(error)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
@@ -201,6 +222,7 @@ class Checkpoints:
 
         One that is damaged is passed over for the one before it, unless resuming is "strict".
         """
+        self._due = None
         resumed = self._checkpointer.restore(self._state, falls_back=self._how != "strict")
         if resumed is None:
             return False

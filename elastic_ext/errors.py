@@ -40,6 +40,7 @@ __all__ = [
     "Refusal",
     "StepError",
     "TornStepError",
+    "in_words",
 ]
 
 
@@ -162,3 +163,12 @@ class PeerLostError(RanksError):
 def _some(names: Sequence[str], limit: int = 10) -> str:
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def in_words(error: BaseException) -> str:
+    """What a person is told of an error that happened elsewhere."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    if isinstance(error, (CheckpointError, ValueError, TypeError)):
+        return str(error) or type(error).__name__
+    return f"{type(error).__name__}: {error}"

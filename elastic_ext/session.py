@@ -137,11 +137,13 @@ class Session:
             self._progress.advance()
         if is_due and self.checkpoints is not None:
             self._plan_saving()
-            self.checkpoints.save_due()
+            self.checkpoints.note_due()
+            self.steps.do_first(self.checkpoints.begin_due)
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
         self.steps.drop_partial("an epoch begins")
+        self._begin_due()
         self._counts.num_steps = 0
         self._batches.begin_epoch()
 
@@ -164,6 +166,7 @@ class Session:
         self.steps.settle()
         self.steps.drop_partial("the epoch ended before the step did")
         self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
+        self._begin_due()
         if not (self.should_stop and self._batches.is_mid_epoch):
             self._counts.epoch += 1
             if self.checkpoints is not None:
@@ -177,10 +180,12 @@ class Session:
         try:
             if error is not None:
                 self._tell(error)
+                self._give_up_due()
             elif not self._is_exception_told and self.steps.torn is None:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
                 self.follower.finish(is_doubtful=self.steps.is_doubtful)
+                self._begin_due()
                 if self.checkpoints is not None:
                     self.checkpoints.end()
         finally:
@@ -215,6 +220,22 @@ class Session:
         if self.steps.is_inside or self.steps.is_partial:
             raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
         return self.checkpoints
+
+    def _give_up_due(self) -> None:
+        """An exception ends training between a step whose checkpoint is due and the next one."""
+        if self.checkpoints is None or not self.checkpoints.is_due or self.steps.torn is not None:
+            return
+        if self.follower.ranks.world_size == 1:
+            self.checkpoints.begin_due()
+        else:
+            _logger.warning(
+                "the checkpoint that was due after step %d is not saved: training ended before the next step began",
+                self._counts.global_step,
+            )
+
+    def _begin_due(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.begin_due()
 
     def _plan_saving(self) -> None:
         if self.checkpoints is not None:

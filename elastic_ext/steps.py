@@ -84,6 +84,7 @@ class Steps:
         self._owes_boundary = False  # an exception kept this rank from passing it
         self._has_begun = False
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
+        self._to_do_first: Callable[[], None] | None = None
         gradients.sharing.share(now=True)  # whatever an earlier trainer left there
         state.num_optimizers = len(optimizers)
         if snapshot is not None:
@@ -219,6 +220,10 @@ class Steps:
                 "twice; one that implements MicroBatchSource can"
             )
 
+    def do_first(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called as the next step begins, before anything of it happens."""
+        self._to_do_first, self._is_like_before = act, False
+
     def settle(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
         if self._owes_boundary:
@@ -242,6 +247,8 @@ class Steps:
             raise self.torn
         if self._owes_boundary:
             self.settle()
+        if self._to_do_first is not None:
+            self._do_first(self._to_do_first)
         if self._must_meet:
             self._meet(self._retry, self._num_exchanges)
             self._must_meet = False
@@ -277,6 +284,14 @@ class Steps:
         if self._snapshot is not None:
             self._snapshot.take()
             self._snapshot.put_shared()
+
+    def _do_first(self, act: Callable[[], None]) -> None:
+        self._to_do_first = None
+        try:
+            act()
+        except BaseException:
+            self._batches.rollback(1)  # what was handed out for this step is not taken
+            raise
 
     def _set_weights(self, weights: tuple[float, ...]) -> None:
         """Where all micro-batches count the same, weigh what they have gathered once, before the last one.

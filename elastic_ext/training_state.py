@@ -37,7 +37,15 @@ from .ranks import Ranks
 from .sharing import Sharing
 from .taking_part import TakingPart
 
-__all__ = ["PASSES_BY_ITSELF", "Registered", "Resumed", "TrainingState", "claim_registered", "fill_registered"]
+__all__ = [
+    "PASSES_BY_ITSELF",
+    "Moment",
+    "Registered",
+    "Resumed",
+    "TrainingState",
+    "claim_registered",
+    "fill_registered",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -45,6 +53,19 @@ PASSES_BY_ITSELF = ("counts", "config", "position", "random/", "plain/dataloader
 """What may become another between two steps, with nothing to be saved: keys and names in ``collect``'s contents."""
 Registered = dict[str, Mapping[str, torch.Tensor]]
 _PLAIN = "plain"  # what the names of tensors in plain values begin with
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Moment:
+    """What belongs to the boundary between two steps, and not to what a loop does before the next."""
+
+    counts: Mapping[str, Any]
+    config: Mapping[str, Any]
+    position: Any
+    """Where the dataloader stands, as ``pack`` gives it; its tensors are in ``tensors``."""
+    tensors: Mapping[str, torch.Tensor]
+    random: Mapping[str, torch.Tensor]
+    """States of generators, by names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,18 +110,33 @@ class TrainingState:
 
     # ---- saving ----
 
-    def collect(self, own_buffers: Mapping[str, torch.Tensor]) -> Contents:
-        """All that this rank has."""
+    def moment(self) -> Moment:
+        """What must not move on when the loop does."""
+        tensors: dict[str, torch.Tensor] = {}
+        position = pack(self._batches.position(), f"{_PLAIN}/dataloader", tensors)
+        return Moment(
+            counts=self._counts_to_save(),
+            config=self._config(),
+            position=position,
+            tensors={name: tensor.clone() for name, tensor in tensors.items()},
+            random=random_tensors()
+            | {name: draw.get_state() for name, draw in _generators_of(self._batches.loader).items()},
+        )
+
+    def collect(self, own_buffers: Mapping[str, torch.Tensor], moment: Moment | None = None) -> Contents:
+        """All that this rank has: as it is now, and the rest as it was at ``moment``."""
+        moment = moment or self.moment()
         tensors: dict[str, torch.Tensor] = {
             f"registered/{quote(name, safe='')}/{key}": tensor  # keys may have slashes in them
             for name, held in (self._unclaimed | self._registered).items()
             for key, tensor in held.items()
         }
+        tensors |= moment.tensors
         scaler = self._parts.scaler
         state = {
-            "counts": self._counts_to_save(),
-            "config": self._config(),
-            "position": pack(self._batches.position(), f"{_PLAIN}/dataloader", tensors),
+            "counts": moment.counts,
+            "config": moment.config,
+            "position": moment.position,
             "schedulers": [
                 {
                     "class": type(scheduler.inner).__name__,
@@ -110,15 +146,12 @@ class TrainingState:
             ],
             "scaler": None if scaler is None else pack(scaler.state_dict(), f"{_PLAIN}/scaler", tensors),
         }
-        drawn = random_tensors() | {
-            name: draw.get_state() for name, draw in _generators_of(self._batches.loader).items()
-        }
         return contents_of(
             self.model,
             [optimizer.inner for optimizer in self._parts.optimizers],
             rank=self.rank,
             tensors=tensors,
-            own={**own_buffers, **{f"random/{self.rank}/{name}": tensor for name, tensor in drawn.items()}},
+            own={**own_buffers, **{f"random/{self.rank}/{name}": tensor for name, tensor in moment.random.items()}},
             state=state,
         )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.errors import CheckpointError
+from elastic_ext.errors import CheckpointError, in_words
 
 from .letters import Letters, ToldOfFailure
 
@@ -50,6 +50,8 @@ class BackgroundSave:
         """Where the checkpoint will be."""
         self.error: Exception | None = None
         """Why there is none, once it is over; ToldOfFailure where that is another rank's affair."""
+        self.is_given_up = False
+        """Nobody waits for it any more."""
         self._letters = letters
         self._rank = rank
         self._num_ranks = num_ranks
@@ -68,7 +70,7 @@ class BackgroundSave:
     def fail(self, error: Exception) -> None:
         """It cannot be started on this rank; the others hear of it."""
         self.error = error
-        self._letters.fail(_in_words(error))
+        self._letters.fail(in_words(error))
 
     @property
     def is_over(self) -> bool:
@@ -82,6 +84,7 @@ class BackgroundSave:
 
     def give_up(self, why: str) -> None:
         """Nobody waits for it any more; what its thread does yet makes no checkpoint, or one that is whole."""
+        self.is_given_up = True
         self.error = self.error or CheckpointError(why)
         self._letters.cancel(why)
 
@@ -127,12 +130,6 @@ class BackgroundSave:
 
     def _tell_of(self, error: Exception) -> None:
         try:
-            self._letters.fail(_in_words(error))
+            self._letters.fail(in_words(error))
         except RuntimeError as another:  # the store is gone, with the process that had it
             _logger.warning("the other ranks could not be told: %s", another)
-
-
-def _in_words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f" ({error.filename})" if error.filename else "")
-    return str(error) or type(error).__name__

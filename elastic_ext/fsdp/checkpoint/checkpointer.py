@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from elastic_ext.fsdp.plain import pack, unpack
 from elastic_ext.given import as_list
 from elastic_ext.ranks import Ranks
 
-from .collecting import contents_of, own_buffers
+from .collecting import Collect, ToSave, contents_of, own_buffers
 from .commit import Commit
 from .comparing import first_change
 from .contents import Contents
@@ -50,9 +50,6 @@ from .together import agree_on, gather_or_raise
 __all__ = ["Loaded", "ShardCheckpointer"]
 
 _logger = logging.getLogger(__name__)
-
-Collect: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Contents]"
-"""Gives what this rank has, when it is told which buffers are its own."""
 
 _Result = TypeVar("_Result")
 _EXTRA = "extra"
@@ -146,7 +143,7 @@ class ShardCheckpointer:
         ``step`` comes after the one that was loaded or saved last: ValueError otherwise, and nothing is changed.
         ``extra`` are plain values and tensors, in lists and dicts; the first rank's are kept.
         """
-        self._come_to_rest()
+        self._refuse_closed()
         place: list[int] = []
 
         def ask() -> str:
@@ -154,9 +151,14 @@ class ShardCheckpointer:
             self._run.check_is_next(place[0])
             return f"save step {place[0]} of epoch {place[1]}"
 
-        agree_on(self._ranks, ask)
-        collect = self._collector(model, optimizer, extra)
-        return self._save(f"step_{place[0]}", model, collect, step=place[0], epoch=place[1])
+        try:
+            ask()
+        except (ValueError, TypeError):
+            agree_on(self._ranks, ask)  # which raises, here and on those that would save
+        what = ToSave(model, self._collector(model, optimizer, extra))
+        path = self._save(f"step_{place[0]}", what, ask, step=place[0], epoch=place[1])
+        assert path is not None
+        return path
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, extra: Any = None
@@ -167,7 +169,7 @@ class ShardCheckpointer:
         """
         self._refuse_closed()
         agree_on(self._ranks, lambda: "make ready for saving")
-        self.make_ready(model, self._collector(model, optimizer, extra))
+        self.make_ready(ToSave(model, self._collector(model, optimizer, extra)))
 
     def load(
         self,
@@ -260,27 +262,42 @@ class ShardCheckpointer:
     def save_contents(
         self,
         name: str,
-        model: nn.Module,
-        collect: Collect,
+        what: ToSave,
         *,
         step: int,
         epoch: int,
         about: Mapping[str, Any],
-        waits: bool,
-    ) -> Path:
-        """Save what ``collect`` gives, which is what ``contents_of`` does, on each rank.
+        on_failed: Callable[[CheckpointError], None],
+        in_background: bool = True,
+        waits: bool = True,
+    ) -> Path | None:
+        """Save ``what``; ``on_failed`` takes the error of the save before, if it has failed, on all ranks.
 
-        It may go on in the background unless the caller ``waits`` for it.
+        Unless it ``waits``, None while another one is under way, and nothing is done.
         """
-        self._come_to_rest()
-        agree_on(self._ranks, lambda: f"save {name} at step {step} of epoch {epoch}")
-        return self._save(name, model, collect, step=step, epoch=epoch, about=about, waits=waits)
+        self._refuse_closed()
+        if not in_background or not self._saver.can_save_in_background:
+            try:
+                self._saver.settle()
+            except CheckpointError as error:
+                on_failed(error)
+        asks = f"save {name} at step {step} of epoch {epoch}"
+        return self._save(
+            name,
+            what,
+            lambda: asks,
+            step=step,
+            epoch=epoch,
+            about=about,
+            in_background=in_background,
+            on_failed=on_failed,
+            waits=waits,
+        )
 
-    def make_ready(self, model: nn.Module, collect: Collect) -> None:
-        """Make the memory for what ``collect`` gives, where that is needed."""
+    def make_ready(self, what: ToSave) -> None:
+        """Make the memory for ``what``, where that is needed."""
         if self._saver.can_save_in_background:
-            own = own_buffers(model, self._ranks)
-            self._saver.make_ready(lambda: collect(own))
+            self._saver.make_ready(what)
 
     def change_since(self, path: Path, model: nn.Module, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
         """What is not as the checkpoint in ``path`` has it, on any rank; None where saving would give the same again.
@@ -311,15 +328,17 @@ class ShardCheckpointer:
     def _save(
         self,
         name: str,
-        model: nn.Module,
-        collect: Collect,
+        what: ToSave,
+        ask: Callable[[], str],
         *,
         step: int,
         epoch: int,
         about: Mapping[str, Any] | None = None,
-        waits: bool = False,
-    ) -> Path:
-        own = own_buffers(model, self._ranks)
+        in_background: bool = True,
+        **of_background: Any,
+    ) -> Path | None:
+        if not self._run.is_claimed:
+            agree_on(self._ranks, ask)  # claiming is no answer to who is asked for something else
         folder = self._run.claim()
         began = time.perf_counter()
         draft = Commit(
@@ -335,11 +354,13 @@ class ShardCheckpointer:
             versions=_versions(),
             about=dict(about or {}),
         )
-        if self._saver.can_save_in_background and not waits:
-            return self._saver.save_in_background(
-                folder, name, lambda: collect(own), draft, on_end=lambda: self._run.note_save(step)
-            )
-        path = self._saver.save(folder, name, lambda: collect(own), draft)
+        if self._saver.can_save_in_background and in_background:
+
+            def on_end() -> None:
+                self._run.note_save(step)
+
+            return self._saver.save_in_background(folder, name, what, draft, ask=ask, on_end=on_end, **of_background)
+        path = self._saver.save(folder, name, what, draft, ask=ask)
         self._run.note_save(step)
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)

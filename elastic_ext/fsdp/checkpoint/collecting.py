@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -20,7 +21,18 @@ from .contents import EXTRA_STATES, GROUPS, Contents, own_prefix
 from .memory import part_of
 from .together import gather_or_raise
 
-__all__ = ["contents_of", "own_buffers"]
+__all__ = ["Collect", "OwnBuffers", "ToSave", "contents_of", "own_buffers"]
+
+Collect: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Contents]"
+"""Gives what this rank has, when it is told which buffers are its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToSave:
+    """What one rank is to save."""
+
+    model: nn.Module
+    collect: Collect
 
 
 def contents_of(
@@ -52,25 +64,39 @@ def contents_of(
     )
 
 
-def own_buffers(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """This rank's buffers, where ranks that share a model have come to different ones, as running means may be.
+class OwnBuffers:
+    """A rank's buffers, where ranks that share a model may have come to different ones, as running means may be.
 
     In the model's own place are those of the first rank; as many ranks as there are now get back their own.
     """
-    if ranks.world_size == 1:
-        return {}
-    buffers: list[Held] = []
 
-    def compare() -> str:
-        buffers.extend(each for each in held_buffers(model) if _is_whole(each))
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [each for each in held_buffers(model) if _is_whole(each)]
+
+    def digest(self) -> str:
+        """The same on ranks that have the same."""
         digest = xxhash.xxh3_64()
-        for each in buffers:
+        for each in self._held:
             digest.update(part_of(each.tensor, each.box, each.box))
         return digest.hexdigest()
 
-    if len(set(gather_or_raise(ranks, compare, "comparing buffers"))) == 1:
+    def named(self, rank: int) -> dict[str, torch.Tensor]:
+        """As they are saved where ranks differ."""
+        return {f"{own_prefix(rank)}{each.name}": each.tensor for each in self._held}
+
+
+def own_buffers(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """This rank's buffers, if the ranks differ in them; all ranks call this."""
+    if ranks.world_size == 1:
         return {}
-    return {f"{own_prefix(ranks.rank)}{each.name}": each.tensor for each in buffers}
+    found: list[OwnBuffers] = []
+
+    def compare() -> str:
+        found.append(OwnBuffers(model))
+        return found[0].digest()
+
+    are_alike = len(set(gather_or_raise(ranks, compare, "comparing buffers"))) == 1
+    return {} if are_alike else found[0].named(ranks.rank)
 
 
 def _is_whole(held: Held) -> bool:

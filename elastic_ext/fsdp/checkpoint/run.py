@@ -47,6 +47,10 @@ class Run:
         """The runs that led here, this one last."""
         return chain_after(self._came_from, run_id=self._id)
 
+    @property
+    def is_claimed(self) -> bool:
+        return self._folder is not None
+
     def claim(self) -> JobFolder:
         """The job's folder, made this run's own; CheckpointFenced where another run of the job is alive."""
         if self._folder is not None:

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.errors import CheckpointError, ElasticError
+import torch
+
+from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.state import Held
 from elastic_ext.ranks import Ranks
 
 from .background import BackgroundSave
+from .collecting import OwnBuffers, ToSave
 from .commit import Commit, checksum_of
 from .contents import KINDS, VALUES, Contents, FileKind
 from .inventory import Inventory, meta_of
@@ -33,7 +36,7 @@ from .retain import Retention
 from .shardwriter import Piece
 from .staging import Staging
 from .storage import Storage
-from .together import gather_or_raise
+from .together import agree_and_gather, agree_on, failure_of, gather_or_raise, joined_failure
 from .writing import Shard, Writing, give_up, make_folder
 
 __all__ = ["Saver"]
@@ -64,6 +67,56 @@ class _Begun:
     generation: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Met:
+    """What the ranks know when they have met to save."""
+
+    contents: Contents
+    """This rank's."""
+    agreed: _Agreed
+    values: Mapping[str, Any]
+    """Of all ranks, as ``Contents.values``."""
+    generation: str
+
+
+class _Meeting:
+    """What one rank says to the others when a save begins."""
+
+    contents: Contents
+    inventories: Mapping[FileKind, Inventory]
+
+    def __init__(self, ranks: Ranks, what: ToSave) -> None:
+        self._ranks = ranks
+        self._what = what
+        self._buffers: OwnBuffers | None = None
+
+    def begin(self) -> dict[str, Any]:
+        """Collect, as if ranks had the same buffers."""
+        if self._ranks.world_size > 1:
+            self._buffers = OwnBuffers(self._what.model)
+        digest = self._collect({})
+        return {
+            "digest": digest,
+            "values": dict(self.contents.values),
+            "buffers": None if self._buffers is None else self._buffers.digest(),
+            "generation": secrets.token_hex(8),  # the first rank's counts
+        }
+
+    def collect_own(self) -> str:
+        """Collect anew, with buffers that are this rank's own, since the ranks' differ."""
+        assert self._buffers is not None
+        return self._collect(self._buffers.named(self._ranks.rank))
+
+    def _collect(self, own: Mapping[str, torch.Tensor]) -> str:
+        self.contents = self._what.collect(own)
+        self.inventories = self.contents.inventories()
+        return checksum_of(b"\n".join(self.inventories[kind].to_json() for kind in KINDS))
+
+
+def _raise_it(error: CheckpointError) -> None:
+    raise error
+
+
 class Saver:
     """One rank's part in saving."""
 
@@ -84,22 +137,22 @@ class Saver:
         """Whether there is memory for it, and a store by which the ranks' threads can tell each other how it goes."""
         return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
 
-    def save(self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit) -> Path:
+    def save(self, folder: JobFolder, name: str, what: ToSave, draft: Commit, *, ask: Callable[[], str]) -> Path:
         """Write the checkpoint ``name``; on return it exists, for every rank. All ranks call this between two steps.
 
-        ``collect`` gives what this rank has, and may raise on some. ``draft`` is the first rank's: what COMMIT says
-        besides the names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint
-        of this name.
+        ``what`` is collected, which may raise on some. ``draft`` is the first rank's: what COMMIT says besides the
+        names of files and the save's generation. ``ask`` says what this rank is asked for, as ``agree_on`` takes it.
+        Where one rank fails all raise, and there is no checkpoint of this name. Nothing else may be under way.
         """
         storage, rank = self._storage, self._ranks.rank
 
         def make(generation: str) -> None:
             storage.restart_clock()
-            doing = f"beginning checkpoint {name}"
-            storage.within(lambda: make_folder(folder, name, generation, draft.lineage), doing)
+            storage.within(lambda: make_folder(folder, name, generation, draft.lineage), _beginning(name))
 
+        agree_on(self._ranks, ask)  # before anything is done
         try:
-            begun = self._begin(folder, name, collect, make if rank == 0 else None)
+            begun = self._begin(folder, name, self._meet(name, what, ask, make if rank == 0 else None))
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
@@ -124,15 +177,28 @@ class Saver:
         return begun.writing.path
 
     def save_in_background(
-        self, folder: JobFolder, name: str, collect: Callable[[], Contents], draft: Commit, on_end: Callable[[], None]
-    ) -> Path:
+        self,
+        folder: JobFolder,
+        name: str,
+        what: ToSave,
+        draft: Commit,
+        *,
+        ask: Callable[[], str],
+        on_end: Callable[[], None],
+        on_failed: Callable[[CheckpointError], None] = _raise_it,
+        waits: bool = True,
+    ) -> Path | None:
         """Begin to write the checkpoint ``name``; on return nothing of what it holds is needed any more.
 
-        No other may be under way. How it went is what ``settle`` tells; ``on_end`` is called once it exists.
+        How it went is what ``settle`` tells, or the next call of this, which waits for the one before; ``on_failed``
+        takes the error of that one, on all ranks. None, and nothing is begun, where another is under way and this is
+        not to be waited for. ``on_end`` is called once this one exists.
         """
         assert self._staging is not None
-        assert self._under_way is None, "settle() comes before the next save"
-        begun = self._begin(folder, name, collect, None)
+        met = self._meet_after_the_last(name, what, ask, on_failed, waits=waits)
+        if met is None:
+            return None
+        begun = self._begin(folder, name, met)
         seconds = self._storage.seconds
         letters = Letters(self._store, name=begun.generation, rank=self._ranks.rank, seconds=seconds)
         shards: dict[FileKind, Shard] = {}
@@ -174,32 +240,32 @@ class Saver:
         save = self._under_way
         if save is None:
             return
+        self._wait_for(save)
+        self._conclude(save, gather_or_raise(self._ranks, lambda: _failure_in(save), f"saving {save.path}"))
+
+    def _conclude(self, save: BackgroundSave, failures: Sequence[Mapping[str, Any] | None]) -> None:
+        """It is over on all ranks, and ``failures`` is what they say of it: raise where there are any."""
         self._under_way = None
-        doing = f"saving {save.path}"
-        try:
-            self._wait_for(save, doing)
-        except BaseException:
-            save.give_up(f"it was given up while {doing}")
-            raise
+        save.burn_letters()
+        failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+        if failed:
+            raise joined_failure(failed, f"saving {save.path}", len(failures))
+        if save.error is not None:
+            raise save.error
 
-        def tell() -> None:
-            if save.error is not None and not isinstance(save.error, ToldOfFailure):
-                raise save.error
-
-        try:
-            gather_or_raise(self._ranks, tell, doing)
-            if save.error is not None:
-                raise save.error
-        finally:
-            save.burn_letters()
-
-    def _wait_for(self, save: BackgroundSave, doing: str) -> None:
-        """Until it is over on all ranks, or there is no time left on one."""
+    def _wait_for(self, save: BackgroundSave) -> None:
+        """Until it is over on all ranks, or there is no time left on one: then nobody waits for it any more."""
         deadline, slice_seconds = time.monotonic() + self._storage.seconds, _SHORT_SECONDS
+        doing = f"saving {save.path}"
         while True:
             save.join(slice_seconds)
             is_late = not save.is_over and time.monotonic() > deadline
-            num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
+            try:
+                num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
+            except BaseException:
+                self._under_way, self._late = None, save
+                save.give_up(f"it was given up while {doing}")
+                raise
             if num_late:
                 save.give_up(
                     f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
@@ -217,11 +283,11 @@ class Saver:
             save.join(self._storage.seconds)
             save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
 
-    def make_ready(self, collect: Callable[[], Contents]) -> None:
-        """Begin to make room for what ``collect`` gives, off training's way; with all ranks."""
+    def make_ready(self, what: ToSave) -> None:
+        """Begin to make room for ``what`` is to be saved, off training's way; with all ranks."""
         if self._staging is not None:
-            contents, agreed, _ = self._compare("to come", collect, None)
-            self._staging.make_ready(_parts_of(contents, agreed, self._ranks.rank))
+            met = self._meet("to come", what, lambda: "make ready for saving", None)
+            self._staging.make_ready(_parts_of(met.contents, met.agreed, self._ranks.rank))
 
     def _retain(self, folder: JobFolder, chain: Chain) -> None:
         """On the first rank, after a commit: remove the checkpoints that are not to be kept any more."""
@@ -237,58 +303,79 @@ class Saver:
             except CheckpointError as error:
                 _logger.warning("old checkpoints are still being removed: %s", error)
 
-    def _begin(
-        self,
-        folder: JobFolder,
-        name: str,
-        collect: Callable[[], Contents],
-        and_then: Callable[[str], None] | None,
-    ) -> _Begun:
-        """Collect what this rank has, do what is given, by the save's generation, and hear of what the others have."""
-        rank = self._ranks.rank
-        contents, agreed, answers = self._compare(name, collect, and_then)
-        generation = answers[0][3]
-        values = {key: value for _, _, values, _ in answers for key, value in values.items()}
-        state = json.dumps({**contents.state, VALUES: values}, allow_nan=False).encode() if rank == 0 else b""
+    def _begin(self, folder: JobFolder, name: str, met: _Met) -> _Begun:
+        """What this rank is to write."""
+        rank, contents = self._ranks.rank, met.contents
+        state = json.dumps({**contents.state, VALUES: met.values}, allow_nan=False).encode() if rank == 0 else b""
         writing = Writing(
             folder,
             name,
-            generation=generation,
+            generation=met.generation,
             rank=rank,
             num_ranks=self._ranks.world_size,
-            descriptions=agreed.data,
+            descriptions=met.agreed.data,
             state=state,
         )
-        return _Begun(writing, _parts_of(contents, agreed, rank), generation)
+        return _Begun(writing, _parts_of(contents, met.agreed, rank), met.generation)
 
-    def _compare(
-        self, name: str, collect: Callable[[], Contents], and_then: Callable[[str], None] | None
-    ) -> tuple[Contents, _Agreed, list[list[Any]]]:
-        """What this rank has; what all hold together; what each has said: name, digest, values, generation."""
-        doing = f"beginning checkpoint {name}"
-        found: list[Contents] = []
-        inventories: dict[FileKind, Inventory] = {}
+    def _meet_after_the_last(
+        self,
+        name: str,
+        what: ToSave,
+        ask: Callable[[], str],
+        on_failed: Callable[[CheckpointError], None],
+        *,
+        waits: bool,
+    ) -> _Met | None:
+        """``_meet`` once nothing is under way any more; in one exchange with hearing of how that went."""
+        last = self._under_way
+        if last is None:
+            return self._meet(name, what, ask, None)
+        meeting = _Meeting(self._ranks, what)
+        while True:
+            answers = agree_and_gather(
+                self._ranks, ask, lambda: [_is_running(last), _failure_in(last), meeting.begin()], _beginning(name)
+            )
+            if not any(is_running for is_running, *_ in answers):
+                break
+            if not waits:
+                return None
+            self._wait_for(last)
+        try:
+            self._conclude(last, [failure for _, failure, _ in answers])
+        except CheckpointError as error:
+            on_failed(error)
+        if self._late is not None:  # the others are to hear of that too
+            return self._meet(name, what, ask, None)
+        return self._compare(name, meeting, [said for *_, said in answers])
 
-        def begin() -> list[Any]:
+    def _meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> _Met:
+        """Collect what this rank has, do what is given, by the save's generation, and hear of what the others have."""
+        doing = _beginning(name)
+        meeting = _Meeting(self._ranks, what)
+
+        def begin() -> dict[str, Any]:
             if self._late is not None and not self._late.is_over:
                 raise CheckpointError(
                     f"the storage has not answered yet what was asked of it before {doing}; until then nothing else is "
                     "begun"
                 )
-            contents = collect()
-            found.append(contents)
-            inventories.update(contents.inventories())
-            digest = checksum_of(b"\n".join(inventories[kind].to_json() for kind in KINDS))
-            generation = secrets.token_hex(8)  # the first rank's counts
+            self._late = None
+            said = meeting.begin()
             if and_then is not None:
-                and_then(generation)
-            return [name, digest, dict(contents.values), generation]
+                and_then(said["generation"])
+            return said
 
-        answers = gather_or_raise(self._ranks, begin, doing)
-        names = [given for given, *_ in answers]
-        if len(set(names)) > 1:
-            raise ElasticError(f"the ranks save different checkpoints at once: {', '.join(names)}, rank by rank")
-        return found[0], self._agree(inventories, [digest for _, digest, *_ in answers], name), answers
+        return self._compare(name, meeting, agree_and_gather(self._ranks, ask, begin, doing))
+
+    def _compare(self, name: str, meeting: _Meeting, said: Sequence[Mapping[str, Any]]) -> _Met:
+        """What all ranks have together, by what each has said."""
+        digests = [str(each["digest"]) for each in said]
+        if len({each["buffers"] for each in said}) > 1:
+            digests = gather_or_raise(self._ranks, meeting.collect_own, f"comparing buffers for checkpoint {name}")
+        values = {key: value for each in said for key, value in each["values"].items()}
+        agreed = self._agree(meeting.inventories, digests, name)
+        return _Met(meeting.contents, agreed, values, generation=str(said[0]["generation"]))
 
     def _agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
         """What the ranks hold together, with the same answer on every rank."""
@@ -302,6 +389,21 @@ class Saver:
             data = {kind: meta.to_json() for kind, meta in metas.items()}
             self._agreed = _Agreed(digests, metas, data)
         return self._agreed
+
+
+def _beginning(name: str) -> str:
+    return f"beginning checkpoint {name}"
+
+
+def _is_running(save: BackgroundSave) -> bool:
+    """On this rank, for as long as somebody waits for it: one that has failed may still be taking its files away."""
+    return not save.is_over and not save.is_given_up
+
+
+def _failure_in(save: BackgroundSave) -> dict[str, object] | None:
+    """What a rank says of it, where it has failed there and not because another one has said so."""
+    error = save.error
+    return None if error is None or isinstance(error, ToldOfFailure) else failure_of(error)
 
 
 def _parts_of(contents: Contents, agreed: _Agreed, rank: int) -> dict[FileKind, list[Part]]:

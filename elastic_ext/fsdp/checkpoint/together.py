@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ext import errors
-from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError, RanksDisagreeError
+from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError, RanksDisagreeError, in_words
 from elastic_ext.ranks import Ranks
 
-__all__ = ["agree_on", "gather_or_raise"]
+__all__ = ["agree_and_gather", "agree_on", "failure_of", "gather_or_raise", "joined_failure"]
 
 _logger = logging.getLogger(__name__)
 
@@ -23,21 +23,8 @@ def gather_or_raise(ranks: Ranks, act: Callable[[], object], doing: str) -> list
     failure of this kind, and is raised as what it is.
     """
     answer: dict[str, object] = {}
-    raised: Exception | None = None
-    try:
-        answer["gives"] = act()
-    except PeerLostError:
-        raise
-    except Exception as error:  # whatever it is, the others are to hear of it
-        raised = error
-        if not isinstance(error, CheckpointError) or error.__cause__ is not None:  # else its words say it all
-            _logger.warning("%s failed on rank %d", doing, ranks.rank, exc_info=error)
-        answer["failed"] = {"kind": type(error).__name__, "text": _in_words(error), "mismatch": _parts_of(error)}
-    answers = [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), doing)]
-    failed = {rank: each["failed"] for rank, each in enumerate(answers) if "failed" in each}
-    if failed:
-        raise _joined(failed, doing, len(answers)) from raised
-    return [each["gives"] for each in answers]
+    raised = _add_what_it_gives(answer, ranks, act, doing)
+    return _given(_exchanged(ranks, answer, doing), raised, doing)
 
 
 def agree_on(ranks: Ranks, ask: Callable[[], str]) -> None:
@@ -46,18 +33,58 @@ def agree_on(ranks: Ranks, ask: Callable[[], str]) -> None:
     ValueError on all ranks where an argument of one is wrong, which ``ask`` has raised a ValueError or TypeError for;
     RanksDisagreeError where they are asked for different things, and would wait for one another in vain.
     """
-    answer: dict[str, str] = {}
-    raised: Exception | None = None
+    answer: dict[str, object] = {}
+    raised = _add_what_it_asks(answer, ask)
+    _raise_unless_asked_alike(_exchanged(ranks, answer, "comparing what is asked for"), raised)
+
+
+def agree_and_gather(ranks: Ranks, ask: Callable[[], str], act: Callable[[], object], doing: str) -> list[Any]:
+    """``agree_on`` what ``ask`` gives and ``gather_or_raise`` what ``act`` does, in one exchange.
+
+    So ``act`` comes before it is known whether others are asked for the same.
+    """
+    answer: dict[str, object] = {}
+    raised = _add_what_it_asks(answer, ask)
+    if raised is None:
+        raised = _add_what_it_gives(answer, ranks, act, doing)
+    answers = _exchanged(ranks, answer, doing)
+    _raise_unless_asked_alike(answers, raised)
+    return _given(answers, raised, doing)
+
+
+def _add_what_it_asks(answer: dict[str, object], ask: Callable[[], str]) -> Exception | None:
     try:
         answer["asks"] = ask()
     except (ValueError, TypeError) as error:
-        raised = error
         answer["refuses"] = str(error)
-    answers = [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), "comparing what is asked for")]
+        return error
+    return None
+
+
+def _add_what_it_gives(
+    answer: dict[str, object], ranks: Ranks, act: Callable[[], object], doing: str
+) -> Exception | None:
+    try:
+        answer["gives"] = act()
+    except PeerLostError:
+        raise
+    except Exception as error:  # whatever it is, the others are to hear of it
+        if not isinstance(error, CheckpointError) or error.__cause__ is not None:  # else its words say it all
+            _logger.warning("%s failed on rank %d", doing, ranks.rank, exc_info=error)
+        answer["failed"] = failure_of(error)
+        return error
+    return None
+
+
+def _exchanged(ranks: Ranks, answer: Mapping[str, object], doing: str) -> list[dict[str, Any]]:
+    return [json.loads(data) for data in ranks.gather(json.dumps(answer).encode(), doing)]
+
+
+def _raise_unless_asked_alike(answers: Sequence[Mapping[str, Any]], raised: Exception | None) -> None:
     refused = {rank: each["refuses"] for rank, each in enumerate(answers) if "refuses" in each}
     if refused:
         raise ValueError(_told(refused, len(answers))) from raised
-    asked = {rank: each["asks"] for rank, each in enumerate(answers)}
+    asked = {rank: each.get("asks", "something else") for rank, each in enumerate(answers)}
     if len(set(asked.values())) > 1:
         raise RanksDisagreeError(
             f"the ranks are asked for different things ({_told(asked, len(answers))}); call the same on all of them, "
@@ -65,8 +92,20 @@ def agree_on(ranks: Ranks, ask: Callable[[], str]) -> None:
         )
 
 
-def _joined(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:
-    """One error of all that failed."""
+def _given(answers: Sequence[Mapping[str, Any]], raised: Exception | None, doing: str) -> list[Any]:
+    failed = {rank: each["failed"] for rank, each in enumerate(answers) if "failed" in each}
+    if failed:
+        raise joined_failure(failed, doing, len(answers)) from raised
+    return [each["gives"] for each in answers]
+
+
+def failure_of(error: Exception) -> dict[str, object]:
+    """An error as it goes to the other ranks."""
+    return {"kind": type(error).__name__, "text": in_words(error), "mismatch": _parts_of(error)}
+
+
+def joined_failure(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:
+    """One error of all that failed, by rank, as ``failure_of`` tells of them."""
     kinds = {each["kind"] for each in failed.values()}
     kind: object = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
     if kind is CheckpointMismatch:
@@ -103,11 +142,3 @@ def _parts_of(error: Exception) -> dict[str, object] | None:
 
 def _of_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}: " if len(ranks) == 1 else f"{len(ranks)} ranks, the first of them rank {ranks[0]}: "
-
-
-def _in_words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f" ({error.filename})" if error.filename else "")
-    if isinstance(error, (CheckpointError, ValueError, TypeError)):
-        return str(error) or type(error).__name__
-    return f"{type(error).__name__}: {error}"
