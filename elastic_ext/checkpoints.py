@@ -61,6 +61,7 @@ class Checkpoints:
         self._saved_at: int | None = None  # the global step of the last save that there is
         self._path: Path | None = None  # where that is
         self._has_told_of_epochs = False
+        self._is_ready = self._is_asked_for = False
         self._due: Moment | None = None  # of the boundary at which the save was due that is not begun yet
 
     # ---- saving ----
@@ -74,9 +75,12 @@ class Checkpoints:
         steps = self._interval.steps
         return math.inf if steps is None else (self._counts.global_step // steps + 1) * steps
 
-    def note_due(self) -> None:
-        """A checkpoint is due at this boundary, and is begun when the loop has done what it does after the step."""
-        self._due = self._state.moment()
+    def note_due(self, *, is_asked_for: bool) -> None:
+        """A checkpoint is due at this boundary, and is begun when the loop has done what it does after the step.
+
+        One that somebody has asked for waits for another that is under way, whatever ``when_saving`` says.
+        """
+        self._due, self._is_asked_for = self._state.moment(), is_asked_for
 
     @property
     def is_due(self) -> bool:
@@ -87,7 +91,7 @@ class Checkpoints:
         """Save what is due, if anything is; before the next step, or the end of an epoch or of training."""
         moment, self._due = self._due, None
         if moment is not None:
-            self._save_or_warn(f"step_{self._counts.global_step}", moment)
+            self._save_or_warn(f"step_{self._counts.global_step}", moment, waits=self._is_asked_for)
 
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
@@ -111,10 +115,15 @@ class Checkpoints:
         except CheckpointExists as error:
             raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
-    def make_ready(self) -> None:
-        """Find out now what could not be saved later, and make the memory for saving in the background."""
+    def try_out(self) -> None:
+        """Find out now what could not be saved later."""
         self._checkpointer.try_out(lambda: self._state.collect({}))
-        self._checkpointer.make_ready(ToSave(self._state.model, self._state.collect))
+
+    def make_ready(self) -> None:
+        """Make the memory for saving in the background, once, as soon as there is an interval to save at."""
+        if not self._is_ready and (self._interval.steps or self._interval.epochs):
+            self._is_ready = True
+            self._checkpointer.make_ready(ToSave(self._state.model, self._state.collect))
 
     def end(self) -> None:
         """Training has ended well on all ranks: what is being saved is, or is an error."""
@@ -145,7 +154,7 @@ class Checkpoints:
             self._saved_at, self._path = counts.global_step, path
         return path
 
-    def _save_or_warn(self, name: str, moment: Moment, *, is_epoch: bool = False) -> None:
+    def _save_or_warn(self, name: str, moment: Moment, *, is_epoch: bool = False, waits: bool = False) -> None:
         if is_epoch and self._counts.epoch <= self._last_epoch:
             self._tell_of_repeated_epoch(name)
             name = f"step_{self._counts.global_step}"
@@ -153,7 +162,7 @@ class Checkpoints:
         if is_there and (name.startswith("step_") or (self._path is not None and self._path.name == name)):
             return
         with self._warning():
-            if self._save(name, moment, waits=self._when_saving == "wait") is None:
+            if self._save(name, moment, waits=waits or self._when_saving == "wait") is None:
                 self._leave_out(name)
             elif name.startswith("epoch_"):
                 self._last_epoch = self._counts.epoch

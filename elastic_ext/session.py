@@ -96,7 +96,7 @@ class Session:
             self._materialise()
             if self.checkpoints is not None:
                 self.checkpoints.resume(self.resume)
-                self.checkpoints.make_ready()
+                self.checkpoints.try_out()
             self._plan_saving()
             if self._accelerated is not None:
                 self._accelerated.begin(lambda: steps.is_committing)
@@ -127,17 +127,17 @@ class Session:
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
         step, backwards = self._counts.global_step, self.steps.num_backwards
-        is_due = step >= self._save_at
+        is_due, is_asked_for = step >= self._save_at, False
         if not self.follower.pass_quietly(step, backwards):
             boundary = self.follower.boundary(step=step, backwards=backwards)
             self.should_stop = boundary.stop
             self._plan_saving()
-            is_due |= boundary.save
+            is_asked_for = boundary.save
         if self._progress.is_shown:
             self._progress.advance()
-        if is_due and self.checkpoints is not None:
+        if (is_due or is_asked_for) and self.checkpoints is not None:
             self._plan_saving()
-            self.checkpoints.note_due()
+            self.checkpoints.note_due(is_asked_for=is_asked_for)
             self.steps.do_first(self.checkpoints.begin_due)
 
     def reset(self) -> None:
@@ -199,10 +199,17 @@ class Session:
 
     def abandon(self) -> None:
         """End without its trainer, which was dropped and not closed; several ranks end only together."""
-        if self._has_ended or self.follower.ranks.world_size > 1:
+        if self._has_ended:
+            return
+        is_due = self.checkpoints is not None and self.checkpoints.is_due
+        if self.follower.ranks.world_size > 1:
+            if is_due:
+                self._give_up_due()
             return
         self._has_ended = True
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
+        if is_due:
+            self._give_up_due()
         self._progress.end()
         self._gradients.release()
         if self.checkpoints is not None:
@@ -238,8 +245,10 @@ class Session:
             self.checkpoints.begin_due()
 
     def _plan_saving(self) -> None:
+        """All ranks alike, since it follows the config."""
         if self.checkpoints is not None:
             self._save_at = self.checkpoints.next_due(self.follower.config)
+            self.checkpoints.make_ready()
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""

@@ -1,16 +1,17 @@
 """ElasticTrainer: the user's own loop, in steps that commit or never happened, and that every rank takes alike.
 
     trainer = ElasticTrainer(model, dataloader, global_batch_size=256)
-    optimizer, scheduler = trainer.prepare(optimizer, scheduler)
-    for epoch in range(trainer.start_epoch, num_epochs):
-        with trainer.epoch(epoch):
-            for inputs, targets in dataloader:
-                with trainer.step():
-                    loss = loss_of(model(inputs), targets)
-                    loss.backward()
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
+    with trainer:
+        optimizer, scheduler = trainer.prepare(optimizer, scheduler)
+        for epoch in range(trainer.start_epoch, num_epochs):
+            with trainer.epoch(epoch):
+                for inputs, targets in dataloader:
+                    with trainer.step():
+                        loss = loss_of(model(inputs), targets)
+                        loss.backward()
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
 
 Words: a *micro-step* is one ``with trainer.step():``, one micro-batch. A *step* is A micro-steps and ends at a
 *boundary*. At most boundaries the optimizer steps and the step *commits*; a boundary without a commit consumes the
@@ -233,7 +234,7 @@ class ElasticTrainer:
             undo.pop_all()
         session.start(steps, self._loaded_config)
         self._session = session
-        weakref.finalize(self, session.abandon).atexit = False  # a notebook's cell, run again
+        weakref.finalize(self, session.abandon)  # a notebook's cell, run again, or a script that closes nothing
         self._micro_step = steps  # one object for all micro-steps: making one costs more than entering it
         return parts.values
 

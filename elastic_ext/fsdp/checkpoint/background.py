@@ -11,6 +11,7 @@ Whoever fails says so, and all of them give up. What was written by then is no c
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -22,11 +23,13 @@ from elastic_ext.errors import CheckpointError, in_words
 
 from .letters import Letters, ToldOfFailure
 
-__all__ = ["THREAD_NAME", "BackgroundSave"]
+__all__ = ["PATIENCE_SECONDS", "THREAD_NAME", "BackgroundSave"]
 
 _logger = logging.getLogger(__name__)
 
 THREAD_NAME = "elastic_ext save"
+PATIENCE_SECONDS = 30.0
+"""With other ranks, where training has ended with an exception or without a word."""
 
 
 class BackgroundSave:
@@ -43,13 +46,15 @@ class BackgroundSave:
         write: Callable[[], dict[str, list[object]]],
         commit: Callable[[list[dict[str, Any]]], None],
         discard: Callable[[], None],
-        on_end: Callable[[], None],
         clear: Callable[[], None],
+        after: BackgroundSave | None = None,
     ) -> None:
         self.path = path
         """Where the checkpoint will be."""
         self.error: Exception | None = None
         """Why there is none, once it is over; ToldOfFailure where that is another rank's affair."""
+        self.is_made = False
+        """The checkpoint exists; what the thread does yet is no part of the save."""
         self.is_given_up = False
         """Nobody waits for it any more."""
         self._letters = letters
@@ -59,12 +64,13 @@ class BackgroundSave:
         self._write = write
         self._commit = commit
         self._discard = discard
-        self._on_end = on_end
         self._clear = clear
+        self._after = after  # which may still be removing what is not to be kept
         self._began = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
+        atexit.register(self._finish)  # a script that ends has its last checkpoint
         self._thread.start()
 
     def fail(self, error: Exception) -> None:
@@ -77,10 +83,19 @@ class BackgroundSave:
         """On this rank."""
         return not self._thread.is_alive()
 
-    def join(self, seconds: float) -> None:
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._began
+
+    def join(self, seconds: float | None) -> None:
         """Wait until it is over on this rank, for so long at most."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
+
+    def hurry(self, seconds: float) -> None:
+        """Have it wait no longer than that for other ranks, which may be gone."""
+        self._letters.hurry(seconds)
 
     def give_up(self, why: str) -> None:
         """Nobody waits for it any more; what its thread does yet makes no checkpoint, or one that is whole."""
@@ -102,9 +117,20 @@ class BackgroundSave:
             self.error = error
             self._tidy(error)
             self._tell_of(error)
+        finally:
+            atexit.unregister(self._finish)
+
+    def _finish(self) -> None:
+        """The process ends, and nobody has waited for this."""
+        _logger.info("waiting for %s to be saved", self.path)
+        self._letters.hurry(PATIENCE_SECONDS)
+        self._thread.join()
 
     def _save(self) -> None:
         letters, is_first = self._letters, self._rank == 0
+        if self._after is not None:
+            self._after.join(None)
+            self._after = None
         if is_first:
             self._make_folder()
             letters.post("begun")
@@ -119,7 +145,7 @@ class BackgroundSave:
             _logger.info("checkpoint %s was saved in %.2f s", self.path, time.perf_counter() - self._began)
         else:
             letters.wait("made", [0])
-        self._on_end()
+        self.is_made = True
         if is_first:
             self._clear()
 

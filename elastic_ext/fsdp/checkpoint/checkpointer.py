@@ -226,10 +226,11 @@ class ShardCheckpointer:
     def close(self) -> None:
         """Let another run of the job have the folder; nothing can be saved or loaded afterwards. Twice is allowed.
 
-        What is being saved is saved first. Whether that has worked out is in the log; ``wait`` raises.
+        What is being saved is saved first. Whether that has worked out is in the log; ``wait`` raises. Called while an
+        exception is handled it waits for other ranks, which may be gone, no longer than half a minute.
         """
         self._is_closed = True
-        self._saver.end()
+        self._saver.end(hurries=sys.exc_info()[1] is not None)
         self._run.leave()
         if self._owns_ranks:
             self._owns_ranks = False

@@ -55,6 +55,7 @@ class Letters:
         self._deadline = time.monotonic() + seconds
         self._posted: list[str] = []
         self._cancelled: str | None = None
+        self._is_hurried = False
 
     def post(self, what: str, value: object = None) -> None:
         """Tell the others; each ``what`` once."""
@@ -73,9 +74,11 @@ class Letters:
         waiting = list(ranks)
         keys = {rank: self._key(what, rank) for rank in waiting}
         pause, seconds = threading.Event(), _POLL_SECONDS
+        began = time.monotonic()
         while waiting := [rank for rank in waiting if not self._store.check([keys[rank]])]:
             self.raise_if_failed()
-            if time.monotonic() > self._deadline:
+            now = time.monotonic()
+            if now > self._deadline or (self._is_hurried and now > began + self._seconds):
                 raise CheckpointError(
                     f"rank {waiting[0]} has not said within {self._seconds:g} seconds that it has {what} its part; it "
                     "died, or its storage does not answer"
@@ -92,6 +95,11 @@ class Letters:
         if self._store.check([key]):
             rank, why = json.loads(self._store.get(key))
             raise ToldOfFailure(f"rank {rank}: {why}")
+
+    def hurry(self, seconds: float) -> None:
+        """Have this rank wait no longer than so from now on, each time that it waits."""
+        self._seconds = min(self._seconds, seconds)
+        self._is_hurried = True
 
     def cancel(self, why: str) -> None:
         """Have this rank wait no longer."""

@@ -1,7 +1,7 @@
 """Saver: has every rank write its part of a checkpoint, and the first one make it exist.
 
-What ranks hold is compared once, and again when it changes on one of them. Each element is written once, by one of the
-ranks that have it. Nothing is decided here of where checkpoints lie among each other, which is jobfolder.py's affair,
+Each element is written once, by one of the ranks that have it. What ranks tell one another of what they hold is in
+meeting.py. Nothing is decided here of where checkpoints lie among each other, which is jobfolder.py's affair,
 nor of what comes before what on the disk, which is writing.py's.
 """
 
@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.state import Held
 from elastic_ext.ranks import Ranks
 
-from .background import BackgroundSave
-from .collecting import OwnBuffers, ToSave
-from .commit import Commit, checksum_of
-from .contents import KINDS, VALUES, Contents, FileKind
-from .inventory import Inventory, meta_of
+from .background import PATIENCE_SECONDS, BackgroundSave
+from .collecting import ToSave
+from .commit import Commit
+from .contents import VALUES, FileKind
 from .jobfolder import JobFolder
 from .letters import Letters, OwnStore, ToldOfFailure
 from .lineage import Chain
+from .meeting import Meetings, Met
 from .memory import Part, part_of
-from .meta import StateMeta
 from .retain import Retention
 from .shardwriter import Piece
 from .staging import Staging
@@ -46,71 +40,8 @@ _logger = logging.getLogger(__name__)
 _SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """What the ranks hold together, for as long as it stays the same."""
-
-    digests: Sequence[str]
-    """Of each rank's inventories."""
-    metas: Mapping[FileKind, StateMeta]
-    data: Mapping[FileKind, bytes]
-    """The metadata as it is written."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Begun:
-    """A save under way, as one rank sees it."""
-
-    writing: Writing
-    parts: Mapping[FileKind, Sequence[Part]]
-    """Of tensors, which this rank writes."""
-    generation: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Met:
-    """What the ranks know when they have met to save."""
-
-    contents: Contents
-    """This rank's."""
-    agreed: _Agreed
-    values: Mapping[str, Any]
-    """Of all ranks, as ``Contents.values``."""
-    generation: str
-
-
-class _Meeting:
-    """What one rank says to the others when a save begins."""
-
-    contents: Contents
-    inventories: Mapping[FileKind, Inventory]
-
-    def __init__(self, ranks: Ranks, what: ToSave) -> None:
-        self._ranks = ranks
-        self._what = what
-        self._buffers: OwnBuffers | None = None
-
-    def begin(self) -> dict[str, Any]:
-        """Collect, as if ranks had the same buffers."""
-        if self._ranks.world_size > 1:
-            self._buffers = OwnBuffers(self._what.model)
-        digest = self._collect({})
-        return {
-            "digest": digest,
-            "values": dict(self.contents.values),
-            "buffers": None if self._buffers is None else self._buffers.digest(),
-            "generation": secrets.token_hex(8),  # the first rank's counts
-        }
-
-    def collect_own(self) -> str:
-        """Collect anew, with buffers that are this rank's own, since the ranks' differ."""
-        assert self._buffers is not None
-        return self._collect(self._buffers.named(self._ranks.rank))
-
-    def _collect(self, own: Mapping[str, torch.Tensor]) -> str:
-        self.contents = self._what.collect(own)
-        self.inventories = self.contents.inventories()
-        return checksum_of(b"\n".join(self.inventories[kind].to_json() for kind in KINDS))
+def _nothing() -> None:
+    """Nobody is to be told."""
 
 
 def _raise_it(error: CheckpointError) -> None:
@@ -127,8 +58,9 @@ class Saver:
         self._storage = storage
         self._staging = staging
         self._retention = retention
-        self._agreed: _Agreed | None = None
+        self._meetings = Meetings(ranks)
         self._under_way: BackgroundSave | None = None
+        self._on_end: Callable[[], None] = _nothing  # of that one
         self._late: BackgroundSave | None = None  # given up, and its thread may still write from the kept memory
         self._store = ranks.store or OwnStore()
 
@@ -152,18 +84,19 @@ class Saver:
 
         agree_on(self._ranks, ask)  # before anything is done
         try:
-            begun = self._begin(folder, name, self._meet(name, what, ask, make if rank == 0 else None))
+            met = self._meet(name, what, ask, make if rank == 0 else None)
+            writing = self._writing(folder, name, met)
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
-                shards = {kind: Shard(list(map(_piece, parts))) for kind, parts in begun.parts.items()}
-                return storage.within(lambda: begun.writing.write(shards), doing)
+                shards = {kind: Shard(list(map(_piece, parts))) for kind, parts in met.parts.items()}
+                return storage.within(lambda: writing.write(shards), doing)
 
             of_ranks = storage.together(write, doing, is_patient=False)
 
             def commit() -> None:
                 if rank == 0:
-                    begun.writing.commit(draft, of_ranks)
+                    writing.commit(draft, of_ranks)
 
             storage.together(commit, f"committing checkpoint {name}")
         except BaseException:
@@ -174,7 +107,7 @@ class Saver:
             raise
         if rank == 0:
             self._retain_in_time(folder, draft.lineage)
-        return begun.writing.path
+        return writing.path
 
     def save_in_background(
         self,
@@ -192,44 +125,49 @@ class Saver:
 
         How it went is what ``settle`` tells, or the next call of this, which waits for the one before; ``on_failed``
         takes the error of that one, on all ranks. None, and nothing is begun, where another is under way and this is
-        not to be waited for. ``on_end`` is called once this one exists.
+        not to be waited for. ``on_end`` is called when it is known that this one exists.
         """
         assert self._staging is not None
+        after = self._under_way
         met = self._meet_after_the_last(name, what, ask, on_failed, waits=waits)
         if met is None:
             return None
-        begun = self._begin(folder, name, met)
+        writing = self._writing(folder, name, met)
         seconds = self._storage.seconds
-        letters = Letters(self._store, name=begun.generation, rank=self._ranks.rank, seconds=seconds)
+        letters = Letters(self._store, name=met.generation, rank=self._ranks.rank, seconds=seconds)
         shards: dict[FileKind, Shard] = {}
 
         def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-            begun.writing.commit(draft, of_ranks)
+            writing.commit(draft, of_ranks)
 
+        self._on_end = on_end
         save = self._under_way = BackgroundSave(
-            begun.writing.path,
+            writing.path,
             letters,
             rank=self._ranks.rank,
             num_ranks=self._ranks.world_size,
-            make_folder=lambda: make_folder(folder, name, begun.generation, draft.lineage),
-            write=lambda: begun.writing.write(shards),
+            make_folder=lambda: make_folder(folder, name, met.generation, draft.lineage),
+            write=lambda: writing.write(shards),
             commit=commit,
-            discard=begun.writing.discard,
-            on_end=on_end,
+            discard=writing.discard,
+            after=after,
             clear=lambda: self._retain(folder, draft.lineage),
         )
         try:
-            for kind, staged in self._staging.hold(begun.parts).items():
+            for kind, staged in self._staging.hold(met.parts).items():
                 shards[kind] = Shard(staged.pieces, staged.data)
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
+        except BaseException:
+            save.fail(CheckpointError("it was interrupted while what is saved was being copied"))
+            raise
         else:
             save.start()
-        return begun.writing.path
+        return writing.path
 
     def is_busy(self) -> bool:
         """Whether a save is under way on any rank; all ranks call this."""
-        is_own = self._under_way is not None and not self._under_way.is_over
+        is_own = self._under_way is not None and _is_running(self._under_way)
         return sum(self._ranks.sum([int(is_own)], "seeing whether a save is under way")) > 0
 
     def settle(self) -> None:
@@ -252,6 +190,7 @@ class Saver:
             raise joined_failure(failed, f"saving {save.path}", len(failures))
         if save.error is not None:
             raise save.error
+        self._on_end()
 
     def _wait_for(self, save: BackgroundSave) -> None:
         """Until it is over on all ranks, or there is no time left on one: then nobody waits for it any more."""
@@ -266,7 +205,10 @@ class Saver:
                 self._under_way, self._late = None, save
                 save.give_up(f"it was given up while {doing}")
                 raise
-            if num_late:
+            if num_late and save.is_made:
+                _logger.warning("%s is saved; old checkpoints are still being removed", save.path)
+                self._late = save
+            elif num_late:
                 save.give_up(
                     f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
                     "allow it more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
@@ -276,18 +218,22 @@ class Saver:
                 return
             slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
 
-    def end(self) -> None:
-        """Wait for what is under way, without the other ranks, which may be gone; what fails has been logged."""
+    def end(self, *, hurries: bool = False) -> None:
+        """Wait for what is under way, without the other ranks; what fails has been logged.
+
+        It ``hurries`` where they may be gone, and waits for them no longer than a while.
+        """
         save, self._under_way = self._under_way, None
         if save is not None:
+            if hurries:
+                save.hurry(PATIENCE_SECONDS)
             save.join(self._storage.seconds)
             save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
 
     def make_ready(self, what: ToSave) -> None:
         """Begin to make room for ``what`` is to be saved, off training's way; with all ranks."""
         if self._staging is not None:
-            met = self._meet("to come", what, lambda: "make ready for saving", None)
-            self._staging.make_ready(_parts_of(met.contents, met.agreed, self._ranks.rank))
+            self._staging.make_ready(self._meet("to come", what, lambda: "make ready for saving", None).parts)
 
     def _retain(self, folder: JobFolder, chain: Chain) -> None:
         """On the first rank, after a commit: remove the checkpoints that are not to be kept any more."""
@@ -303,20 +249,19 @@ class Saver:
             except CheckpointError as error:
                 _logger.warning("old checkpoints are still being removed: %s", error)
 
-    def _begin(self, folder: JobFolder, name: str, met: _Met) -> _Begun:
+    def _writing(self, folder: JobFolder, name: str, met: Met) -> Writing:
         """What this rank is to write."""
-        rank, contents = self._ranks.rank, met.contents
-        state = json.dumps({**contents.state, VALUES: met.values}, allow_nan=False).encode() if rank == 0 else b""
-        writing = Writing(
+        is_first = self._ranks.rank == 0
+        state = {**met.contents.state, VALUES: met.values}
+        return Writing(
             folder,
             name,
             generation=met.generation,
-            rank=rank,
+            rank=self._ranks.rank,
             num_ranks=self._ranks.world_size,
-            descriptions=met.agreed.data,
-            state=state,
+            descriptions=met.descriptions,
+            state=json.dumps(state, allow_nan=False).encode() if is_first else b"",
         )
-        return _Begun(writing, _parts_of(contents, met.agreed, rank), met.generation)
 
     def _meet_after_the_last(
         self,
@@ -326,69 +271,47 @@ class Saver:
         on_failed: Callable[[CheckpointError], None],
         *,
         waits: bool,
-    ) -> _Met | None:
+    ) -> Met | None:
         """``_meet`` once nothing is under way any more; in one exchange with hearing of how that went."""
         last = self._under_way
         if last is None:
             return self._meet(name, what, ask, None)
-        meeting = _Meeting(self._ranks, what)
+        meeting = self._meetings.of(what)
         while True:
             answers = agree_and_gather(
-                self._ranks, ask, lambda: [_is_running(last), _failure_in(last), meeting.begin()], _beginning(name)
+                self._ranks,
+                ask,
+                lambda: [_is_running(last), last.seconds > self._storage.seconds, _failure_in(last), meeting.begin()],
+                _beginning(name),
             )
             if not any(is_running for is_running, *_ in answers):
                 break
-            if not waits:
+            if not waits and not any(is_late for _, is_late, *_ in answers):
                 return None
             self._wait_for(last)
         try:
-            self._conclude(last, [failure for _, failure, _ in answers])
+            self._conclude(last, [failure for *_, failure, _ in answers])
         except CheckpointError as error:
             on_failed(error)
+        ask()  # again, now that it is known what there is: it raises on all ranks alike
         if self._late is not None:  # the others are to hear of that too
             return self._meet(name, what, ask, None)
-        return self._compare(name, meeting, [said for *_, said in answers])
+        return meeting.end(name, [said for *_, said in answers])
 
-    def _meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> _Met:
+    def _meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> Met:
         """Collect what this rank has, do what is given, by the save's generation, and hear of what the others have."""
         doing = _beginning(name)
-        meeting = _Meeting(self._ranks, what)
+        meeting = self._meetings.of(what)
 
         def begin() -> dict[str, Any]:
-            if self._late is not None and not self._late.is_over:
-                raise CheckpointError(
-                    f"the storage has not answered yet what was asked of it before {doing}; until then nothing else is "
-                    "begun"
-                )
+            self._storage.refuse_if(self._late is not None and not self._late.is_over, doing)
             self._late = None
             said = meeting.begin()
             if and_then is not None:
                 and_then(said["generation"])
             return said
 
-        return self._compare(name, meeting, agree_and_gather(self._ranks, ask, begin, doing))
-
-    def _compare(self, name: str, meeting: _Meeting, said: Sequence[Mapping[str, Any]]) -> _Met:
-        """What all ranks have together, by what each has said."""
-        digests = [str(each["digest"]) for each in said]
-        if len({each["buffers"] for each in said}) > 1:
-            digests = gather_or_raise(self._ranks, meeting.collect_own, f"comparing buffers for checkpoint {name}")
-        values = {key: value for each in said for key, value in each["values"].items()}
-        agreed = self._agree(meeting.inventories, digests, name)
-        return _Met(meeting.contents, agreed, values, generation=str(said[0]["generation"]))
-
-    def _agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
-        """What the ranks hold together, with the same answer on every rank."""
-        if self._agreed is None or self._agreed.digests != digests:
-            self._agreed = None
-            metas: dict[FileKind, StateMeta] = {}
-            for kind in KINDS:
-                own = inventories[kind].to_json()
-                rows = self._ranks.gather(own, f"comparing what ranks hold for checkpoint {name}")
-                metas[kind] = meta_of([Inventory.from_json(row) for row in rows], is_of_one_model=kind == "model")
-            data = {kind: meta.to_json() for kind, meta in metas.items()}
-            self._agreed = _Agreed(digests, metas, data)
-        return self._agreed
+        return meeting.end(name, agree_and_gather(self._ranks, ask, begin, doing))
 
 
 def _beginning(name: str) -> str:
@@ -397,29 +320,13 @@ def _beginning(name: str) -> str:
 
 def _is_running(save: BackgroundSave) -> bool:
     """On this rank, for as long as somebody waits for it: one that has failed may still be taking its files away."""
-    return not save.is_over and not save.is_given_up
+    return not (save.is_over or save.is_made or save.is_given_up)
 
 
 def _failure_in(save: BackgroundSave) -> dict[str, object] | None:
     """What a rank says of it, where it has failed there and not because another one has said so."""
     error = save.error
     return None if error is None or isinstance(error, ToldOfFailure) else failure_of(error)
-
-
-def _parts_of(contents: Contents, agreed: _Agreed, rank: int) -> dict[FileKind, list[Part]]:
-    """What this rank writes of what it holds."""
-    return {kind: list(_parts(agreed.metas[kind], held, rank)) for kind, held in contents.by_kind()}
-
-
-def _parts(meta: StateMeta, held: Sequence[Held], rank: int) -> list[Part]:
-    parts = []
-    for each in held:
-        if each.is_alias_of is not None:
-            continue
-        part = meta.tensors[each.name].layout.boxes[rank]
-        if not part.is_empty:
-            parts.append(Part(each.name, each.dtype, each.tensor, each.box, part))
-    return parts
 
 
 def _piece(part: Part) -> Piece:

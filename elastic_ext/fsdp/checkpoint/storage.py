@@ -43,11 +43,7 @@ class Storage:
 
     def within(self, act: Callable[[], _Result], doing: str) -> _Result:
         """What ``act`` gives; CheckpointError where it takes longer than there is time."""
-        if self._late is not None and self._late.is_alive():
-            raise CheckpointError(
-                f"the storage has not answered yet what was asked of it before {doing}; until then nothing else is "
-                "begun"
-            )
+        self.refuse_if(False, doing)
         results: list[_Result] = []
         raised: list[BaseException] = []
 
@@ -68,6 +64,14 @@ class Storage:
                 "more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
             )
         return results[0]
+
+    def refuse_if(self, is_late: bool, doing: str) -> None:
+        """CheckpointError where something ``is_late``, or has been asked for before, and has no answer yet."""
+        if is_late or (self._late is not None and self._late.is_alive()):
+            raise CheckpointError(
+                f"the storage has not answered yet what was asked of it before {doing}; until then nothing else is "
+                "begun"
+            )
 
     def restart_clock(self) -> None:
         """What comes next has all the time again."""

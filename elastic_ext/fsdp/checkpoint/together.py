@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ext import errors
-from elastic_ext.errors import CheckpointError, CheckpointMismatch, PeerLostError, RanksDisagreeError, in_words
+from elastic_ext.errors import (
+    CheckpointError,
+    CheckpointFenced,
+    CheckpointMismatch,
+    PeerLostError,
+    RanksDisagreeError,
+    in_words,
+)
 from elastic_ext.ranks import Ranks
 
 __all__ = ["agree_and_gather", "agree_on", "failure_of", "gather_or_raise", "joined_failure"]
@@ -84,7 +91,7 @@ def _raise_unless_asked_alike(answers: Sequence[Mapping[str, Any]], raised: Exce
     refused = {rank: each["refuses"] for rank, each in enumerate(answers) if "refuses" in each}
     if refused:
         raise ValueError(_told(refused, len(answers))) from raised
-    asked = {rank: each.get("asks", "something else") for rank, each in enumerate(answers)}
+    asked = {rank: each.get("asks", "something that needs no agreement") for rank, each in enumerate(answers)}
     if len(set(asked.values())) > 1:
         raise RanksDisagreeError(
             f"the ranks are asked for different things ({_told(asked, len(answers))}); call the same on all of them, "
@@ -105,7 +112,12 @@ def failure_of(error: Exception) -> dict[str, object]:
 
 
 def joined_failure(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:
-    """One error of all that failed, by rank, as ``failure_of`` tells of them."""
+    """One error of all that failed, by rank, as ``failure_of`` tells of them.
+
+    To have lost the folder to another run counts for more than what others have run into because of that.
+    """
+    if any(each["kind"] == CheckpointFenced.__name__ for each in failed.values()):
+        failed = {rank: each for rank, each in failed.items() if each["kind"] == CheckpointFenced.__name__}
     kinds = {each["kind"] for each in failed.values()}
     kind: object = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
     if kind is CheckpointMismatch:
