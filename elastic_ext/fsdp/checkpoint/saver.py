@@ -130,7 +130,8 @@ class Saver:
 
         No other may be under way. How it went is what ``settle`` tells; ``on_end`` is called once it exists.
         """
-        assert self._staging is not None
+        staging = self._staging
+        assert staging is not None
         assert self._under_way is None, "settle() comes before the next save"
         begun = self._begin(folder, name, collect, None)
         seconds = self._storage.seconds
@@ -139,6 +140,10 @@ class Saver:
 
         def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
             begun.writing.commit(draft, of_ranks)
+
+        def end() -> None:
+            on_end()
+            staging.forget(begun.generation)
 
         save = self._under_way = BackgroundSave(
             begun.writing.path,
@@ -149,12 +154,14 @@ class Saver:
             write=lambda: begun.writing.write(shards),
             commit=commit,
             discard=begun.writing.discard,
-            on_end=on_end,
+            on_end=end,
             clear=lambda: self._retain(folder, draft.lineage),
         )
         try:
-            for kind, staged in self._staging.hold(begun.parts).items():
+            held = staging.hold(begun.parts)
+            for kind, staged in held.items():
                 shards[kind] = Shard(staged.pieces, staged.data)
+            staging.keep(held, lambda: begun.writing.record(draft))
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
         else:
@@ -216,6 +223,8 @@ class Saver:
         if save is not None:
             save.join(self._storage.seconds)
             save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
+        if self._staging is not None:
+            self._staging.close()
 
     def make_ready(self, collect: Callable[[], Contents]) -> None:
         """Begin to make room for what ``collect`` gives, off training's way; with all ranks."""
