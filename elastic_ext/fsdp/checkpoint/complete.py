@@ -202,7 +202,7 @@ def _records_in(folder: Path) -> list[Record]:
 
 def _choice_of(run_id: str, rows: Sequence[Row]) -> Choice:
     by_generation: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row.rank, row.num_ranks)):
         by_generation.setdefault(row.generation, []).append(row)
     newest_first = sorted(by_generation.values(), key=_age, reverse=True)
     for own in newest_first:
@@ -210,8 +210,8 @@ def _choice_of(run_id: str, rows: Sequence[Row]) -> Choice:
             why = f"{own[0].name} was staged on all of its {own[0].num_ranks} ranks"
             return Choice(run_id=run_id, generation=own[0].generation, why=why)
     own = newest_first[0]
-    missing = ", ".join(map(str, _missing_from(own)))
-    why = f"{own[0].name} cannot be completed: of {own[0].num_ranks} ranks these had not staged it: {missing}"
+    missing, num_ranks = ", ".join(map(str, _missing_from(own))), _num_ranks(own)
+    why = f"{own[0].name} cannot be completed: of {num_ranks} ranks these had not staged it: {missing}"
     return Choice(run_id=run_id, generation=None, why=why)
 
 
@@ -220,9 +220,13 @@ def _age(rows: Sequence[Row]) -> tuple[int, int, str]:
     return max(row.global_step for row in rows), max(row.staged_ns for row in rows), rows[0].generation
 
 
+def _num_ranks(rows: Sequence[Row]) -> int:
+    return max(row.num_ranks for row in rows)
+
+
 def _missing_from(rows: Sequence[Row]) -> list[int]:
     """The ranks that lack in what was staged of one save, or speak of fewer ranks."""
-    num_ranks = max(row.num_ranks for row in rows)
+    num_ranks = _num_ranks(rows)
     present = {row.rank for row in rows if row.num_ranks == num_ranks}
     return sorted(set(range(num_ranks)) - present)
 

@@ -59,7 +59,7 @@ class Shelf:
         self._free_bytes = free_bytes
         self._memories: list[Path | None] = [None] * num_slots
         self._sizes = [0] * num_slots
-        self._generations: list[str | None] = [None] * num_slots
+        self._held: dict[int, str] = {}  # slot -> the generation of its copy, the oldest first
         self._turn = 0
         self._is_tidy = False
         self._is_off = False
@@ -71,7 +71,7 @@ class Shelf:
 
     def is_needed(self, slot: int) -> bool:
         """Whether what is in a slot is whole, and no checkpoint so far."""
-        return self._generations[slot] is not None
+        return slot in self._held
 
     def pages(self, slot: int, num_bytes: int) -> mmap.mmap | None:
         """New memory for a slot, all of it there; None where there is none, now and from then on.
@@ -101,7 +101,7 @@ class Shelf:
         if self._is_off:
             return None
         slot = self._turn
-        self._generations[slot] = None
+        self._held.pop(slot, None)
         try:
             self._record(slot).unlink(missing_ok=True)
         except OSError as error:  # whoever finds the record would take what is written now for what it tells of
@@ -128,16 +128,19 @@ class Shelf:
                 error,
             )
             return
-        self._generations[slot] = record.row.generation
+        self._held[slot] = record.row.generation
         self._turn = (slot + 1) % len(self._memories)
 
     def forget(self, generation: str) -> None:
-        """What was staged of this save is a checkpoint now."""
-        for slot, held in enumerate(self._generations):
+        """What was staged of this save is a checkpoint now, and what came before it is of no use any more."""
+        if generation not in self._held.values():
+            return
+        for slot, held in list(self._held.items()):
+            del self._held[slot]
+            with contextlib.suppress(OSError):  # then whoever finds it finds the checkpoint too
+                self._record(slot).unlink(missing_ok=True)
             if held == generation:
-                self._generations[slot] = None
-                with contextlib.suppress(OSError):  # then whoever finds it finds the checkpoint too
-                    self._record(slot).unlink(missing_ok=True)
+                return
 
     def close(self) -> None:
         """Leave nothing here but what is no checkpoint yet."""
@@ -170,7 +173,7 @@ class Shelf:
         self._record(slot).unlink(missing_ok=True)
         memory, self._memories[slot] = self._memories[slot], None
         self._sizes[slot] = 0
-        self._generations[slot] = None
+        self._held.pop(slot, None)
         if memory is not None:
             memory.unlink(missing_ok=True)
 
