@@ -672,6 +672,7 @@ def save_on_small_shelf(_: int, folder: Path, size: str, arguments: dict[str, An
     ("size", "arguments", "num_kept"),
     [
         ("64k", {}, 0),
+        ("128k", {}, 1),
         ("400k", {}, 1),
         ("128k", {"keep_previous": True}, 0),
         ("400k", {"keep_previous": True}, 2),
@@ -690,7 +691,12 @@ def test_what_has_no_room_is_staged_in_the_process_and_one_warning_says_so(
     told = [line for line in end.log if "stages what it saves in its own memory" in line]
     assert len(told) == (0 if num_kept else 1), end.log
     for line in told:
-        assert "bytes free, and " in line and "docker run --shm-size" in line and "medium: Memory" in line
+        assert (
+            "bytes are needed in " in line
+            and "there is room for " in line
+            and "docker run --shm-size" in line
+            and "medium: Memory" in line
+        )
 
 
 def save_with_small_files(_: int, folder: Path) -> list[str]:

@@ -23,7 +23,7 @@ from elastic_ext.files import is_temporary, write_whole
 from .contents import FileKind
 from .shelved import RECORD, Record, ShelvedFile, boot_id
 
-__all__ = ["MEMORY", "Shelf", "free_bytes", "remove_shelved"]
+__all__ = ["MEMORY", "Shelf", "remove_shelved", "room_in"]
 
 _logger = logging.getLogger(__name__)
 
@@ -31,10 +31,11 @@ MEMORY = ".memory"
 _AT_ONCE_BYTES = 64 << 20  # a signal has the system begin anew what it was making room for
 
 
-def free_bytes(folder: Path) -> int:
-    """How much can be written to the file system of ``folder`` yet."""
+def room_in(folder: Path) -> int:
+    """How much may be written to the file system of ``folder`` yet: a quarter of it is left to others, such as loaders'
+    workers, whom a lack of it would kill."""
     status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return max(0, status.f_bavail - status.f_blocks // 4) * status.f_frsize
 
 
 class Shelf:
@@ -51,12 +52,12 @@ class Shelf:
         *,
         rank: int,
         num_slots: int = 1,
-        free_bytes: Callable[[Path], int] = free_bytes,
+        room_in: Callable[[Path], int] = room_in,
     ) -> None:
         self._folder = folder
         self._rank = rank
         self._own = f"{xxhash.xxh3_64_hexdigest(owner.encode())}-{rank}."
-        self._free_bytes = free_bytes
+        self._room_in = room_in
         self._memories: list[Path | None] = [None] * num_slots
         self._sizes = [0] * num_slots
         self._held: dict[int, str] = {}  # slot -> the generation of its copy, the oldest first
@@ -87,7 +88,7 @@ class Shelf:
                 self._is_tidy = True
             self._drop(slot)
             needed = sum(num_bytes - size for size in self._sizes if size < num_bytes)
-            if self._free_bytes(self._folder) < needed:
+            if self._room_in(self._folder) < needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
             pages = self._new_pages(slot, num_bytes)
         except OSError as error:
@@ -180,18 +181,18 @@ class Shelf:
     def _give_up(self, num_bytes: int, error: OSError) -> None:
         """Use the folder no more, and say why."""
         self.close()
-        free = -1
-        with contextlib.suppress(OSError):
-            free = self._free_bytes(self._folder)
-        has = f"{free} bytes free" if error.errno == errno.ENOSPC else f"an error: {error}"
+        has = str(error)
+        if error.errno == errno.ENOSPC:
+            with contextlib.suppress(OSError):
+                has = f"room for {self._room_in(self._folder)} bytes, with a quarter left to others"
         _logger.warning(
             "rank %d stages what it saves in its own memory, and it is lost if the process dies before it is written: "
-            "%s has %s, and %d bytes are needed. Give it more: docker run --shm-size=..., or in Kubernetes an emptyDir "
-            "with medium: Memory at /dev/shm",
+            "%d bytes are needed in %s, and there is %s. Give it more: docker run --shm-size=..., or in Kubernetes an "
+            "emptyDir with medium: Memory at /dev/shm",
             self._rank,
+            num_bytes,
             self._folder,
             has,
-            num_bytes,
         )
 
 
