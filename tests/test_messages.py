@@ -37,6 +37,7 @@ ONLY_REASONS = {
     # ValueErrors that are caught, and stand as a reason in another message
     "fsdp/checkpoint/commit.py": "... is no COMMIT: ...",
     "fsdp/checkpoint/lineage.py": "... is no COMMIT: ...",
+    "fsdp/checkpoint/shelved.py": "what is staged in ... cannot be used: ...",
     "fsdp/checkpoint/meta.py": "... is damaged: ...",
 }
 REASONS = (

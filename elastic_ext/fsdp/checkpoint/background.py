@@ -46,6 +46,7 @@ class BackgroundSave:
         write: Callable[[], dict[str, list[object]]],
         commit: Callable[[list[dict[str, Any]]], None],
         discard: Callable[[], None],
+        on_made: Callable[[], None],
         clear: Callable[[], None],
         after: BackgroundSave | None = None,
     ) -> None:
@@ -64,6 +65,7 @@ class BackgroundSave:
         self._write = write
         self._commit = commit
         self._discard = discard
+        self._on_made = on_made
         self._clear = clear
         self._after = after  # which may still be removing what is not to be kept
         self._began = time.perf_counter()
@@ -146,6 +148,7 @@ class BackgroundSave:
         else:
             letters.wait("made", [0])
         self.is_made = True
+        self._on_made()
         if is_first:
             self._clear()
 

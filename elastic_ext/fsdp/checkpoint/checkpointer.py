@@ -43,6 +43,7 @@ from .restorer import Destination, Restorer
 from .retain import Retention
 from .run import Run
 from .saver import Saver
+from .shelf import Shelf
 from .staging import Staging
 from .storage import Storage
 from .together import agree_on, gather_or_raise
@@ -79,6 +80,10 @@ class ShardCheckpointer:
     With ``in_background`` a save copies what it is given, into memory that is kept for it and is as large as what this
     rank writes, and goes on on a thread of its own; one at a time.
 
+    An agent that starts the ranks anew when one dies can give them a folder in memory, as ELASTIC_EXT_STAGING_DIR: the
+    copies lie there, and what was copied on every rank can be made a checkpoint after some have died. ``keep_previous``
+    has each rank keep two copies, so that the one before is not lost with a rank that dies while it copies.
+
     After each save only the ``keep_last`` newest checkpoints are kept, and the first one at or after each multiple of
     ``keep_every`` steps; by default all.
     """
@@ -92,10 +97,13 @@ class ShardCheckpointer:
         timeout_seconds: float = 1800.0,
         storage_timeout_seconds: float | None = None,
         in_background: bool = False,
+        keep_previous: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> None:
         retention = Retention(keep_last=keep_last, keep_every=keep_every)
+        if keep_previous and not in_background:
+            raise ValueError("keep_previous is True and in_background False, which copies nothing; give both, or none")
         if storage_timeout_seconds is None:
             storage_timeout_seconds = timeout_seconds / 2
         if not 0 < storage_timeout_seconds < timeout_seconds:
@@ -117,7 +125,7 @@ class ShardCheckpointer:
         self._saver = Saver(
             self._ranks,
             self._storage,
-            staging=Staging() if in_background else None,
+            staging=Staging(shelf=self._shelf(keep_previous)) if in_background else None,
             retention=None if keep_last is None else retention,
         )
         self._run = Run(self._ranks, self._storage, self._root, self._job)
@@ -366,6 +374,14 @@ class ShardCheckpointer:
         if self._ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
+
+    def _shelf(self, keep_previous: bool) -> Shelf | None:
+        """This rank's place in the folder of an agent, if there is one."""
+        folder = os.environ.get("ELASTIC_EXT_STAGING_DIR")
+        if not folder:
+            return None
+        owner = f"{self._root}/{self._job}"
+        return Shelf(Path(folder).absolute(), owner, rank=self._ranks.rank, num_slots=2 if keep_previous else 1)
 
     def _collector(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, extra: Any) -> Collect:
         """What gives the contents of a checkpoint of these."""

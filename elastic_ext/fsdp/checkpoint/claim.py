@@ -68,24 +68,24 @@ class Claim:
     """The hold of run ``run_id`` on ``folder``, taken when it is made; rank 0 has it, until ``release``.
 
     Another run that is alive is waited for a little, since it may be what this one was restarted for. CheckpointFenced
-    says who it is where it stays.
+    says who it is where it stays. Who does not take over acts for that very run, which had the folder and has died:
+    CheckpointFenced where another has come since.
     """
 
-    def __init__(self, folder: Path, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, folder: Path, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS, takes_over: bool = True
+    ) -> None:
         check_id("a run's id", run_id)
         self.folder = folder
         self.run_id = run_id
         self._descriptor = _lock(folder, patience_seconds)
-        holder = Holder(
-            id=run_id,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
         try:
-            write_whole(folder / _HOLDER, json.dumps(asdict(holder), indent=1).encode() + b"\n")
+            if takes_over:
+                write_whole(folder / _HOLDER, json.dumps(asdict(_myself(run_id)), indent=1).encode() + b"\n")
+            else:
+                self.check()
             self.since_ns = os.stat(folder / _HOLDER).st_mtime_ns  # by the file system's clock
-        except OSError:
+        except (OSError, CheckpointError):
             self.release()
             raise
         if hasattr(os, "register_at_fork"):  # a loader's worker may outlive this process, and must not hold its lock
@@ -110,6 +110,11 @@ class Claim:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _myself(run_id: str) -> Holder:
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Holder(id=run_id, host=socket.gethostname(), pid=os.getpid(), since=since)
 
 
 def _lock(folder: Path, patience_seconds: float) -> int | None:

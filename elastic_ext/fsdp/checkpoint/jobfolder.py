@@ -158,6 +158,16 @@ class JobFolder:
         self._begun.clear()
         return claim
 
+    def act_for(self, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS) -> Claim:
+        """Hold this folder for a run that had it and has died, to end what that run had begun.
+
+        CheckpointFenced if another run has come since, or that one is alive.
+        """
+        self._claim = Claim(self.path, run_id, patience_seconds=patience_seconds, takes_over=False)
+        self._settled = None
+        self._begun.clear()
+        return self._claim
+
     def begin(self, name: str, generation: str, lineage: Chain) -> Path:
         """Make the folder of a new checkpoint, for all ranks to write into; its path.
 

@@ -127,7 +127,8 @@ class Saver:
         takes the error of that one, on all ranks. None, and nothing is begun, where another is under way and this is
         not to be waited for. ``on_end`` is called when it is known that this one exists.
         """
-        assert self._staging is not None
+        staging = self._staging
+        assert staging is not None
         after = self._under_way
         met = self._meet_after_the_last(name, what, ask, on_failed, waits=waits)
         if met is None:
@@ -150,12 +151,15 @@ class Saver:
             write=lambda: writing.write(shards),
             commit=commit,
             discard=writing.discard,
+            on_made=lambda: staging.forget(met.generation),
             after=after,
             clear=lambda: self._retain(folder, draft.lineage),
         )
         try:
-            for kind, staged in self._staging.hold(met.parts).items():
+            held = staging.hold(met.parts)
+            for kind, staged in held.items():
                 shards[kind] = Shard(staged.pieces, staged.data)
+            staging.keep(held, lambda: writing.record(draft))
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
         except BaseException:
@@ -229,6 +233,8 @@ class Saver:
                 save.hurry(PATIENCE_SECONDS)
             save.join(self._storage.seconds)
             save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
+        if self._staging is not None:
+            self._staging.close()
 
     def make_ready(self, what: ToSave) -> None:
         """Begin to make room for ``what`` is to be saved, off training's way; with all ranks."""

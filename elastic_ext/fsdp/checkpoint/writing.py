@@ -12,6 +12,7 @@ Nothing else waits for the disk. A folder that was made and lost, or a name with
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from .jobfolder import JobFolder
 from .lineage import Chain
 from .shardfile import ShardSummary
 from .shardwriter import Piece, write_shard
+from .shelved import Record, Row
 
 __all__ = ["Shard", "Writing", "give_up", "make_folder"]
 
@@ -112,6 +114,22 @@ class Writing:
         except (ElasticError, OSError):  # before the others hear of it: there may be a COMMIT already
             self.discard()
             raise
+
+    def record(self, draft: Commit) -> Record:
+        """What somebody else needs to know to write this rank's files, and, of the first rank, to commit."""
+        row = Row(
+            folder=str(self._folder.path),
+            name=self._name,
+            generation=self._generation,
+            run_id=draft.run_id,
+            global_step=draft.global_step,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            staged_ns=time.time_ns(),
+        )
+        if self._rank > 0:
+            return Record(row=row)
+        return Record(row=row, draft=draft.to_json(), state=self._state, descriptions=self._descriptions)
 
     def discard(self) -> None:
         """On the first rank: give up what has been begun, and not committed."""
