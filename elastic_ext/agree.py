@@ -48,6 +48,7 @@ _GROWTH = (
 _DOING = {
     Purpose.END: "waiting for the others at the end",
     Purpose.FINISH: "waiting for the others at the end",
+    Purpose.REWIND: "waiting for the others to go back to a checkpoint",
 }
 _RETRYING = "going on after a step that failed here, when ranks may have been exchanging its gradients"
 

@@ -12,11 +12,19 @@ from typing import Any
 from .accumulate import BatchPlan, StepPlan
 from .appliers import Applier
 from .config import ElasticConfig
-from .sources import FixedBatches, MicroBatchSource, ResumableSource
+from .sources import FixedBatches, MicroBatchSource, ResumableSource, RewindableSource
 
 __all__ = ["Batches", "RankStep"]
 
 _FIXED_KEYS = ("num_workers", "prefetch_factor", "pin_memory")
+_CANNOT_GO_BACK = (
+    "this dataloader cannot go back to where the checkpoint was saved: a loop over it that is under way goes on with "
+    "its next batches, and one that comes begins anew; a MicroBatchSource with state_dict() and load_state_dict() can"
+)
+_GOES_BACK_LATER = (
+    "the samples since the checkpoint come again in the loop over the dataloader that comes: leave a loop that is "
+    "under way, and begin another; a MicroBatchSource with rewind() hands them out again in the same loop"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +219,25 @@ class Batches:
             f"the checkpoint was saved {done}, and this dataloader cannot go on there: the epoch begins anew; a "
             "MicroBatchSource with state_dict() and load_state_dict() can"
         )
+
+    def can_go_back(self, position: Mapping[str, Any]) -> bool:
+        """Whether what came after a position can come again."""
+        return position["source"] is not None and isinstance(self.source, ResumableSource)
+
+    def go_back(self, position: Mapping[str, Any]) -> str | None:
+        """Have what came after a position come again, between two steps; gives what has to be known where it may not.
+
+        A loader with sizes of its own goes on as if nothing had happened.
+        """
+        held, source = position["source"], self.source
+        if not self.can_go_back(position):
+            return None if self.loader is None else _CANNOT_GO_BACK
+        if isinstance(source, RewindableSource):
+            source.rewind(held)
+            return None
+        assert isinstance(source, ResumableSource)
+        source.load_state_dict(held)
+        return _GOES_BACK_LATER
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why steps cannot be cut as ``new`` says, None where they can."""

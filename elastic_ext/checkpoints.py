@@ -22,6 +22,7 @@ from .follow import ConfigFollower
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .fsdp.checkpoint.collecting import ToSave
 from .interval import CheckpointInterval
+from .rewinding import Rewinding
 from .training_state import PASSES_BY_ITSELF, Moment, Resumed, TrainingState
 
 __all__ = ["Checkpoints", "Resume", "WhenSaveFails", "WhenSaving", "checkpoints_for"]
@@ -243,6 +244,40 @@ class Checkpoints:
             self._tell(resumed)
         self._state.take_up(resumed)
         return True
+
+    # ---- going back ----
+
+    def load_earlier(
+        self, step: int | None, *, skips: bool, is_torn: bool, more: str, on_begin: Callable[[], None]
+    ) -> Resumed:
+        """Load the checkpoint of ``step``, or the newest before the present step; ``go_back`` comes next.
+
+        ``on_begin`` is called before anything is touched. One that is damaged is passed over for the one before it,
+        unless it is asked for, or resuming is "strict". ``more`` is what else has to be the same on all ranks.
+        """
+        self._due = None
+        self._settle()
+        into = Rewinding(self._state, replays=not skips, on_begin=on_begin)
+        before = self._counts.global_step + is_torn  # what is torn was to come after it
+        more = f"{', passing over the samples since' if skips else ''}{more}"
+        return self._checkpointer.go_back(into, step, before=before, more=more, falls_back=self._how != "strict")
+
+    def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
+        """Go on from what was loaded, under the config ``in_force``."""
+        if self._state.rank == 0:
+            then = ElasticConfig.from_dict(resumed.state["config"]["config"]).label
+            _logger.info(
+                "going back from step %d to %s, saved %s at step %d%s%s",
+                self._counts.global_step,
+                resumed.path,
+                resumed.commit.saved_at,
+                resumed.commit.global_step,
+                ", passing over the samples since" if skips else "",
+                "" if then == in_force.label else f"; {in_force.label} stays in force, it was saved under {then}",
+            )
+        self._state.go_back(resumed, skips=skips)
+        self._saved_at, self._path = self._counts.global_step, resumed.path
+        self._last_epoch = self._counts.epoch
 
     def _tell(self, resumed: Resumed) -> None:
         """One line of what is not as it was when the checkpoint was saved, and of what the script says in vain."""

@@ -35,6 +35,8 @@ class Purpose(IntEnum):
     """The same, where the model was called."""
     RETRY_AWAITED = 7
     """The same, where it was rolled back between a forward pass and the backward pass that shares gradients."""
+    REWIND = 8
+    """Before training goes back to a checkpoint."""
 
     def __str__(self) -> str:
         return _PURPOSES[self.value]
@@ -48,6 +50,7 @@ _PURPOSES = {
     5: "going on after a step that failed",
     6: "going on after a step that failed after the model was called",
     7: "going on after a step that failed before the backward pass",
+    8: "going back to a checkpoint",
 }
 
 # What should be the same on all ranks, and how to name it to a person.

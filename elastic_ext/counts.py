@@ -34,6 +34,11 @@ class Counts:
             "reference_batch": self.reference_batch,
         }
 
+    def undo(self, global_step: int) -> None:
+        """Have the steps after this one not be counted; the epoch goes on where it is."""
+        self.num_steps = max(self.num_steps - (self.global_step - global_step), 0)
+        self.global_step = global_step
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.global_step, self.num_steps = state["global_step"], state["num_steps"]
         self.epoch = self.start_epoch = state["epoch"]

@@ -255,6 +255,16 @@ class ConfigFollower:
         with self._waiting(is_doubtful=True):
             self._agreement.end(purpose, exchanges)
 
+    def meet_to_go_back(self, *, is_doubtful: bool = False) -> None:
+        """As ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""
+        self._raise_if_closed()
+        with self._waiting(is_doubtful):
+            self._agreement.end(Purpose.REWIND)
+
+    def go_back(self, step: int) -> None:
+        """So many steps lie behind now, on all ranks; the config in force stays what it is."""
+        self._agreement.step = step
+
     def finish(self, *, is_doubtful: bool = False) -> None:
         """As ``end_epoch``, at the end of training; ``close`` comes after."""
         self._raise_if_closed()

@@ -119,10 +119,46 @@ class Session:
         """Go on from the newest checkpoint, with all ranks; whether there is one."""
         checkpoints = self._saving()
         if self._counts.num_boundaries > 0:
-            raise StepError("a checkpoint is loaded before the first step; to go back to one, start the job again")
+            raise StepError("a checkpoint is loaded before the first step; to go back to one call trainer.rewind()")
         is_there = checkpoints.load(self.resume)
         self._plan_saving()
         return is_there
+
+    def rewind(self, step: int | None, *, skips: bool) -> Path:
+        """Go back to an earlier checkpoint, with all ranks; gives its folder. The config in force stays."""
+        checkpoints, steps = self._kept(), self.steps
+        torn = steps.torn
+        if torn is not None and not steps.can_mend:
+            raise torn
+        if torn is None:
+            self._refuse_within_step()
+        if self._is_exception_told and self.follower.ranks.world_size > 1:
+            raise ElasticError(
+                "an exception has left `with trainer.epoch():`, and the other ranks were told that this has failed; "
+                "catch it inside of that to go back to a checkpoint, or start the job again"
+            )
+        steps.catch_up()
+        self.follower.meet_to_go_back(is_doubtful=torn is not None or steps.is_doubtful)
+        if torn is None:
+            self._begin_due()
+        loaded = checkpoints.load_earlier(
+            step,
+            skips=skips,
+            is_torn=torn is not None,
+            more="" if torn is None else f", after {steps.num_torn} micro-steps of a step that was torn",
+            on_begin=steps.expect_checkpoint,
+        )
+        steps.start_over(passes_over=skips)
+        num_steps, config = self._counts.num_steps, self.follower.config
+        self._settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
+        checkpoints.go_back(loaded, config, skips=skips)
+        self._follow_batch(config)
+        self.follower.go_back(self._counts.global_step)
+        self._progress.advance(self._counts.num_steps - num_steps)
+        self._plan_saving()
+        self._is_exception_told = False
+        steps.torn = None
+        return loaded.path
 
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
@@ -163,6 +199,8 @@ class Session:
         if error is not None:
             self._tell(error)
             return
+        if self.steps.torn is not None:  # and no checkpoint is to have it
+            raise self.steps.torn
         self.steps.settle()
         self.steps.drop_partial("the epoch ended before the step did")
         self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
@@ -217,6 +255,17 @@ class Session:
         self.follower.close()
 
     def _saving(self) -> Checkpoints:
+        checkpoints = self._kept()
+        self._refuse_within_step()
+        return checkpoints
+
+    def _refuse_within_step(self) -> None:
+        if self.steps.torn is not None:
+            raise self.steps.torn
+        if self.steps.is_inside or self.steps.is_partial:
+            raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
+
+    def _kept(self) -> Checkpoints:
         if self.checkpoints is None:
             raise ElasticError("this trainer keeps no checkpoints; give it shared_storage_path")
         if self._has_ended:
@@ -224,8 +273,6 @@ class Session:
                 "training has ended, and its checkpoints with it; save and load within `with trainer:`, or before "
                 "trainer.close()"
             )
-        if self.steps.is_inside or self.steps.is_partial:
-            raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
         return self.checkpoints
 
     def _give_up_due(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .accumulate import BatchPlan, StepPlan, nearest_batches
 
-__all__ = ["FixedBatches", "MicroBatchSource", "ResumableSource"]
+__all__ = ["FixedBatches", "MicroBatchSource", "ResumableSource", "RewindableSource"]
 
 
 @runtime_checkable
@@ -56,6 +56,14 @@ class ResumableSource(MicroBatchSource, Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there, with the loop that comes."""
+
+
+@runtime_checkable
+class RewindableSource(ResumableSource, Protocol):
+    """One that can go back while somebody loops over it."""
+
+    def rewind(self, state: Any) -> None:
+        """Go on from there, in the loop that is under way, or with the one that comes. Called between two steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,6 +62,10 @@ class Steps:
         """This rank left something out of its last step: if others did not, they wait for it."""
         self.torn: TornStepError | None = None
         """The error after which nothing goes on."""
+        self.can_mend = True
+        """What is torn is whole again once a checkpoint is loaded."""
+        self.num_torn = 0
+        """Micro-steps of the step that was torn."""
         self._state = state
         self._gradients = gradients
         self._batches = batches
@@ -230,6 +234,45 @@ class Steps:
             self._owes_boundary = False
             self._pass_boundary()
 
+    def catch_up(self) -> None:
+        """Do between two steps what the other ranks wait for since the last one."""
+        self.settle()
+        if self._must_meet:
+            self._meet(self._retry, self._num_exchanges)
+            self._must_meet = False
+            self._gradients.sharing.wait()
+        if self._gradients.awaited:
+            self._gradients.answer()
+            self._gradients.drop()
+
+    def expect_checkpoint(self) -> None:
+        """One is being loaded: what a failure leaves of it in memory is nothing to train on."""
+        self.can_mend = True
+        self.torn = TornStepError(
+            "going back to a checkpoint failed halfway, and memory holds parts of it: resume from a checkpoint, or "
+            "have all ranks call trainer.rewind() for another one"
+        )
+
+    def start_over(self, *, passes_over: bool) -> None:
+        """All is as a checkpoint has it: nothing of a step is under way, nor left of the last one.
+
+        ``passes_over`` says that what a torn step has taken does not come again.
+        """
+        if self.num_torn:
+            settle_samples = self._batches.commit if passes_over else self._batches.rollback
+            settle_samples(self.num_torn)
+        self.num_torn = 0
+        self._gradients.drop()
+        self._gradients.end_step()
+        for optimizer in self._optimizers:
+            optimizer.forget_zeroing()
+        if self._scaler is not None:
+            self._scaler.forget()
+        if self._snapshot is not None:
+            self._snapshot.end_step()
+        self._state.begin_anew()
+        self._is_like_before = self.is_doubtful = False
+
     def drop_partial(self, why: str) -> None:
         """Roll back a step that will not be completed, and say so."""
         if self.is_partial:
@@ -245,17 +288,10 @@ class Steps:
         """Begin a step."""
         if self.torn is not None:
             raise self.torn
-        if self._owes_boundary:
-            self.settle()
+        self.settle()
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
-        if self._must_meet:
-            self._meet(self._retry, self._num_exchanges)
-            self._must_meet = False
-            self._gradients.sharing.wait()
-        if self._gradients.awaited:
-            self._gradients.answer()
-            self._gradients.drop()
+        self.catch_up()
         step = self._batches.next_step(keep_batch=keep_batch)
         if step is None:
             raise StepError(_OVER)
@@ -339,8 +375,9 @@ class Steps:
             return
         self._tear(
             f"an optimizer failed in the middle of its step ({state.num_stepped} of {state.num_optimizers} had ended): "
-            f"parameters may be half updated; resume from a checkpoint",
+            f"parameters may be half updated; resume from a checkpoint, or have all ranks call trainer.rewind()",
             error,
+            can_mend=True,
         )
 
     def _raise_if_stuck(self, error: BaseException | None) -> None:
@@ -349,10 +386,12 @@ class Steps:
         if self.torn is None and state.is_inside and state.has_forward and state.num_begun == 0:
             why = self._gradients.sharing.why_not_forget()
             if why is not None:
-                self._tear(f"a step failed after the model was called, and {why}; resume from a checkpoint", error)
+                why = f"a step failed after the model was called, and {why}; resume from a checkpoint"
+                self._tear(why, error, can_mend=False)
 
-    def _tear(self, why: str, error: BaseException | None) -> None:
-        """Nothing goes on from here."""
+    def _tear(self, why: str, error: BaseException | None, *, can_mend: bool) -> None:
+        """Nothing goes on from here, unless a checkpoint can mend it."""
+        self.can_mend, self.num_torn = can_mend, self._state.index + 1
         self._state.is_inside = self._state.is_last = self._is_like_before = False
         self.torn = TornStepError(why)
         if error is None or isinstance(error, Exception):  # an interrupt goes on as what it is

@@ -250,6 +250,15 @@ class ElasticTrainer:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
         return self._prepared.save_checkpoint()
 
+    def rewind(self, step: int | None = None, *, skip_samples: bool = False) -> Path:
+        """Go back to the checkpoint of ``step``, or to the newest before the present step; gives its folder.
+
+        All ranks call this between two steps. The samples since then come again, in the same loop over a dataloader
+        that can do that; with ``skip_samples`` they do not, and the loop goes on where it is. The config in force
+        stays. A step that was torn because an optimizer failed on all ranks is mended.
+        """
+        return self._prepared.rewind(step, skips=skip_samples)
+
     def _save_fsdp_state(self) -> Path:
         return self._prepared.save_checkpoint()
 

@@ -104,6 +104,7 @@ class TrainingState:
         self._batches = batches
         self._registered = registered
         self._unclaimed = unclaimed  # what was loaded, and not registered so far
+        self._told: set[str] = set()  # of what is said once
         self._config = config
         self._loader: Loader
         self._wanted: list[Wanted] = []  # of what is registered
@@ -158,7 +159,8 @@ class TrainingState:
     def _counts_to_save(self) -> dict[str, Any]:
         """After an epoch's last step, and before the loop has left the epoch, what comes is the next one."""
         is_over = self.counts.is_in_epoch and self._batches.is_over
-        return {**self.counts.state_dict(), "epoch": self.counts.epoch + is_over}
+        counts = self.counts
+        return {**counts.state_dict(), "epoch": counts.epoch + is_over, "is_in_epoch": counts.is_in_epoch}
 
     def about(self) -> dict[str, Any]:
         """What somebody who resumes is told of this run."""
@@ -227,6 +229,39 @@ class TrainingState:
             _logger.warning("%s", why_anew)
         self._restore_random(resumed)
 
+    # ---- going back ----
+
+    def why_not_replay(self, opened: Opened) -> str | None:
+        """Why the data cannot go back to where a checkpoint was saved, within the epoch under way; None if it can."""
+        counts, saved = self.counts, opened.state.get("counts")
+        if not counts.is_in_epoch or saved is None or not self._batches.can_go_back(opened.state["position"]):
+            return None
+        is_within = saved.get("is_in_epoch", False) or saved["global_step"] == 0
+        if is_within and saved["epoch"] == counts.epoch:
+            return None
+        when = f"in epoch {saved['epoch']}" if is_within else f"before epoch {saved['epoch']} began"
+        return (
+            f"it was saved {when}, and this is the middle of epoch {counts.epoch}, whose loop cannot go back to there; "
+            "leave `with trainer.epoch():` before trainer.rewind(), or give it skip_samples=True"
+        )
+
+    def go_back(self, resumed: Resumed, *, skips: bool) -> None:
+        """Count, hand out samples and draw as from the checkpoint on; with ``skips`` samples go on where they are.
+
+        Where they cannot go back within an epoch they go on, too, and the epoch with them. The last of all that is done
+        to go back.
+        """
+        stays = skips or (self.counts.is_in_epoch and not self._batches.can_go_back(resumed.position))
+        if stays:
+            self.counts.undo(resumed.state["counts"]["global_step"])
+        else:
+            self.counts.load_state_dict(resumed.state["counts"])
+        told = None if skips else self._batches.go_back(resumed.position)
+        if told is not None and told not in self._told and self.rank == 0:
+            self._told.add(told)
+            _logger.warning("%s", told)
+        self._restore_random(resumed, with_loader=not skips)
+
     def _check_parts(self, opened: Opened) -> None:
         state = opened.state
         if "schedulers" not in state:
@@ -269,13 +304,16 @@ class TrainingState:
             wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key]), what) for key, full in keys.items()]
         return wanted
 
-    def _restore_random(self, resumed: Resumed) -> None:
-        """Each rank draws on where it was; of another number of ranks each begins anew, from the first one's state."""
+    def _restore_random(self, resumed: Resumed, *, with_loader: bool = True) -> None:
+        """Each rank draws on where it was; of another number of ranks each begins anew, from the first one's state.
+
+        What a loader shuffles with goes on where it is without ``with_loader``.
+        """
         if resumed.commit.num_ranks == self.num_ranks:
             own = _generators_of(self._batches.loader)
             restore_random({name: state for name, state in resumed.random.items() if name not in own})
             for name, draw in own.items():
-                if name in resumed.random:
+                if name in resumed.random and with_loader:
                     draw.set_state(resumed.random[name])
             return
         digest = xxhash.xxh3_64(resumed.random["torch"].numpy().tobytes())

@@ -334,6 +334,28 @@ class ShardCheckpointer:
         agree_on(self._ranks, lambda: "load the newest checkpoint")
         return self._restorer.restore(into, None, falls_back=falls_back)
 
+    def go_back(
+        self, into: Destination[_Result], step: int | None, *, before: int, falls_back: bool, more: str
+    ) -> _Result:
+        """What ``into`` gives of the checkpoint of ``step``, or of the newest one, or good one, ``before`` a step.
+
+        Only those that led to where this run is are asked. What is saved from here on goes on from that one, and is the
+        work of another run. ``more`` is what else has to be the same on all ranks, in words.
+        """
+        self._come_to_rest()
+
+        def ask() -> str:
+            which = "the newest checkpoint" if step is None else f"the checkpoint of step {_as_count('step', step)}"
+            return f"go back to {which}{more}"
+
+        agree_on(self._ranks, ask)
+        asked = None if step is None else operator.index(step)
+        candidates = self._run.behind(step=asked, before=before)
+        result = self._restorer.restore_first(into, candidates, falls_back=falls_back and step is None)
+        assert result is not None
+        self._run.claim()
+        return result
+
     def _save(
         self,
         name: str,

@@ -21,6 +21,7 @@ __all__ = [
     "check_name",
     "is_name",
     "is_set_aside",
+    "leading_to",
     "newest_of",
     "oldest_first",
 ]
@@ -126,12 +127,17 @@ def newest_of(found: Sequence[Found], chain: Sequence[Lineage] | None = None) ->
     """The newest of some checkpoints; with ``chain``, of those that its runs saved before they were left."""
     if chain is None:
         return max(found, key=_age, default=None)
-    places = {}
+    return next(iter(leading_to(chain, found)), None)
+
+
+def leading_to(chain: Sequence[Lineage], found: Sequence[Found]) -> list[Found]:
+    """Those that the runs of ``chain`` saved before they were left, newest first."""
+    places = []
     for one in found:
         place = place_in(chain, run_id=one.commit.run_id, global_step=one.commit.global_step)
         if place is not None:
-            places[one.path] = (place, one)
-    return max(places.values(), key=lambda pair: (pair[0], _age(pair[1])), default=(0, None))[1]
+            places.append((place, one))
+    return [one for _, one in sorted(places, key=lambda pair: (pair[0], _age(pair[1])), reverse=True)]
 
 
 def _is_folder(path: Path) -> bool:

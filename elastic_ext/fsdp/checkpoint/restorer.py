@@ -59,6 +59,12 @@ class Restorer:
         does.
         """
         candidates = [path] if path is not None else self._run.candidates(falls_back=falls_back)
+        return self.restore_first(into, candidates, falls_back=falls_back)
+
+    def restore_first(
+        self, into: Destination[_Result], candidates: Sequence[Path], *, falls_back: bool
+    ) -> _Result | None:
+        """The same of the first of ``candidates``, or of the first good one; None where there are none."""
         touched: set[str] = set()
         for place, candidate in enumerate(candidates):
             try:

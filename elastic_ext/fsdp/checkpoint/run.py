@@ -9,9 +9,11 @@ import logging
 import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from elastic_ext.errors import CheckpointNotFound
 from elastic_ext.ranks import Ranks
 
 from .claim import PATIENCE_SECONDS, Claim
@@ -19,13 +21,14 @@ from .commit import Commit, chain_after
 from .jobfolder import FOLDER, JobFolder
 from .jobname import newest_folder
 from .lineage import Chain
-from .listing import abandoned_for_nothing
+from .listing import abandoned_for_nothing, leading_to
 from .storage import Storage
 
 __all__ = ["Run"]
 
 _logger = logging.getLogger(__name__)
 _NOT_BEGUN = "not-begun"
+_MOST_STEPS = 20  # that a message names
 
 
 class Run:
@@ -153,8 +156,47 @@ class Run:
 
         return [Path(path) for path in self._storage.together(find, "looking for checkpoints")[0]]
 
+    def behind(self, *, step: int | None, before: int) -> list[Path]:
+        """The checkpoints that lead to where this run is, newest first: that of ``step``, or all ``before`` a step.
+
+        CheckpointNotFound, with the steps that there are, where none is. One whose COMMIT is damaged is passed over,
+        unless it is the one that is asked for.
+        """
+
+        def find() -> list[str]:
+            folder = self._found()
+            if folder is None:
+                return []
+            listing = folder.listing()
+            for name, error in listing.unreadable.items():
+                if isinstance(error, OSError) or name == f"step_{step}":
+                    raise error
+                if step is None:
+                    _logger.warning("%s is passed over: %s", name, error)
+            led = leading_to(self.chain, listing.found)
+            asked = [one for one in led if one.commit.global_step < before]
+            if step is not None:
+                asked = [one for one in led if one.commit.global_step == step][:1]
+            if not asked:
+                raise CheckpointNotFound(_why_none([one.commit.global_step for one in led], step, before))
+            return [str(one.path) for one in asked]
+
+        return [Path(path) for path in self._storage.together(find, "looking for checkpoints to go back to")[0]]
+
     def _found(self) -> JobFolder | None:
         """The folder, where this is the first rank and there is one."""
         if self._ranks.rank > 0:
             return None
         return self._folder or JobFolder.find(self._root, self._job)
+
+
+def _why_none(steps: Sequence[int], step: int | None, before: int) -> str:
+    """Why there is no checkpoint to go back to, where there are those of ``steps``, newest first."""
+    asked = f"of step {step}" if step is not None else f"before step {before}"
+    known = list(dict.fromkeys(steps))
+    there = ", ".join(map(str, sorted(known[:_MOST_STEPS])))
+    more = f", and {len(known) - _MOST_STEPS} older ones" if len(known) > _MOST_STEPS else ""
+    return (
+        f"there is no checkpoint {asked} to go back to among those that led to here; there are "
+        f"{f'those of steps {there}{more}' if known else 'none so far'}"
+    )
