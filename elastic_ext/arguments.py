@@ -34,9 +34,9 @@ _UPDATED_IN_BACKWARD = (
 )
 
 
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: object, allowed: Sequence[str | bool]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
 
 
 def check_checkpoints(

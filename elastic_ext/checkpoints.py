@@ -22,6 +22,7 @@ from .follow import ConfigFollower
 from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .fsdp.checkpoint.collecting import ToSave
 from .interval import CheckpointInterval
+from .overlap import Overlap
 from .rewinding import Rewinding
 from .training_state import PASSES_BY_ITSELF, Moment, Resumed, TrainingState
 
@@ -47,6 +48,7 @@ class Checkpoints:
         when_save_fails: WhenSaveFails,
         when_saving: WhenSaving,
         how_to_resume: Resume,
+        overlap: Overlap,
     ) -> None:
         self._checkpointer = checkpointer
         self._state = state
@@ -57,6 +59,8 @@ class Checkpoints:
         self._warns = when_save_fails == "warn"
         self._when_saving = when_saving
         self._how = how_to_resume
+        self._overlap: Overlap = overlap
+        self._overlaps = False
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
         self._num_skipped = 0
         self._saved_at: int | None = None  # the global step of the last save that there is
@@ -88,11 +92,24 @@ class Checkpoints:
         """Whether one was due, and is not begun yet."""
         return self._due is not None
 
-    def begin_due(self) -> None:
-        """Save what is due, if anything is; before the next step, or the end of an epoch or of training."""
+    def begin_due(self, *, in_step: bool = False) -> None:
+        """Save what is due, if anything is; before the next step, or the end of an epoch or of training.
+
+        As a step begins (``in_step``) what that does not change is copied while it goes on, until ``fence``.
+        """
         moment, self._due = self._due, None
         if moment is not None:
-            self._save_or_warn(f"step_{self._counts.global_step}", moment, waits=self._is_asked_for)
+            name = f"step_{self._counts.global_step}"
+            self._save_or_warn(name, moment, waits=self._is_asked_for, overlaps=in_step and self._overlaps)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether ``fence`` has something to wait for."""
+        return self._checkpointer.is_copying
+
+    def fence(self) -> None:
+        """Return once parameters and optimizers may change."""
+        self._checkpointer.fence()
 
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
@@ -124,6 +141,9 @@ class Checkpoints:
         """Make the memory for saving in the background, once, as soon as there is an interval to save at."""
         if not self._is_ready and (self._interval.steps or self._interval.epochs):
             self._is_ready = True
+            why_not = self._state.why_not_overlap(self._overlap)
+            self._overlaps = why_not is None
+            _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
             self._checkpointer.make_ready(ToSave(self._state.model, self._state.collect))
 
     def end(self) -> None:
@@ -139,7 +159,9 @@ class Checkpoints:
         assert path is not None
         return path
 
-    def _save(self, name: str, moment: Moment, *, in_background: bool = True, waits: bool = True) -> Path | None:
+    def _save(
+        self, name: str, moment: Moment, *, in_background: bool = True, waits: bool = True, overlaps: bool = False
+    ) -> Path | None:
         counts = self._counts
         path = self._checkpointer.save_contents(
             name,
@@ -150,12 +172,15 @@ class Checkpoints:
             on_failed=self._note_failure,
             in_background=in_background,
             waits=waits,
+            overlaps=overlaps,
         )
         if path is not None:
             self._saved_at, self._path = counts.global_step, path
         return path
 
-    def _save_or_warn(self, name: str, moment: Moment, *, is_epoch: bool = False, waits: bool = False) -> None:
+    def _save_or_warn(
+        self, name: str, moment: Moment, *, is_epoch: bool = False, waits: bool = False, overlaps: bool = False
+    ) -> None:
         if is_epoch and self._counts.epoch <= self._last_epoch:
             self._tell_of_repeated_epoch(name)
             name = f"step_{self._counts.global_step}"
@@ -163,7 +188,8 @@ class Checkpoints:
         if is_there and (name.startswith("step_") or (self._path is not None and self._path.name == name)):
             return
         with self._warning():
-            if self._save(name, moment, waits=waits or self._when_saving == "wait") is None:
+            waits = waits or self._when_saving == "wait"
+            if self._save(name, moment, waits=waits, overlaps=overlaps) is None:
                 self._leave_out(name)
             elif name.startswith("epoch_"):
                 self._last_epoch = self._counts.epoch

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .session import Session
     from .steps import Steps
 
-__all__ = ["NOT_PREPARED", "Epoch", "NotPrepared", "OwnStep"]
+__all__ = ["NOT_PREPARED", "Epoch", "Mutating", "NotPrepared", "OwnStep"]
 
 NOT_PREPARED = "prepare() was not called; call it with the optimizer, on every rank, before the loop"
 
@@ -63,3 +63,17 @@ class Epoch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._session.end_epoch(error)
+
+
+class Mutating:
+    """``with trainer.mutate():``."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        self._session.fence()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .errors import ElasticError
 
 __all__ = [
+    "acts_on_gradients",
     "can_take_back_passes",
     "data_parallel_groups",
     "divides_by",
@@ -64,6 +65,11 @@ def is_unfinished(replica: DistributedDataParallel) -> bool:
 def forget_pass(replica: DistributedDataParallel) -> None:
     """Have DDP give that pass up."""
     _found(_found(replica, "reducer"), "_reset_state")()
+
+
+def acts_on_gradients(parameter: nn.Parameter) -> bool:
+    """Whether a hook may step an optimizer as soon as the parameter has its gradient."""
+    return bool(_found(parameter, "_post_accumulate_grad_hooks"))
 
 
 def data_parallel_groups(module: FSDPModule) -> tuple[dist.ProcessGroup, ...]:

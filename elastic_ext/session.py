@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .accelerator import Accelerated
 from .batches import Batches
@@ -71,6 +72,7 @@ class Session:
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
         self._speed = _Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
+        self._fences: list[RemovableHandle] = []  # on optimizers, while a checkpoint is being copied
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
@@ -164,6 +166,8 @@ class Session:
         """Pass the boundary after a step with the other ranks."""
         step, backwards = self._counts.global_step, self.steps.num_backwards
         is_due, is_asked_for = step >= self._save_at, False
+        if self._fences:
+            self._take_down_fences()
         if not self.follower.pass_quietly(step, backwards):
             boundary = self.follower.boundary(step=step, backwards=backwards)
             self.should_stop = boundary.stop
@@ -174,7 +178,7 @@ class Session:
         if (is_due or is_asked_for) and self.checkpoints is not None:
             self._plan_saving()
             self.checkpoints.note_due(is_asked_for=is_asked_for)
-            self.steps.do_first(self.checkpoints.begin_due)
+            self.steps.do_first(self._begin_due_in_step)
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
@@ -227,6 +231,7 @@ class Session:
                 if self.checkpoints is not None:
                     self.checkpoints.end()
         finally:
+            self._take_down_fences()
             self._progress.end()
             self._gradients.release()
             if self._accelerated is not None:
@@ -274,6 +279,24 @@ class Session:
                 "trainer.close()"
             )
         return self.checkpoints
+
+    def fence(self) -> None:
+        """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
+        if self.checkpoints is not None:
+            self.checkpoints.fence()
+
+    def _begin_due_in_step(self) -> None:
+        """Save what is due as a step begins; optimizers wait until it is copied."""
+        assert self.checkpoints is not None
+        self.checkpoints.begin_due(in_step=True)
+        if self.checkpoints.is_copying:
+            optimizers = [optimizer.inner for optimizer in self._settings.optimizers]
+            self._fences = [each.register_step_pre_hook(lambda *_: self.fence()) for each in optimizers]
+
+    def _take_down_fences(self) -> None:
+        self.fence()
+        while self._fences:
+            self._fences.pop().remove()
 
     def _give_up_due(self) -> None:
         """An exception ends training between a step whose checkpoint is due and the next one."""

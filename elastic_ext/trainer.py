@@ -47,13 +47,14 @@ from .arguments import (
 from .batches import Batches
 from .checkpoints import Resume, WhenSaveFails, WhenSaving, checkpoints_for
 from .config import ElasticConfig
-from .contexts import NOT_PREPARED, Epoch, NotPrepared, OwnStep
+from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
 from .counts import Counts
 from .errors import ElasticError, StepError
 from .follow import follow_config
 from .gradients import Gradients
 from .interval import CheckpointInterval
 from .optimizer import OptimizerSettings
+from .overlap import Overlap
 from .rounds import Proposal
 from .scaling import BatchRule
 from .session import Session, raise_on_all
@@ -99,6 +100,7 @@ class ElasticTrainer:
         when_save_fails: WhenSaveFails = "raise",
         save_in_background: bool = True,
         when_saving: WhenSaving = "wait",
+        overlap_saving: Overlap = "auto",
         keep_last: int | None = None,
         keep_every: int | None = None,
         accelerator: Any = None,
@@ -114,6 +116,7 @@ class ElasticTrainer:
         check_choice("resume", resume, ("auto", "strict", "never"))
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
         check_choice("when_saving", when_saving, ("wait", "skip", "error"))
+        check_choice("overlap_saving", overlap_saving, ("auto", True, False))
         check_checkpoints(checkpoint_interval, shared_storage_path, keep_last=keep_last, keep_every=keep_every)
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
         self._accelerated = None if accelerator is None else Accelerated(accelerator)
@@ -136,6 +139,7 @@ class ElasticTrainer:
             "when_save_fails": when_save_fails,
             "in_background": save_in_background,
             "when_saving": when_saving,
+            "overlap": overlap_saving,
             "keep_last": keep_last,
             "keep_every": keep_every,
             "how_to_resume": resume,
@@ -249,6 +253,13 @@ class ElasticTrainer:
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
         return self._prepared.save_checkpoint()
+
+    def mutate(self) -> AbstractContextManager[None]:
+        """``with trainer.mutate():`` around changes in place of parameters or optimizer state within a step.
+
+        A checkpoint may be copied while a step's passes run, and the optimizer's step waits for that; so does this.
+        """
+        return Mutating(self._prepared)
 
     def rewind(self, step: int | None = None, *, skip_samples: bool = False) -> Path:
         """Go back to the checkpoint of ``step``, or to the newest before the present step; gives its folder.

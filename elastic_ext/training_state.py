@@ -33,6 +33,7 @@ from .fsdp.dtypes import dtype_of
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
 from .fsdp.state import box_of, local_of
+from .overlap import Overlap, why_not_overlap
 from .ranks import Ranks
 from .sharing import Sharing
 from .taking_part import TakingPart
@@ -97,6 +98,8 @@ class TrainingState:
         config: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.rank, self.num_ranks = ranks.rank, ranks.world_size
+        host = ranks.names[ranks.rank].host
+        self._ranks_here = sum(name.host == host for name in ranks.names)
         self.model = model
         self.counts = counts
         self._parts = parts
@@ -161,6 +164,13 @@ class TrainingState:
         is_over = self.counts.is_in_epoch and self._batches.is_over
         counts = self.counts
         return {**counts.state_dict(), "epoch": counts.epoch + is_over, "is_in_epoch": counts.is_in_epoch}
+
+    def why_not_overlap(self, asked: Overlap) -> str | None:
+        """Why what is saved is to be copied before the next step begins, None where a part of it can wait."""
+        optimizers = [optimizer.inner for optimizer in self._parts.optimizers]
+        return why_not_overlap(
+            self.model, optimizers, sharding=self._sharing.name, ranks_here=self._ranks_here, asked=asked
+        )
 
     def about(self) -> dict[str, Any]:
         """What somebody who resumes is told of this run."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from elastic_ext.errors import ElasticError
 
-__all__ = ["FlatPart", "flat_parts", "num_outer", "reshard_flat", "sharded_dim", "transient_buffers"]
+__all__ = ["FlatPart", "flat_parts", "num_outer", "reshard_flat", "sharded_dim", "transient_buffers", "version_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class FlatPart:
 def transient_buffers(module: nn.Module) -> frozenset[str]:
     """The names of its own buffers that ``state_dict()`` leaves out."""
     return frozenset(_found(module, "_non_persistent_buffers_set"))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Another number after each change in place that autograd is to know of."""
+    return int(_found(tensor, "_version"))
 
 
 def sharded_dim(placement: Placement) -> int | None:

@@ -1,6 +1,7 @@
 """BackgroundSave: one save on a thread of each rank, while training goes on: no collectives here, only letters.
 
     first rank                               the others
+    copies what may change                   copy theirs
     makes the folder, says `begun`           wait for that
     writes its files                         write theirs, say `written`
     waits for all, makes COMMIT, says `made` wait for that
@@ -42,6 +43,7 @@ class BackgroundSave:
         *,
         rank: int,
         num_ranks: int,
+        copy: Callable[[], None],
         make_folder: Callable[[], None],
         write: Callable[[], dict[str, list[object]]],
         commit: Callable[[list[dict[str, Any]]], None],
@@ -61,6 +63,7 @@ class BackgroundSave:
         self._letters = letters
         self._rank = rank
         self._num_ranks = num_ranks
+        self._copy = copy
         self._make_folder = make_folder
         self._write = write
         self._commit = commit
@@ -130,6 +133,7 @@ class BackgroundSave:
 
     def _save(self) -> None:
         letters, is_first = self._letters, self._rank == 0
+        self._copy()
         if self._after is not None:
             self._after.join(None)
             self._after = None

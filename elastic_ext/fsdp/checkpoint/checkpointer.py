@@ -125,7 +125,7 @@ class ShardCheckpointer:
         self._saver = Saver(
             self._ranks,
             self._storage,
-            staging=Staging(shelf=self._shelf(keep_previous)) if in_background else None,
+            staging=self._staging(keep_previous=keep_previous) if in_background else None,
             retention=None if keep_last is None else retention,
         )
         self._run = Run(self._ranks, self._storage, self._root, self._job)
@@ -279,10 +279,12 @@ class ShardCheckpointer:
         on_failed: Callable[[CheckpointError], None],
         in_background: bool = True,
         waits: bool = True,
+        overlaps: bool = False,
     ) -> Path | None:
         """Save ``what``; ``on_failed`` takes the error of the save before, if it has failed, on all ranks.
 
-        Unless it ``waits``, None while another one is under way, and nothing is done.
+        Unless it ``waits``, None while another one is under way, and nothing is done. If it ``overlaps``, what changes
+        in ``optimizer.step()`` alone is copied until ``fence`` returns.
         """
         self._refuse_closed()
         if not in_background or not self._saver.can_save_in_background:
@@ -301,7 +303,17 @@ class ShardCheckpointer:
             in_background=in_background,
             on_failed=on_failed,
             waits=waits,
+            overlaps=overlaps,
         )
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether ``fence`` has something to wait for."""
+        return self._saver.is_copying
+
+    def fence(self) -> None:
+        """Return once parameters and optimizers may change."""
+        self._saver.fence()
 
     def make_ready(self, what: ToSave) -> None:
         """Make the memory for ``what``, where that is needed."""
@@ -397,13 +409,13 @@ class ShardCheckpointer:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
-    def _shelf(self, keep_previous: bool) -> Shelf | None:
-        """This rank's place in the folder of an agent, if there is one."""
+    def _staging(self, *, keep_previous: bool) -> Staging:
+        """Memory of this process's own, or in the folder of an agent, if there is one."""
         folder = os.environ.get("ELASTIC_EXT_STAGING_DIR")
         if not folder:
-            return None
-        owner = f"{self._root}/{self._job}"
-        return Shelf(Path(folder).absolute(), owner, rank=self._ranks.rank, num_slots=2 if keep_previous else 1)
+            return Staging(is_pinned=torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        owner, num_slots = f"{self._root}/{self._job}", 2 if keep_previous else 1
+        return Staging(shelf=Shelf(Path(folder).absolute(), owner, rank=self._ranks.rank, num_slots=num_slots))
 
     def _collector(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, extra: Any) -> Collect:
         """What gives the contents of a checkpoint of these."""

@@ -25,6 +25,8 @@ from .together import gather_or_raise
 
 __all__ = ["Meeting", "Meetings", "Met"]
 
+_STEPPED = ("parameter", "like")  # kinds of tensors that change in optimizer.step()
+
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
@@ -131,4 +133,4 @@ def _parts(meta: StateMeta, held: Sequence[Held], rank: int) -> Iterator[Part]:
             continue
         part = meta.tensors[each.name].layout.boxes[rank]
         if not part.is_empty:
-            yield Part(each.name, each.dtype, each.tensor, each.box, part)
+            yield Part(each.name, each.dtype, each.tensor, each.box, part, each.kind in _STEPPED)

@@ -33,6 +33,8 @@ class Part:
     tensor: torch.Tensor
     box: Box
     part: Box
+    is_stepped: bool = False
+    """It changes in ``optimizer.step()`` alone."""
 
     @property
     def sizes(self) -> tuple[int, ...]:

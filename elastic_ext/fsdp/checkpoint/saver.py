@@ -21,6 +21,7 @@ from .background import PATIENCE_SECONDS, BackgroundSave
 from .collecting import ToSave
 from .commit import Commit
 from .contents import VALUES, FileKind
+from .copying import Copying
 from .jobfolder import JobFolder
 from .letters import Letters, OwnStore, ToldOfFailure
 from .lineage import Chain
@@ -61,6 +62,7 @@ class Saver:
         self._meetings = Meetings(ranks)
         self._under_way: BackgroundSave | None = None
         self._on_end: Callable[[], None] = _nothing  # of that one
+        self._copying: Copying | None = None
         self._late: BackgroundSave | None = None  # given up, and its thread may still write from the kept memory
         self._store = ranks.store or OwnStore()
 
@@ -120,8 +122,11 @@ class Saver:
         on_end: Callable[[], None],
         on_failed: Callable[[CheckpointError], None] = _raise_it,
         waits: bool = True,
+        overlaps: bool = False,
     ) -> Path | None:
         """Begin to write the checkpoint ``name``; on return nothing of what it holds is needed any more.
+
+        But if it ``overlaps``: then parameters, and what optimizers keep of their shape, are until ``fence`` returns.
 
         How it went is what ``settle`` tells, or the next call of this, which waits for the one before; ``on_failed``
         takes the error of that one, on all ranks. None, and nothing is begun, where another is under way and this is
@@ -137,6 +142,12 @@ class Saver:
         seconds = self._storage.seconds
         letters = Letters(self._store, name=met.generation, rank=self._ranks.rank, seconds=seconds)
         shards: dict[FileKind, Shard] = {}
+        later: list[tuple[Part, memoryview]] = []
+
+        def copy() -> None:
+            if copying is not None:
+                copying.run()
+            staging.keep(held, lambda: writing.record(draft))
 
         def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
             writing.commit(draft, of_ranks)
@@ -147,6 +158,7 @@ class Saver:
             letters,
             rank=self._ranks.rank,
             num_ranks=self._ranks.world_size,
+            copy=copy,
             make_folder=lambda: make_folder(folder, name, met.generation, draft.lineage),
             write=lambda: writing.write(shards),
             commit=commit,
@@ -156,10 +168,10 @@ class Saver:
             clear=lambda: self._retain(folder, draft.lineage),
         )
         try:
-            held = staging.hold(met.parts)
+            held = staging.hold(met.parts, later if overlaps else None)
             for kind, staged in held.items():
                 shards[kind] = Shard(staged.pieces, staged.data)
-            staging.keep(held, lambda: writing.record(draft))
+            copying = self._copying = Copying(later) if later else None
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
         except BaseException:
@@ -168,6 +180,17 @@ class Saver:
         else:
             save.start()
         return writing.path
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether something may still be being copied that ``fence`` waits for."""
+        return self._copying is not None
+
+    def fence(self) -> None:
+        """Return once nothing is needed any more of what is being saved."""
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
 
     def is_busy(self) -> bool:
         """Whether a save is under way on any rank; all ranks call this."""

@@ -76,8 +76,13 @@ class Staging:
         self._thread = threading.Thread(target=make, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
-    def hold(self, parts: Mapping[FileKind, Sequence[Part]]) -> dict[FileKind, Staged]:
-        """Copies of ``parts``, which stay until the next call of this."""
+    def hold(
+        self, parts: Mapping[FileKind, Sequence[Part]], later: list[tuple[Part, memoryview]] | None = None
+    ) -> dict[FileKind, Staged]:
+        """Copies of ``parts``, which stay until the next call of this.
+
+        With ``later`` those that change in ``optimizer.step()`` alone are put there, with where to copy them to.
+        """
         self._finish()
         num_bytes = sum(_room_of(own) for own in parts.values())
         slot = None if self._shelf is None else self._shelf.begin()
@@ -90,7 +95,7 @@ class Staging:
         staged: dict[FileKind, Staged] = {}
         start = 0
         for kind, own in parts.items():
-            staged[kind] = _put(memory[start : start + _room_of(own)], own, start)
+            staged[kind] = _put(memory[start : start + _room_of(own)], own, start, later)
             start += _room_of(own)
         return staged
 
@@ -142,14 +147,17 @@ class Staging:
             self._thread = None
 
 
-def _put(memory: memoryview, parts: Sequence[Part], start: int) -> Staged:
+def _put(memory: memoryview, parts: Sequence[Part], start: int, later: list[tuple[Part, memoryview]] | None) -> Staged:
     header = laid_out(((part.name, part.dtype, part.sizes) for part in parts), generation="")
     by_name = {part.name: part for part in parts}
     pieces = []
     for name, entry in header.entries.items():
         part = by_name[name]
         into = memory[entry.offset : entry.offset + entry.num_bytes]
-        put_bytes(part, into)
+        if later is not None and part.is_stepped:
+            later.append((part, into))
+        else:
+            put_bytes(part, into)
         pieces.append(Piece(name, part.dtype, part.sizes, into))
     return Staged(pieces, memory[: header.data_bytes], start)
 

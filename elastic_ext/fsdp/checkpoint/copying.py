@@ -1,0 +1,56 @@
+"""Copying: tensors that are being copied while the next forward and backward passes run.
+
+They are those that change in ``optimizer.step()`` alone, which waits for the end of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.internals import version_of
+
+from .memory import Part, put_bytes
+
+__all__ = ["Copying"]
+
+
+class Copying:
+    """Copies of some parts, begun by the training's thread and made by another."""
+
+    def __init__(self, parts: Sequence[tuple[Part, memoryview]]) -> None:
+        self._parts = parts
+        self._versions = [version_of(part.tensor) for part, _ in parts]
+        self._has_ended = threading.Event()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        for device in {part.tensor.device for part, _ in parts if part.tensor.is_cuda}:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))  # the last step is still being worked on
+
+    def run(self) -> None:
+        """Copy all; CheckpointError where one was changed before it was copied."""
+        try:
+            for (part, into), version in zip(self._parts, self._versions, strict=True):
+                stream = self._streams.get(part.tensor.device)
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    put_bytes(part, into)
+                if version_of(part.tensor) != version:
+                    raise CheckpointError(
+                        f"{part.name} was changed in place while it was being copied for this checkpoint; change "
+                        "parameters and optimizer state within `with trainer.mutate():`, which waits for that, or give "
+                        "the trainer overlap_saving=False"
+                    )
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Nobody is to wait for it any more."""
+        self._has_ended.set()
+
+    def wait(self) -> None:
+        """Return once what is copied may change."""
+        self._has_ended.wait()

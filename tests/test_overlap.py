@@ -1,0 +1,280 @@
+"""A checkpoint that is copied while the next step's passes run holds what was there before that step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.hooks import RemovableHandle
+
+from elastic_ext import CheckpointInterval
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.checkpoint import copying
+from elastic_ext.overlap import has_idle_core, num_cores, why_not_overlap
+from tests.ranks import RankPool
+from tests.sharded import values_of
+from tests.training import bits_of, make_data, trainer_of
+
+JOIN_SECONDS = 30.0
+
+
+class Gate:
+    """Nothing that may wait is copied before it is opened; who waits for it is known."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._opened = threading.Event()
+        put = vars(copying)["put_bytes"]
+
+        def put_late(*arguments: Any) -> None:
+            assert self._opened.wait(JOIN_SECONDS)
+            put(*arguments)
+
+        monkeypatch.setattr(copying, "put_bytes", put_late)
+
+    def close(self) -> None:
+        self._opened.clear()
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+class Net(nn.Module):
+    """One whose passes change buffers of several kinds."""
+
+    def __init__(self, seed: int, *, is_sharded: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.last = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)
+        if not is_sharded:  # which these do not know
+            nn.utils.spectral_norm(self.first)
+            nn.utils.parametrizations.spectral_norm(self.last)
+        self.register_buffer("num_passes", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("num_passes").add_(1)
+        result: torch.Tensor = self.last(self.norm(self.first(inputs)).relu())
+        return result
+
+
+def sharded(plain: nn.Module) -> nn.Module:
+    fully_shard(plain, mesh=init_device_mesh("cpu", (2,)))
+    return plain
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda plain: plain,
+    "ddp": DistributedDataParallel,
+    "fully_shard": sharded,
+}
+
+
+def state_of(model: nn.Module, inner: Optimizer, average: nn.Module) -> list[Any]:
+    moments = [state for part, state in inner.state.items() if part.numel()]
+    rates = [group["lr"] for group in inner.param_groups]
+    return bits_of(values_of(model), list(model.buffers()), moments, list(average.state_dict().values())) + rates
+
+
+def train(rank: int, folder: Path, way: str, seed: int, num_steps: int, gate: Gate | None) -> tuple[Any, Any]:
+    """What the run began with, and what the checkpoint of step 2 has to have."""
+    plain = Net(seed, is_sharded=way == "fully_shard")
+    model = WRAPS[way](plain)
+    average = AveragedModel(plain) if way == "plain" else nn.Linear(1, 1)
+    inner = AdamW(model.parameters(), lr=0.01, fused=True)
+    trainer = trainer_of(
+        folder,
+        model,
+        rank=rank,
+        micro_batch_size=4,
+        shared_storage_path=folder / "storage",
+        checkpoint_interval=CheckpointInterval(steps=2),
+        overlap_saving=True,
+    )
+    trainer.register_state("average", {name.replace(".", "/"): one for name, one in average.state_dict().items()})
+    inputs, targets = make_data(4, torch.float32)
+    due: Any = None
+    with trainer:
+        optimizer = trainer.prepare(inner)
+        found = state_of(model, inner, average)
+        for step in range(num_steps):
+            if trainer.global_step == 2:
+                due = state_of(model, inner, average)
+                assert gate is not None
+                gate.close()
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                if trainer.global_step == 2 and step == 2:
+                    assert trainer._session.checkpoints.is_copying
+                    threading.Timer(0.05, gate.open).start()  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+            if way == "plain":
+                average.update_parameters(plain)  # type: ignore[operator]
+            with trainer.mutate(), torch.no_grad():
+                for part in model.parameters():
+                    part.mul_(1.01)
+            inner.param_groups[0]["lr"] *= 0.9
+    return found, due
+
+
+def on_ranks(rank: int, folder: Path, way: str) -> None:
+    (folder / str(rank)).mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = Gate(monkeypatch)
+        _, due = train(rank, folder, way, 0, 4, gate)
+    for path in sorted((folder / "storage").glob("fsdp_checkpoint/*/step_4")) if rank == 0 else ():
+        (path / "COMMIT").unlink()  # step 2 is the newest
+    if way != "plain":
+        torch.distributed.barrier()
+    found, _ = train(rank, folder, way, 7, 0, None)
+    assert found == due
+
+
+def test_what_was_there_before_the_step_is_saved_while_all_changes(tmp_path: Path) -> None:
+    on_ranks(0, tmp_path, "plain")
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
+def test_the_same_on_ranks(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    ranks.run(2, on_ranks, tmp_path, way)
+
+
+class Loop:
+    """A trainer that saves after its first step, and is in the next one's forward pass when it has been made."""
+
+    def __init__(self, tmp_path: Path, **arguments: Any) -> None:
+        self.model = nn.Linear(6, 5).double()
+        self.trainer = trainer_of(
+            tmp_path,
+            self.model,
+            micro_batch_size=4,
+            shared_storage_path=tmp_path / "storage",
+            checkpoint_interval=CheckpointInterval(steps=1),
+            overlap_saving=True,
+            **arguments,
+        )
+        self.optimizer = self.trainer.prepare(SGD(self.model.parameters(), lr=0.1))
+
+    def pass_through(self) -> None:
+        inputs, targets = make_data(4)
+        nn.functional.cross_entropy(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    def take(self) -> None:
+        with self.trainer.step():
+            self.pass_through()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def test_a_change_in_place_that_nobody_was_told_of_is_an_error_that_names_the_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path)
+    gate.open()
+    loop.take()
+    gate.close()
+    with loop.trainer.step():
+        loop.pass_through()
+        with torch.no_grad():
+            loop.model.bias.add_(1.0)
+        gate.open()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    with pytest.raises(CheckpointError, match=r"bias was changed in place while it was being copied.*trainer\.mutate"):
+        loop.trainer.close()
+    assert not list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/COMMIT"))
+
+
+def test_mutate_waits_and_costs_nothing_where_nothing_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path)
+    gate.open()
+    with loop.trainer.mutate():
+        pass
+    loop.take()
+    gate.close()
+    with loop.trainer.step():
+        loop.pass_through()
+        opened = threading.Timer(0.05, gate.open)
+        opened.start()
+        with loop.trainer.mutate(), torch.no_grad():
+            assert not opened.is_alive()
+            loop.model.bias.add_(1.0)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.trainer.close()
+    assert len(list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_*/COMMIT"))) == 2
+
+
+def test_a_step_that_fails_while_it_is_copied_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path)
+    gate.open()
+    loop.take()
+    gate.close()
+
+    def fail() -> None:
+        with loop.trainer.step():
+            loop.pass_through()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    threading.Timer(0.05, gate.open).start()
+    loop.take()
+    loop.trainer.close()
+    assert len(list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_*/COMMIT"))) == 2
+
+
+def test_hooks_are_taken_down_after_the_step(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    hooks: Any = loop.optimizer.inner._optimizer_step_pre_hooks
+    before = len(hooks)
+    for _ in range(3):
+        loop.take()
+        assert len(hooks) == before
+    loop.trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "has_one"),
+    [(2, 1, 1, True), (2, 1, 2, False), (2, 2, 1, False), (4, 2, 1, True), (16, 2, 8, False), (1.5, 1, 1, False)],
+)
+def test_a_core_is_idle_where_every_rank_finds_one(cores: float, ranks: int, threads: int, has_one: bool) -> None:
+    assert has_idle_core(num_cores=cores, num_ranks=ranks, num_threads=threads) is has_one
+    assert num_cores() >= 0.1
+
+
+class OwnSGD(SGD):
+    """An optimizer of somebody's own."""
+
+
+def test_where_parameters_may_change_elsewhere_they_are_copied_before_the_step() -> None:
+    model = nn.Linear(2, 2)
+
+    def why(optimizer: Optimizer, sharding: str = "none", asked: Any = True) -> str | None:
+        return why_not_overlap(model, [optimizer], sharding=sharding, ranks_here=1, asked=asked)
+
+    assert why(SGD(model.parameters())) is None
+    assert why(SGD(model.parameters()), asked=False) == "overlap_saving is False"
+    assert "OwnSGD" in (why(OwnSGD(model.parameters())) or "")
+    assert "FSDP1" in (why(SGD(model.parameters()), "FSDP1") or "")
+    hook: RemovableHandle = model.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda _: None
+    )
+    assert "hooks act" in (why(SGD(model.parameters())) or "")
+    hook.remove()
+    assert why(SGD(model.parameters())) is None
+    assert why_not_overlap(model, [], sharding="none", ranks_here=10_000, asked="auto") == "no core is idle"
