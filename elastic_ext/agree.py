@@ -68,6 +68,8 @@ class Boundary:
     """Some rank asked to stop; stays true from then on."""
     save: bool
     """Some rank, or a config, asked for a checkpoint; true at one boundary."""
+    leave: bool
+    """Some rank was told to end; stays true from then on."""
 
 
 class Agreement:
@@ -109,6 +111,7 @@ class Agreement:
         self._applied: Applied | None = None  # since the last boundary
         self._save = False  # asked for by all ranks since the last boundary
         self._stop_wanted = self._save_wanted = self._stopping = False
+        self._leave_wanted = self._leaving = False
         self._resumed_version: int | None = None
         self._started = False
         self._broken: RanksError | None = None
@@ -165,6 +168,11 @@ class Agreement:
         self._stop_wanted = True
         self.rouse()
 
+    def request_leave(self) -> None:
+        """Have ``leave`` be true on all ranks, within two agreements. Any rank may call it, from a signal's handler."""
+        self._leave_wanted = True
+        self.rouse()
+
     def request_save(self) -> None:
         """Have ``save`` be true on all ranks at one boundary, within two agreements. Any rank may call it."""
         self._save_wanted = True
@@ -191,7 +199,9 @@ class Agreement:
         applied, save = self._applied, self._save
         self._applied, self._save = None, False
         self._become_quiet()
-        return Boundary(step=step, config=self.config, applied=applied, stop=self._stopping, save=save)
+        return Boundary(
+            step=step, config=self.config, applied=applied, stop=self._stopping, save=save, leave=self._leaving
+        )
 
     def pass_quietly(self, now: float, step: int, backwards: int) -> bool:
         """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is.
@@ -217,6 +227,7 @@ class Agreement:
         rounds, next_agreement = self._rounds, self._pulsed_boundary + self.every
         self._quiet_until = next_agreement if self._ranks.world_size > 1 else math.inf
         has_question = self._save_wanted or rounds.proposing or (self._stop_wanted and not self._stopping)
+        has_question |= self._leave_wanted and not self._leaving
         if has_question or self._pulse is not None or rounds.scheduled is not None or rounds.has_new_file:
             self.rouse()
 
@@ -302,6 +313,7 @@ class Agreement:
             asking=self._ranks.rank == 0 and self._lag.is_due(now),
             stop=self._stop_wanted and not self._stopping,
             save=self._save_wanted,
+            leave=self._leave_wanted and not self._leaving,
             pacing=not self._told_interval / _RETELL <= wanted <= self._told_interval * _RETELL,
             refusal=self._source.refusal or "",
         )
@@ -322,6 +334,7 @@ class Agreement:
         if agreed is None:
             return
         self._stopping |= agreed.stop
+        self._leaving |= agreed.leave
         self._save |= agreed.save
         self.every = agreed.interval
         self._told_interval = word.wanted_interval

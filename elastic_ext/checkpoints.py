@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ _logger = logging.getLogger(__name__)
 Resume = Literal["auto", "strict", "never"]
 WhenSaveFails = Literal["raise", "warn"]
 WhenSaving = Literal["wait", "skip", "error"]
+_SPARING = 50  # times as long as copying takes lies between two copies that nobody may need
 
 
 class Checkpoints:
@@ -49,6 +51,7 @@ class Checkpoints:
         when_saving: WhenSaving,
         how_to_resume: Resume,
         overlap: Overlap,
+        leaves_on_signals: bool,
     ) -> None:
         self._checkpointer = checkpointer
         self._state = state
@@ -60,7 +63,10 @@ class Checkpoints:
         self._when_saving = when_saving
         self._how = how_to_resume
         self._overlap: Overlap = overlap
+        self.leaves_on_signals = leaves_on_signals
+        """SIGTERM and SIGUSR1 end training with a checkpoint."""
         self._overlaps = False
+        self._held_at, self._held_seconds = -math.inf, 0.0
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
         self._num_skipped = 0
         self._saved_at: int | None = None  # the global step of the last save that there is
@@ -116,6 +122,34 @@ class Checkpoints:
         if self._interval.should_save(current_epoch=self._counts.epoch):
             self._save_or_warn(f"epoch_{self._counts.epoch}", self._state.moment(), is_epoch=True)
 
+    def hold(self) -> None:
+        """Copy what there is at the end of an epoch, to be written if training is told to end before the next step.
+
+        But not where that would take up much of the time, nor while something is still being written.
+        """
+        if self._saved_at == self._counts.global_step or not self._is_ready:
+            return
+        now = time.monotonic()
+        if not self._checkpointer.first_says(now - self._held_at > _SPARING * self._held_seconds):
+            return
+        with self._warning():
+            self._save(f"step_{self._counts.global_step}", self._state.moment(), waits=False, starts=False)
+        self._held_at, self._held_seconds = now, time.monotonic() - now
+
+    def has_newest(self) -> bool:
+        """Whether ``write_newest`` has something to write, or has nothing left to write."""
+        return self._checkpointer.is_holding or self._saved_at == self._counts.global_step
+
+    def write_newest(self, seconds: float) -> str:
+        """Have a checkpoint of what was copied last, without the other ranks; what became of that, in words.
+
+        Another thread than training's may call this.
+        """
+        path = self._checkpointer.write_held(seconds)
+        if path is not None:
+            return f"{path} is what there is to go on from: it was copied when an epoch ended"
+        return "what was copied when an epoch ended is not saved in the time that there is"
+
     def save_now(self) -> Path:
         """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
 
@@ -160,7 +194,14 @@ class Checkpoints:
         return path
 
     def _save(
-        self, name: str, moment: Moment, *, in_background: bool = True, waits: bool = True, overlaps: bool = False
+        self,
+        name: str,
+        moment: Moment,
+        *,
+        in_background: bool = True,
+        waits: bool = True,
+        overlaps: bool = False,
+        starts: bool = True,
     ) -> Path | None:
         counts = self._counts
         path = self._checkpointer.save_contents(
@@ -173,8 +214,9 @@ class Checkpoints:
             in_background=in_background,
             waits=waits,
             overlaps=overlaps,
+            starts=starts,
         )
-        if path is not None:
+        if path is not None and starts:
             self._saved_at, self._path = counts.global_step, path
         return path
 

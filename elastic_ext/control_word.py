@@ -92,6 +92,7 @@ class ControlWord:
     """It wants to know who lacks a config."""
     stop: bool = False
     save: bool = False
+    leave: bool = False
     pacing: bool = False
     """Its wanted interval is another than it last told."""
     refusal: str = ""
@@ -107,7 +108,7 @@ class ControlWord:
     @property
     def has_news(self) -> bool:
         """Whether the others should read this word."""
-        return self.fresh or self.proposing or self.asking or self.stop or self.save or self.pacing
+        return self.fresh or self.proposing or self.asking or self.stop or self.save or self.leave or self.pacing
 
     @property
     def pulse(self) -> int:
@@ -175,3 +176,7 @@ class AgreedWord:
     @property
     def save(self) -> bool:
         return any(word.save for word in self.words)
+
+    @property
+    def leave(self) -> bool:
+        return any(word.leave for word in self.words)

@@ -292,6 +292,10 @@ class ConfigFollower:
             proposal.outcome, proposal.refusal = "refused", _OFF
         return proposal
 
+    def request_leave(self) -> None:
+        """Have ``boundary().leave`` be true on all ranks, within two agreements; from a signal's handler too."""
+        self._agreement.request_leave()
+
     def request_stop(self) -> None:
         """Have ``boundary().stop`` be true on all ranks, within two agreements. Any rank may call it."""
         self._agreement.request_stop()

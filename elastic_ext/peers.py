@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
-__all__ = ["NoticeBoard", "PeerName", "Store", "Trouble"]
+__all__ = ["DecidingStore", "NoticeBoard", "PeerName", "Store", "Trouble"]
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +31,12 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
     def delete_key(self, key: str, /) -> bool: ...
+
+
+class DecidingStore(Store, Protocol):
+    """One in which the first to say something decides it."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -25,7 +25,9 @@ from .config import ElasticConfig
 from .counts import Counts
 from .errors import ElasticError, RanksDisagreeError, RanksError, StepError
 from .follow import ConfigFollower
+from .fsdp.checkpoint.letters import OwnStore
 from .gradients import Gradients
+from .leaving import EXIT_STATUS, Leaving
 from .metrics import Measures
 from .optimizer import OptimizerSettings
 from .optimizer_state import can_materialise, materialise
@@ -72,6 +74,8 @@ class Session:
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
         self._speed = _Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
+        self._leaving: Leaving | None = None
+        self._must_leave = False
         self._fences: list[RemovableHandle] = []  # on optimizers, while a checkpoint is being copied
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
@@ -100,6 +104,7 @@ class Session:
                 self.checkpoints.resume(self.resume)
                 self.checkpoints.try_out()
             self._plan_saving()
+            self._listen()
             if self._accelerated is not None:
                 self._accelerated.begin(lambda: steps.is_committing)
         except BaseException as error:
@@ -173,6 +178,10 @@ class Session:
             self.should_stop = boundary.stop
             self._plan_saving()
             is_asked_for = boundary.save
+            if boundary.leave and self._leaving is not None:
+                self.steps.do_first(self._leave)
+                self._must_leave = True
+                is_due = is_asked_for = False  # it is saved then
         if self._progress.is_shown:
             self._progress.advance()
         if (is_due or is_asked_for) and self.checkpoints is not None:
@@ -213,6 +222,8 @@ class Session:
             self._counts.epoch += 1
             if self.checkpoints is not None:
                 self.checkpoints.end_epoch()
+                if self._leaving is not None:
+                    self.checkpoints.hold()
 
     def end(self, error: BaseException | None) -> None:
         """End training with all ranks; an exception is told to them instead. Twice is allowed."""
@@ -231,6 +242,8 @@ class Session:
                 if self.checkpoints is not None:
                     self.checkpoints.end()
         finally:
+            if self._leaving is not None:
+                self._leaving.stop()
             self._take_down_fences()
             self._progress.end()
             self._gradients.release()
@@ -250,6 +263,8 @@ class Session:
                 self._give_up_due()
             return
         self._has_ended = True
+        if self._leaving is not None:
+            self._leaving.stop()
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
         if is_due:
             self._give_up_due()
@@ -311,8 +326,39 @@ class Session:
             )
 
     def _begin_due(self) -> None:
+        if self._must_leave:
+            self._leave()
         if self.checkpoints is not None:
             self.checkpoints.begin_due()
+
+    def _listen(self) -> None:
+        """From here on a signal ends training with a checkpoint."""
+        if self.checkpoints is not None and self.checkpoints.leaves_on_signals:
+            ranks, settings = self.follower.ranks, self.follower.settings
+            store: Any = ranks.store if ranks.world_size > 1 else OwnStore()
+            if store is None:
+                return
+            self._leaving = Leaving(
+                store,
+                seconds=settings.shutdown_seconds,
+                request=self.follower.request_leave,
+                can_write=self.checkpoints.has_newest,
+                write=self.checkpoints.write_newest,
+            )
+            self._leaving.start()
+
+    def _leave(self) -> NoReturn:
+        """Some rank was told to end: save, and exit, on all ranks between the same two steps."""
+        assert self._leaving is not None
+        assert self.checkpoints is not None
+        self._is_exception_told = True  # it is no failure
+        ranks = self.follower.ranks
+        is_claimed = ranks.rank == 0 and self._leaving.claim()
+        if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
+            self._leaving.wait()
+        elif self.steps.torn is None:
+            _logger.info("%s is saved, and training ends", self.checkpoints.save_now())
+        raise SystemExit(EXIT_STATUS)
 
     def _plan_saving(self) -> None:
         """All ranks alike, since it follows the config."""

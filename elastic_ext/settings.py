@@ -37,6 +37,8 @@ class Settings:
     """How long a rank may lack a config that others hold before it is named in a warning."""
     poll_seconds: float
     """How often the config file is looked at where the file system sends no events."""
+    shutdown_seconds: float
+    """How long a launcher waits, after it has told this process to end, before it ends it."""
 
     @staticmethod
     def is_enabled(environ: Mapping[str, str]) -> bool:
@@ -69,6 +71,7 @@ class Settings:
             timeout_seconds=_seconds(environ, "ELASTIC_EXT_TIMEOUT_SECONDS", timeout_seconds, DEFAULT_TIMEOUT_SECONDS),
             lag_warning_seconds=_seconds(environ, "ELASTIC_EXT_LAG_WARNING_SECONDS", lag_warning_seconds, 30.0),
             poll_seconds=_seconds(environ, "ELASTIC_EXT_POLL_SECONDS", poll_seconds, 1.0),
+            shutdown_seconds=_seconds(environ, "ELASTIC_EXT_SHUTDOWN_SECONDS", None, 30.0),
         )
 
 

@@ -53,6 +53,7 @@ LAYERS: Mapping[str, int] = {
     "engine": 1,
     "outputs": 1,
     "peers": 1,
+    "leaving": 1,
     "ranks": 1,
     "rounds": 1,
     "rates": 1,

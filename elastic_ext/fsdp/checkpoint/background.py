@@ -75,6 +75,8 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
+        self._began = time.perf_counter()
+        self._letters.restart_clock()
         atexit.register(self._finish)  # a script that ends has its last checkpoint
         self._thread.start()
 
@@ -124,6 +126,8 @@ class BackgroundSave:
             self._tell_of(error)
         finally:
             atexit.unregister(self._finish)
+            # Through these it would keep the memory of what it has written from.
+            del self._copy, self._make_folder, self._write, self._commit, self._discard, self._on_made, self._clear
 
     def _finish(self) -> None:
         """The process ends, and nobody has waited for this."""

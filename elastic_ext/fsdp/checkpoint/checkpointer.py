@@ -280,10 +280,12 @@ class ShardCheckpointer:
         in_background: bool = True,
         waits: bool = True,
         overlaps: bool = False,
+        starts: bool = True,
     ) -> Path | None:
         """Save ``what``; ``on_failed`` takes the error of the save before, if it has failed, on all ranks.
 
-        Unless it ``waits``, None while another one is under way, and nothing is done. If it ``overlaps``, what changes
+        Unless it ``waits``, None while another one is under way, and nothing is done. Unless it ``starts`` it is
+        copied, and left to ``write_held``. If it ``overlaps``, what changes
         in ``optimizer.step()`` alone is copied until ``fence`` returns.
         """
         self._refuse_closed()
@@ -304,7 +306,22 @@ class ShardCheckpointer:
             on_failed=on_failed,
             waits=waits,
             overlaps=overlaps,
+            starts=starts,
         )
+
+    def first_says(self, opinion: bool) -> bool:
+        """The first rank's opinion, on all ranks."""
+        says = self._ranks.sum([int(opinion and self._ranks.rank == 0)], "agreeing on a copy")
+        return says[0] > 0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is something that was copied and not written."""
+        return self._saver.is_holding
+
+    def write_held(self, seconds: float) -> Path | None:
+        """Write what was saved last, if it did not start; its folder, if it exists in time. From any thread."""
+        return self._saver.write_held(seconds)
 
     @property
     def is_copying(self) -> bool:

@@ -30,6 +30,7 @@ class OwnStore:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
 
     def set(self, key: str, value: str, /) -> None:
         self._values[key] = value.encode()
@@ -39,6 +40,12 @@ class OwnStore:
 
     def check(self, keys: list[str], /) -> bool:
         return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        with self._lock:
+            if self._values.get(key, b"").decode() == expected:
+                self._values[key] = desired.encode()
+            return self._values[key]
 
     def delete_key(self, key: str, /) -> bool:
         return self._values.pop(key, None) is not None
@@ -95,6 +102,10 @@ class Letters:
         if self._store.check([key]):
             rank, why = json.loads(self._store.get(key))
             raise ToldOfFailure(f"rank {rank}: {why}")
+
+    def restart_clock(self) -> None:
+        """What is waited for from now on has all the time."""
+        self._deadline = time.monotonic() + self._seconds
 
     def hurry(self, seconds: float) -> None:
         """Have this rank wait no longer than so from now on, each time that it waits."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,10 @@ class Saver:
         self._under_way: BackgroundSave | None = None
         self._on_end: Callable[[], None] = _nothing  # of that one
         self._copying: Copying | None = None
+        self._held: BackgroundSave | None = None  # copied, and not to be written unless somebody asks
+        self._written_late: BackgroundSave | None = None  # that somebody has asked for
+        self._last: BackgroundSave | None = None  # that is known to be made
+        self._lock = threading.Lock()
         self._late: BackgroundSave | None = None  # given up, and its thread may still write from the kept memory
         self._store = ranks.store or OwnStore()
 
@@ -123,10 +128,12 @@ class Saver:
         on_failed: Callable[[CheckpointError], None] = _raise_it,
         waits: bool = True,
         overlaps: bool = False,
+        starts: bool = True,
     ) -> Path | None:
         """Begin to write the checkpoint ``name``; on return nothing of what it holds is needed any more.
 
-        But if it ``overlaps``: then parameters, and what optimizers keep of their shape, are until ``fence`` returns.
+        Unless it ``starts`` it is copied, and left to ``write_held``, until the next save. But if it ``overlaps``: then
+        parameters, and what optimizers keep of their shape, are until ``fence`` returns.
 
         How it went is what ``settle`` tells, or the next call of this, which waits for the one before; ``on_failed``
         takes the error of that one, on all ranks. None, and nothing is begun, where another is under way and this is
@@ -152,8 +159,7 @@ class Saver:
         def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
             writing.commit(draft, of_ranks)
 
-        self._on_end = on_end
-        save = self._under_way = BackgroundSave(
+        save = BackgroundSave(
             writing.path,
             letters,
             rank=self._ranks.rank,
@@ -167,6 +173,9 @@ class Saver:
             after=after,
             clear=lambda: self._retain(folder, draft.lineage),
         )
+        self._drop_held()
+        if starts:
+            self._under_way, self._on_end = save, on_end
         try:
             held = staging.hold(met.parts, later if overlaps else None)
             for kind, staged in held.items():
@@ -178,8 +187,37 @@ class Saver:
             save.fail(CheckpointError("it was interrupted while what is saved was being copied"))
             raise
         else:
-            save.start()
+            if starts:
+                save.start()
+            else:
+                self._held = save
         return writing.path
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether something was copied that is not written."""
+        return self._held is not None
+
+    def write_held(self, seconds: float) -> Path | None:
+        """Have what was copied last written, from any thread, on all ranks; its folder, if it is there in time."""
+        with self._lock:
+            save, self._held = self._held, None
+            if save is not None:
+                self._written_late = save
+                save.start()
+                save.hurry(seconds)
+        save = save or self._under_way or self._last
+        if save is None:
+            return None
+        save.join(seconds)
+        return save.path if save.is_made else None
+
+    def _drop_held(self) -> None:
+        """Nothing is written any more of what was held: the memory is needed."""
+        with self._lock:
+            self._held = None
+        if self._written_late is not None:
+            self._written_late.join(None)
 
     @property
     def is_copying(self) -> bool:
@@ -217,6 +255,7 @@ class Saver:
             raise joined_failure(failed, f"saving {save.path}", len(failures))
         if save.error is not None:
             raise save.error
+        self._last = save
         self._on_end()
 
     def _wait_for(self, save: BackgroundSave) -> None:

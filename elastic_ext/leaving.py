@@ -1,0 +1,197 @@
+"""Leaving: SIGTERM and SIGUSR1 end a training with a checkpoint of what it came to.
+
+    in steps       the control word carries the request; all ranks finish the same step, save, and exit
+    outside        nobody comes to a boundary for a while, as in an evaluation: half of the time there is is waited for
+                   one; then a thread of each rank has written what was copied when the last epoch ended
+
+Which of the two it is all ranks learn from the store, where the first to say it decides. Either way the exit status is
+143, once the checkpoint exists or there is no time left for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Literal
+
+from .peers import DecidingStore
+
+__all__ = ["EXIT_STATUS", "SIGNALS", "THREAD_NAME", "Leaving"]
+
+_logger = logging.getLogger(__name__)
+
+EXIT_STATUS = 143
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+THREAD_NAME = "elastic_ext leaving"
+_POLL_SECONDS = 0.25
+_MARGIN = 0.1  # of the time there is, to end in
+
+_How = Literal["in steps", "from memory"]
+
+
+class Leaving:
+    """One rank's part in it; ``start`` it, and ``stop`` it."""
+
+    def __init__(
+        self,
+        store: DecidingStore,
+        *,
+        seconds: float,
+        request: Callable[[], None],
+        can_write: Callable[[], bool],
+        write: Callable[[float], str],
+    ) -> None:
+        self._store = store
+        self._seconds = seconds * (1 - _MARGIN)
+        self._margin = seconds * _MARGIN
+        self._request = request
+        self._can_write = can_write
+        self._write = write  # gives what became of it, in words
+        self._asked_at: float | None = None
+        self._signal = ""
+        self._is_over = threading.Event()
+        self._must_exit = self._has_told = self._has_warned = False
+        self._handlers: dict[int, Any] = {}
+        self._reader, self._writer = socket.socketpair()  # where signals are seen while the main thread is deep in C
+        self._process = os.getpid()
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
+
+    def start(self) -> None:
+        """Take the signals that nobody else takes, and listen for other ranks that were sent one."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    self._handlers[number] = signal.signal(number, self._take)
+            self._writer.setblocking(False)
+            self._exchange_fd(-1, self._writer.fileno())
+            os.register_at_fork(after_in_child=_forgets(weakref.ref(self)))
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give the signals back."""
+        self._is_over.set()
+        with contextlib.suppress(ValueError):  # another thread than the main one closes the trainer
+            self._give_back()
+        if threading.current_thread() is not self._thread:
+            with contextlib.suppress(OSError):
+                self._writer.send(b"\0")
+            self._thread.join()
+            self._reader.close()
+            self._writer.close()
+
+    def forget_fd(self) -> None:
+        """In a forked process, such as a loader's worker: what ends it is nothing to this one."""
+        self._exchange_fd(self._writer.fileno(), -1)
+
+    def _give_back(self) -> None:
+        self._exchange_fd(self._writer.fileno(), -1)
+        while self._handlers:
+            number, handler = self._handlers.popitem()
+            if signal.getsignal(number) == self._take:
+                signal.signal(number, handler)
+
+    @staticmethod
+    def _exchange_fd(old: int, new: int) -> None:
+        """Have signals written to ``new``, unless they are written to something else than ``old``."""
+        found = signal.set_wakeup_fd(new, warn_on_full_buffer=False)
+        if found != old:
+            signal.set_wakeup_fd(found)
+
+    def claim(self) -> bool:
+        """Whether it is to be done in steps; on one rank, once all have finished the same one."""
+        return self._decide("in steps") == "in steps"
+
+    def wait(self) -> None:
+        """Another thread does it; until it has this process exit."""
+        self._is_over.wait()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # one that was forked
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if self._must_exit:
+            raise SystemExit(EXIT_STATUS)
+        self._note(signal.Signals(number).name)
+
+    def _note(self, what: str) -> None:
+        if self._asked_at is None:
+            self._signal, self._asked_at = what, time.monotonic()
+            self._request()
+
+    def _watch(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                if select.select([self._reader], [], [], _POLL_SECONDS)[0]:
+                    for number in self._reader.recv(64):
+                        if number in self._handlers:
+                            self._note(signal.Signals(number).name)
+                self._look()
+        except RuntimeError as error:  # the store is gone, with the process that had it
+            if not self._is_over.is_set():
+                _logger.debug("signals sent to other ranks are not heard of any more: %s", error)
+
+    def _look(self) -> None:
+        if self._asked_at is None and self._store.check(["leaving/asked"]):
+            self._note("a signal to another rank")
+        if self._asked_at is None:
+            return
+        if not self._has_told:
+            self._has_told = True
+            self._store.set("leaving/asked", "1")
+            _logger.info("%s: the step is finished and saved, and training ends", self._signal)
+        late = time.monotonic() - self._asked_at
+        how = self._decided()
+        if how is None and late > self._seconds / 2 and self._can_write():
+            how = self._decide("from memory")
+        if how == "from memory":
+            self._leave(self._seconds - late)
+        elif late > self._seconds and not self._has_warned:
+            self._has_warned = True
+            _logger.error(
+                "%.0f seconds after %s the checkpoint is not written, and the launcher may end this process now; allow "
+                "it more time, and say so with ELASTIC_EXT_SHUTDOWN_SECONDS",
+                late,
+                self._signal,
+            )
+
+    def _leave(self, seconds: float) -> None:
+        """Write what is held, and have the main thread exit, wherever it is."""
+        _logger.warning("%s: no step ends in time, so %s", self._signal, self._write(max(seconds, 0.0)))
+        self._must_exit = True
+        if self._main is not None:
+            signal.pthread_kill(self._main, signal.SIGTERM)
+        if not self._is_over.wait(self._margin):  # it does not come back from where it is
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_STATUS)
+
+    def _decided(self) -> _How | None:
+        return _as_how(self._store.get("leaving/how")) if self._store.check(["leaving/how"]) else None
+
+    def _decide(self, how: _How) -> _How:
+        """What was decided: this, unless something else was before."""
+        return _as_how(self._store.compare_set("leaving/how", "", how))
+
+
+def _as_how(said: bytes) -> _How:
+    return "in steps" if said == b"in steps" else "from memory"
+
+
+def _forgets(leaving: weakref.ref[Leaving]) -> Callable[[], None]:
+    def forget() -> None:
+        found = leaving()
+        if found is not None:
+            found.forget_fd()
+
+    return forget
