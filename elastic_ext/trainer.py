@@ -402,10 +402,10 @@ class ElasticTrainer:
 
         The optimizer and the scheduler load their own states, in any order.
         """
+        self._counts.load_state_dict(state)  # first: rates follow the batch that it names
         if self._session is not None:
             self._session.resume(state["config"])
         self._loaded_config = state["config"]
-        self._counts.load_state_dict(state)
         for name, tensors in state["registered"].items():
             if name in self._registered:
                 fill_registered(name, self._registered[name], tensors)
