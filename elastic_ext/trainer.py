@@ -41,6 +41,7 @@ from .arguments import (
     check_ranks_are_joined,
     check_samples,
     check_scaler,
+    check_shared,
     check_updates,
 )
 from .batches import Batches
@@ -179,6 +180,8 @@ class ElasticTrainer:
             check_samples(
                 self._batches.loader, num_replicas=sharing.num_ranks, rank=sharing.rank, num_parts=sharing.num_parts
             )
+            groups = [group for each in parts.optimizers for group in each.param_groups]
+            check_shared(self._model, groups, left_out=sharing.left_out, how=sharing.name)
             check_scaler(scaler, self._model)
             settings = OptimizerSettings(parts.optimizers)
             startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -566,8 +566,21 @@ def refused_rank(rank: int, folder: Path, case: str) -> str:
     elif case == "mixed":
         fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
         model[2] = DistributedDataParallel(model[2])
+    elif case == "partly in DDP":
+        model[0] = DistributedDataParallel(model[0])
+    elif case == "partly sharded":
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
+    elif case == "partly in FSDP1":
+        model[2] = WAYS["FSDP1"].wrap(model[2])
+    trained = list(model.parameters())
+    if case == "prepared too early":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    elif case == "beside the model":
+        model = DistributedDataParallel(model)
+        trained.append(nn.Parameter(torch.ones(3)))
+    is_sharded = any(isinstance(part, FSDPModule) for part in model.modules())
     with pytest.raises(ValueError, match="wrap") as caught:
-        trainer_of(folder, model, rank=rank, use_fsdp=case != "unwrapped").prepare(SGD(model.parameters(), lr=0.1))
+        trainer_of(folder, model, rank=rank, use_fsdp=is_sharded).prepare(SGD(trained, lr=0.1))
     return str(caught.value)
 
 
@@ -577,11 +590,106 @@ def refused_rank(rank: int, folder: Path, case: str) -> str:
         ("unwrapped", "the model is not wrapped, and there are 4 ranks"),
         ("over a part of the ranks", "2 replicas that share gradients, of 1 ranks each, and there are 4"),
         ("mixed", "mixes DDP, fully_shard and FSDP1"),
+        ("partly in DDP", "lie outside of DDP: 2.weight, 2.bias; nothing averages their gradients"),
+        ("partly sharded", "lie outside of fully_shard: 2.weight, 2.bias; nothing averages"),
+        ("partly in FSDP1", "lie outside of FSDP1: 0.weight, 0.bias; nothing averages"),
+        ("prepared too early", "one of shape (16, 6) that is not the model's, one of shape (16,)"),
+        ("beside the model", "lie outside of DDP: one of shape (3,) that is not the model's; nothing"),
     ],
 )
 def test_what_would_train_several_models_is_refused(ranks: RankPool, tmp_path: Path, case: str, said: str) -> None:
     for text in ranks.run(4, refused_rank, tmp_path, case):
         assert said in text
+
+
+def accepted_rank(rank: int, folder: Path, case: str) -> None:
+    model: Any = make_model(torch.float32)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    trained = list(model.parameters())
+    if case == "frozen":
+        model[2].requires_grad_(False)
+        model[0] = DistributedDataParallel(model[0])
+    elif case == "trained by nobody":
+        model = nn.ModuleDict({"pupil": DistributedDataParallel(model), "teacher": make_model()})
+    elif case == "ignored by DDP":
+        model._ddp_params_and_buffers_to_ignore = ["2.bias"]
+        model = DistributedDataParallel(model)
+    elif case == "ignored by fully_shard":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params={model[2].bias})
+        trained = list(model.parameters())
+    elif case == "spread over the same ranks":
+        distribute_module(model[2], mesh)  # replicas, kept alike by the arithmetic of DTensors
+        fully_shard(model[0], mesh=mesh)
+        trained = list(model.parameters())
+    elif case == "averaged by hooks":
+        model[0] = DistributedDataParallel(model[0])
+        model[2].weight.register_post_accumulate_grad_hook(average)
+        model[2].bias.register_hook(lambda gradient: gradient)
+    trainer = trainer_of(folder, model, rank=rank)
+    trainer.prepare(SGD(trained, lr=0.1))
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "frozen",
+        "trained by nobody",
+        "ignored by DDP",
+        "ignored by fully_shard",
+        "spread over the same ranks",
+        "averaged by hooks",
+    ],
+)
+def test_parameters_that_do_not_lie_in_what_is_wrapped_are_accepted_where_somebody_meant_it(
+    ranks: RankPool, tmp_path: Path, case: str
+) -> None:
+    ranks.run(4, accepted_rank, tmp_path, case)
+
+
+def average(part: torch.Tensor) -> None:
+    gradient = part.grad
+    assert gradient is not None
+    dist.all_reduce(gradient)
+    gradient /= dist.get_world_size()
+
+
+def averaging_rank(rank: int, folder: Path, where: str) -> list[torch.Tensor]:
+    """The ranks' parts are unequal: 12 samples and 4, in two micro-steps each."""
+    model: Any = make_model()
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    source = Slices(make_data(32), 6)
+    trained = [*model.parameters(), scale]
+    if where == "beside the model":
+        model, by_hand = DistributedDataParallel(model), [scale]
+    else:
+        model[0], by_hand = DistributedDataParallel(model[0]), [model[2].weight, model[2].bias, scale]
+    for part in by_hand:
+        part.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
+    options = {"global_batch_size": 16, "share_weights": (3.0, 1.0)}
+    trainer = trainer_of(folder, model, source, rank=rank, **options)
+    optimizer = trainer.prepare(SGD(trained, lr=0.1))
+    with trainer:
+        for inputs, targets in source:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs) * scale, targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert source.sizes == [((6, 6), (2, 2))[rank]] * 2
+    return [part.detach() for part in trained]
+
+
+@pytest.mark.parametrize("where", ["beside the model", "within it too"])
+def test_what_hooks_of_ones_own_average_is_trained_as_the_rest(ranks: RankPool, tmp_path: Path, where: str) -> None:
+    plain, scale = make_model(), nn.Parameter(torch.ones((), dtype=torch.float64))
+    expected = [*plain.parameters(), scale]
+    optimizer = SGD(expected, lr=0.1)
+    for inputs, targets in zip(*(torch.split(data, 16) for data in make_data(32)), strict=True):
+        nn.functional.cross_entropy(plain(inputs) * scale, targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks.run(2, averaging_rank, tmp_path, where):
+        torch.testing.assert_close(found, [part.detach() for part in expected], rtol=1e-12, atol=1e-14)
 
 
 def clipping_rank(rank: int, way: str) -> None:
