@@ -50,7 +50,7 @@ class Steps:
         shares_always: bool,
         counts: Counts,
         pass_boundary: Callable[[], None],
-        meet: Callable[[Purpose, int], None],
+        meet: Callable[[Purpose, int, int], None],
     ) -> None:
         self.keep_batch = True
         """Whether the micro-step that is entered is a part of a step with a global batch."""
@@ -81,6 +81,7 @@ class Steps:
         self._was_rolled_back = self._must_meet = self._has_warned = False
         self._retry = Purpose.RETRY  # how far the step had come that was rolled back last
         self._num_exchanges = 0  # when the step began; and how many it made, where it was rolled back
+        self._num_lost = 0  # micro-batches that it took and that do not come again
         self._owes_boundary = False  # an exception kept this rank from passing it
         self._has_begun = False
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
@@ -207,6 +208,7 @@ class Steps:
             gradients.sharing.have_shared_buffers()
         gradients.drop()
         self._batches.rollback(num_taken)
+        self._num_lost = 0 if self._batches.can_replay else num_taken
         if self._scaler is not None:
             self._scaler.rollback()
         state.begin_anew()
@@ -250,7 +252,7 @@ class Steps:
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
         if self._must_meet:
-            self._meet(self._retry, self._num_exchanges)
+            self._meet(self._retry, self._num_exchanges, self._num_lost)
             self._must_meet = False
             self._gradients.sharing.wait()
         if self._gradients.awaited:
