@@ -291,12 +291,17 @@ FAILING = [CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInSha
 CALLED_WITH_INPUTS = [GanInDdp, GanInShards]
 
 
+def each_of(quick: list[type[Way]], how: str) -> list[Any]:
+    """Every kind; the others are left to the slow tests."""
+    return [pytest.param(kind, how, marks=[] if kind in quick else pytest.mark.slow) for kind in KINDS]
+
+
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
         *((kind, "as it is") for kind in KINDS),
-        *((kind, "while it changes") for kind in CHANGING),
-        *((kind, "where it fails") for kind in FAILING),
+        *each_of(CHANGING, "while it changes"),
+        *each_of(FAILING, "where it fails"),
     ],
     ids=name_of,
 )
