@@ -27,7 +27,7 @@ from tests.faults import Fault, Faults, PlantedFault
 from tests.loops import put
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, each_of, fresh, values_of
-from tests.training import Slices, bits_of, make_data, make_model, trainer_of
+from tests.training import Slices, bits_of, make_data, make_model, plain_losses, trainer_of
 
 NUM_STEPS = 5
 MICRO_BATCH = 4
@@ -539,23 +539,35 @@ def test_items_and_a_divide_factor_of_ones_own_do_not_go_together(ranks: RankPoo
         assert "set_gradient_divide_factor" in text
 
 
-def summing_rank(rank: int, folder: Path) -> None:
+def divided_rank(rank: int, folder: Path, way_name: str, factor: float, num_micro_steps: int) -> None:
     """A divide factor acts as it does by hand."""
+    plainly_wrapped = WAYS[way_name]
 
     def divide(model: nn.Module) -> nn.Module:
         for part in model.modules():
             if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)
+                part.set_gradient_divide_factor(factor)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no other
         return model
 
-    way = replace(WAYS["fully_shard"], wrap=lambda model: divide(WAYS["fully_shard"].wrap(model)))
-    expected = by_hand(way, "sgd", 4, None)
-    assert by_trainer(way, folder, rank, "sgd", 4, None) == expected
+    way = replace(plainly_wrapped, wrap=lambda model: divide(plainly_wrapped.wrap(model)))
+    expected = by_hand(way, "sgd", num_micro_steps, None)
+    assert by_trainer(way, folder, rank, "sgd", num_micro_steps, None) == expected
+    assert by_hand(plainly_wrapped, "sgd", num_micro_steps, None) != expected
 
 
-def test_a_divide_factor_acts_as_by_hand(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, summing_rank, tmp_path)
+@pytest.mark.parametrize(
+    ("way", "factor", "num_micro_steps"),
+    [
+        ("fully_shard", 1.0, 4),
+        pytest.param("hybrid", 8.0, 1, marks=pytest.mark.slow),
+        pytest.param("hybrid", 8.0, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_divide_factor_acts_as_by_hand(
+    ranks: RankPool, tmp_path: Path, way: str, factor: float, num_micro_steps: int
+) -> None:
+    ranks.run(WAYS[way].num_ranks, divided_rank, tmp_path, way, factor, num_micro_steps)
 
 
 def refused_rank(rank: int, folder: Path, case: str) -> str:
@@ -723,6 +735,34 @@ def clipping_rank(rank: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["fully_shard", "hybrid", "tensor", "tensor and fully_shard"])
 def test_norms_are_those_of_the_whole_model(ranks: RankPool, way: str) -> None:
     ranks.run(WAYS[way].num_ranks, clipping_rank, way)
+
+
+def always_rank(rank: int, folder: Path, way: str) -> None:
+    """Gradients shared in each of three micro-steps come to what a plain process makes of their samples."""
+    chosen = WAYS[way]
+    degree, _ = chosen.degree()
+    batch = 3 * degree * MICRO_BATCH
+    model, source = fresh(chosen, torch.float64), Slices(make_data(4 * batch), MICRO_BATCH)
+    trainer = trainer_of(folder, model, source, rank=rank, global_batch_size=batch, sync_every_micro_step=True)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with trainer:
+        for inputs, targets in source:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                assert trainer._gradients.sharing.is_sharing
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [len(sizes) for sizes in source.sizes] == [3] * 4
+    cut = zip(*(torch.split(data, batch) for data in make_data(4 * batch)), strict=True)
+    _, plain = plain_losses(lambda parameters: SGD(parameters, lr=0.1, momentum=0.9), list(cut))
+    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", [way if way == "hybrid" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+def test_gradients_that_are_shared_in_every_micro_step_are_those_of_the_whole_batch(
+    ranks: RankPool, tmp_path: Path, way: str
+) -> None:
+    ranks.run(WAYS[way].num_ranks, always_rank, tmp_path, way)
 
 
 # --- what would go wrong in silence ---------------------------------------------------------------------------------
@@ -932,17 +972,19 @@ def test_a_pass_after_the_commit_changes_nothing(ranks: RankPool, tmp_path: Path
 
 
 def scaled_rank(rank: int, folder: Path, way: str) -> None:
-    """As by hand, infinities on one rank alone included."""
+    """As by hand, infinities of one replica alone included."""
     chosen = WAYS[way]
+    degree, replica = chosen.degree()
 
     def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], step: int, index: int) -> torch.Tensor:
-        is_infinite = rank == 1 and (step, index) == (1, 0)
+        is_infinite = replica == degree - 1 and (step, index) == (1, 0)
         return nn.functional.cross_entropy(model(batch[0]), batch[1]) * (math.inf if is_infinite else 1.0)
 
     plain, by_hand_scaler = fresh(chosen), torch.amp.GradScaler("cpu", init_scale=16.0)
     plain_optimizer = optimizer_of("adamw", plain)
     model, scaler = fresh(chosen), torch.amp.GradScaler("cpu", init_scale=16.0)
-    trainer = trainer_of(folder, model, rank=rank, global_batch_size=4 * MICRO_BATCH, micro_batch_size=MICRO_BATCH)
+    batch = 2 * degree * MICRO_BATCH
+    trainer = trainer_of(folder, model, rank=rank, global_batch_size=batch, micro_batch_size=MICRO_BATCH)
     optimizer, elastic_scaler = trainer.prepare(optimizer_of("adamw", model), scaler=scaler)
     batches = micro_batches(chosen, 2)
     with trainer:
@@ -952,7 +994,7 @@ def scaled_rank(rank: int, folder: Path, way: str) -> None:
                 by_hand_scaler.scale(loss_of(plain, batch, step, index) / 2).backward()  # type: ignore[no-untyped-call]
             if index == 1:
                 by_hand_scaler.unscale_(plain_optimizer)
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+                clip_by_hand(plain, 0.05)
                 by_hand_scaler.step(plain_optimizer)
                 by_hand_scaler.update()
                 plain_optimizer.zero_grad()
@@ -968,9 +1010,18 @@ def scaled_rank(rank: int, folder: Path, way: str) -> None:
     assert scaler.get_scale() == by_hand_scaler.get_scale() == 8.0
 
 
-@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "ddp",
+        "fully_shard",
+        "tensor",
+        pytest.param("hybrid", marks=pytest.mark.slow),
+        pytest.param("tensor and fully_shard", marks=pytest.mark.slow),
+    ],
+)
 def test_a_scaler_acts_as_by_hand(ranks: RankPool, tmp_path: Path, way: str) -> None:
-    ranks.run(2, scaled_rank, tmp_path, way)
+    ranks.run(WAYS[way].num_ranks, scaled_rank, tmp_path, way)
 
 
 def bare_scaled_rank(rank: int, folder: Path) -> str:
