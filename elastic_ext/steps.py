@@ -51,6 +51,7 @@ class Steps:
         counts: Counts,
         pass_boundary: Callable[[], None],
         meet: Callable[[Purpose, int, int], None],
+        tells: bool,
     ) -> None:
         self.keep_batch = True
         """Whether the micro-step that is entered is a part of a step with a global batch."""
@@ -72,6 +73,7 @@ class Steps:
         self._counts = counts
         self._pass_boundary = pass_boundary
         self._meet = meet
+        self._tells_of_infinities = tells and scaler is not None  # once, where other ranks would say the same
         self._step = RankStep(weights=(1.0,), num_samples=None)
         self._weights = self._step.weights  # of its micro-steps; those before the last may be left to be weighed there
         self._late_weight = 1.0
@@ -314,8 +316,11 @@ class Steps:
         if state.num_stepped == state.num_optimizers:
             counts.global_step += 1
             counts.num_steps += 1
-        elif state.keeps_batch:
-            self._gradients.drop()
+        else:
+            if state.keeps_batch:
+                self._gradients.drop()
+            if self._tells_of_infinities:
+                self._tell_of_infinities()
         if state.is_exact or not self._is_like_before:
             self._gradients.end_step()
             if self._snapshot is not None:
@@ -325,6 +330,15 @@ class Steps:
         counts.num_boundaries += 1
         counts.num_samples += self._step.num_samples or 0
         state.begin_anew()
+
+    def _tell_of_infinities(self) -> None:
+        if self._scaler is not None and self._scaler.leaves_out:
+            self._tells_of_infinities = False
+            _logger.info(
+                "the step after step %d was left out, since the scaler found gradients that are not finite: its "
+                "samples are consumed, global_step and schedules stay; this is said once",
+                self._counts.global_step,
+            )
 
     def _check(self) -> None:
         try:

@@ -216,6 +216,7 @@ class ElasticTrainer:
             counts=self._counts,
             pass_boundary=session.pass_boundary,
             meet=follower.retry,
+            tells=follower.ranks.rank == 0,
         )
         for applier in self._appliers:
             follower.on_change(*applier)
