@@ -983,8 +983,8 @@ def scaled_rank(rank: int, folder: Path, way: str) -> None:
     plain, by_hand_scaler = fresh(chosen), torch.amp.GradScaler("cpu", init_scale=16.0)
     plain_optimizer = optimizer_of("adamw", plain)
     model, scaler = fresh(chosen), torch.amp.GradScaler("cpu", init_scale=16.0)
-    batch = 2 * degree * MICRO_BATCH
-    trainer = trainer_of(folder, model, rank=rank, global_batch_size=batch, micro_batch_size=MICRO_BATCH)
+    sizes = {"global_batch_size": 2 * degree * MICRO_BATCH, "micro_batch_size": MICRO_BATCH}
+    trainer = trainer_of(folder, model, rank=rank, **sizes)
     optimizer, elastic_scaler = trainer.prepare(optimizer_of("adamw", model), scaler=scaler)
     batches = micro_batches(chosen, 2)
     with trainer:
