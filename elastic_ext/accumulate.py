@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["BatchPlan", "StepPlan", "nearest_batches", "next_batch", "plan_step", "shares"]
+__all__ = ["BatchPlan", "StepPlan", "can_cut", "nearest_batches", "next_batch", "plan_step", "shares"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +32,13 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """How steps are cut, until something changes; ValueError where they cannot be."""
+    """How steps are cut, until something changes; ValueError where a full one cannot be."""
 
     global_batch: int
     num_ranks: int
     micro_batch: int
     weights: tuple[float, ...] | None = None
-    """What each rank's share is in proportion to; None for equal shares."""
+    """What each rank's share is in proportion to; None for equal shares, which a tail has that cannot be cut so."""
     drop_last: bool = False
     full_step: StepPlan = field(init=False, compare=False)
 
@@ -53,7 +53,10 @@ class BatchPlan:
         batch = next_batch(remaining, self.global_batch, self.num_ranks, drop_last=self.drop_last)
         if batch == self.global_batch:
             return self.full_step
-        return plan_step(batch, self.num_ranks, self.micro_batch, self.weights) if batch else None
+        if batch == 0:
+            return None
+        weights = self.weights if can_cut(batch, self.num_ranks, self.micro_batch, self.weights) else None
+        return plan_step(batch, self.num_ranks, self.micro_batch, weights)
 
 
 def shares(global_batch: int, num_ranks: int, weights: Sequence[float] | None = None) -> tuple[int, ...]:
@@ -76,6 +79,12 @@ def shares(global_batch: int, num_ranks: int, weights: Sequence[float] | None = 
     return tuple(1 + share for share in whole)
 
 
+def can_cut(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequence[float] | None = None) -> bool:
+    """Whether ``plan_step`` can; equal shares always can be cut."""
+    _, largest = _count(shares(global_batch, num_ranks, weights), micro_batch)
+    return largest <= micro_batch + 1
+
+
 def plan_step(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequence[float] | None = None) -> StepPlan:
     """Cut ``global_batch`` into equally many micro-batches on every rank, of ``micro_batch`` samples at most.
 
@@ -83,8 +92,7 @@ def plan_step(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequ
     weights), micro-batches are one sample larger; where even that does not help, ValueError says what to change.
     """
     each = shares(global_batch, num_ranks, weights)
-    num_micro_steps = min(math.ceil(max(each) / micro_batch), min(each))
-    largest = math.ceil(max(each) / num_micro_steps)
+    num_micro_steps, largest = _count(each, micro_batch)
     if largest > micro_batch + 1:
         raise ValueError(
             f"shares of {min(each)} to {max(each)} samples cannot be cut into equally many micro-batches of at most "
@@ -110,6 +118,12 @@ def nearest_batches(global_batch: int, quantum: int) -> tuple[int, ...]:
     """The multiples of ``quantum`` next to ``global_batch``, at least one, smallest first."""
     below = global_batch // quantum * quantum
     return tuple(sorted({size for size in (below, below + quantum) if size > 0 and size != global_batch}))
+
+
+def _count(each: Sequence[int], micro_batch: int) -> tuple[int, int]:
+    """How many micro-steps these shares take, and the size of the largest micro-batch then."""
+    num_micro_steps = min(math.ceil(max(each) / micro_batch), min(each))
+    return num_micro_steps, math.ceil(max(each) / num_micro_steps)
 
 
 def _cut(share: int, num_parts: int) -> tuple[int, ...]:

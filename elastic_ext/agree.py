@@ -236,7 +236,7 @@ class Agreement:
             self._pace.note_step(now - self._passed_at)
         self._passed_at = now
 
-    def end(self, purpose: Purpose, exchanges: int = 0) -> None:
+    def end(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
         """Come to an end, or to a step that is taken again, with all ranks.
 
         Finishes the agreement under way, and makes sure that all come with equal counts. What was applied here, and a
@@ -247,7 +247,7 @@ class Agreement:
             self.rouse()
             if self._pulse is not None:
                 self._read_pulse()
-            self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges)
+            self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges, lost)
         except RanksError as error:
             self._broken = error
             raise
@@ -354,9 +354,9 @@ class Agreement:
             raise RanksDisagreeError(f"ranks differ in {', '.join(agreed.differing)}: {agreed.account}")
         return agreed
 
-    def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str, exchanges: int = 0) -> None:
+    def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str, exchanges: int = 0, lost: int = 0) -> None:
         """Raise on all ranks unless all are here."""
-        word = replace(self._make_word(purpose), exchanges=exchanges)
+        word = replace(self._make_word(purpose), exchanges=exchanges, lost=lost)
         self._exchange_unless_alike(word, self._ranks.sum([word.pulse], doing), doing)
 
     def _make_word(self, purpose: Purpose) -> ControlWord:

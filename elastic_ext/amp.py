@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticScaler"]
 
-_OWN = ("inner", "_optimizers", "_state", "_is_enabled", "_kept_in", "_sizes")
+_OWN = ("inner", "_optimizers", "_state", "_is_enabled", "_kept_in", "_sizes", "_left_out_in")
 _USED = ("scale", "unscale_", "step", "update", "is_enabled")
 _HANDED = ("grad_scale", "found_inf")  # to an optimizer that unscales in its own step, for as long as that takes
 _SIZES = ("_scale", "_growth_tracker")  # None until something is scaled
@@ -37,6 +37,7 @@ class ElasticScaler:
         self._is_enabled: bool = scaler.is_enabled()
         self._kept_in = _NEVER  # the number of the step before whose update there were these sizes
         self._sizes: list[torch.Tensor] = []
+        self._left_out_in = _NEVER  # the number of the step in which an optimizer was not stepped
 
     @property  # type: ignore[misc]  # object has it writable
     def __class__(self) -> Any:
@@ -53,8 +54,12 @@ class ElasticScaler:
         prepared = self._optimizers.get(id(optimizer))
         if not self._is_acting("step"):
             return None if prepared is None else prepared.step(*arguments, **options)  # which gathers, too
+        num_stepped = self._state.num_stepped
         try:
-            return self.inner.step(optimizer if prepared is None else prepared, *arguments, **options)
+            result = self.inner.step(optimizer if prepared is None else prepared, *arguments, **options)
+            if self._state.num_stepped == num_stepped:
+                self._left_out_in = self._state.number
+            return result
         finally:
             if prepared is not None:  # after an exception torch leaves them, and would divide by their product next
                 for name in _HANDED:
@@ -86,6 +91,11 @@ class ElasticScaler:
         raise TypeError("an ElasticScaler cannot be copied or pickled; use its state_dict()")
 
     # ---- for the trainer ----
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it has kept an optimizer from the step under way, for infinities."""
+        return self._left_out_in == self._state.number
 
     def rollback(self) -> None:
         """Be as before the step under way; called while that has its number."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -23,9 +25,11 @@ __all__ = [
     "check_ranks_are_joined",
     "check_samples",
     "check_scaler",
+    "check_shared",
     "check_updates",
 ]
 
+_MOST_NAMES = 4
 _UPDATED_IN_BACKWARD = (
     "parameters of the model are updated within backward (_apply_optimizer_in_backward), in every micro-step, before "
     "the step has all its gradients; make an optimizer of its own for each parameter instead, give all of them to "
@@ -120,6 +124,28 @@ def check_ranks_are_joined(*, num_replicas: int, num_parts: int, accelerated: Ac
             f"the accelerator cuts its loaders for {accelerated.num_ranks} ranks, and the model averages its gradients "
             f"over {num_replicas}; make the accelerator where ranks are joined, and have it prepare the model"
         )
+
+
+def check_shared(
+    model: nn.Module,
+    groups: Iterable[Mapping[str, Any]],
+    *,
+    left_out: Callable[[Iterable[torch.Tensor]], Sequence[torch.Tensor]],
+    how: str,
+) -> None:
+    """Raise where something is trained in ``groups`` of optimizers, and is ``left_out`` of what the ranks average."""
+    trained = dict.fromkeys(part for group in groups for part in group["params"] if part.requires_grad)
+    alone = left_out(trained)
+    if not alone:
+        return
+    names = {id(part): name for name, part in model.named_parameters()}
+    told = [names.get(id(part), f"one of shape {tuple(part.shape)} that is not the model's") for part in alone]
+    more = f" and {len(told) - _MOST_NAMES} more" if len(told) > _MOST_NAMES else ""
+    raise ValueError(
+        f"parameters that an optimizer trains lie outside of {how}: {', '.join(told[:_MOST_NAMES])}{more}; nothing "
+        "averages their gradients, and each rank would train its own; wrap the whole model, in an nn.ModuleDict with "
+        "what else is trained, and then make the optimizer; or average them by register_post_accumulate_grad_hook"
+    )
 
 
 def check_updates(model: nn.Module) -> None:

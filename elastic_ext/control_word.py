@@ -61,6 +61,7 @@ _SAME = {
     "backwards": "backward passes",
     "schedules": "steps of schedules",
     "exchanges": "collectives of the model",
+    "lost": "micro-batches of a step that failed",
     "in_force": "the config in force",
 }
 
@@ -79,6 +80,8 @@ class ControlWord:
     """How often the caller's schedules have stepped."""
     exchanges: int = 0
     """How many collectives the caller has begun, where that is compared."""
+    lost: int = 0
+    """How many micro-batches a step took that failed, where they do not come again."""
     in_force: str
     """The digest of the config in force."""
     held_version: int
@@ -103,7 +106,8 @@ class ControlWord:
         """How far this rank has come, in words."""
         passes = f", {self.backwards} backward passes" if self.backwards else ""
         schedules = f", {self.schedules} steps of schedules" if self.schedules else ""
-        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}"
+        lost = f", {self.lost} micro-batches of a step that failed" if self.lost else ""
+        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}{lost}"
 
     @property
     def has_news(self) -> bool:

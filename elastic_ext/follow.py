@@ -244,16 +244,17 @@ class ConfigFollower:
         with self._waiting(is_doubtful):
             self._agreement.end(Purpose.END)
 
-    def retry(self, purpose: Purpose, exchanges: int = 0) -> None:
+    def retry(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
         """Return once every rank has come here to take a step again that failed on all of them; else raise.
 
         Ranks that did not fail wait for this one's gradients, where they cannot be reached: so it waits for them
         no longer than ranks differ that fail together. ``purpose`` says how far the step had come, ``exchanges`` how
-        many collectives it had begun: ranks that differ there would take each other's messages for others.
+        many collectives it had begun: ranks that differ there would take each other's messages for others. ``lost``
+        says how many micro-batches it had taken that do not come again: ranks that differ there end steps apart.
         """
         self._raise_if_closed()
         with self._waiting(is_doubtful=True):
-            self._agreement.end(purpose, exchanges)
+            self._agreement.end(purpose, exchanges, lost)
 
     def meet_to_go_back(self, *, is_doubtful: bool = False) -> None:
         """As ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""

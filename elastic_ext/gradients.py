@@ -175,6 +175,8 @@ class Gradients:
         """Whether sums of gradients stay on this rank, in range and unseen until they are weighed."""
         if any(map(_has_hooks, self._model.modules())) or any(map(_has_hooks, self._model.parameters())):
             return False
+        if any(part._post_accumulate_grad_hooks for part in self._trained()):
+            return False  # also of what lies outside of the model
         is_kept = self.sharing.shows_gathered and not self.sharing.shares_first
         return is_kept and not any(parameter.dtype is torch.float16 for parameter in self.parameters())
 

@@ -7,9 +7,9 @@ the same samples, and count as one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,8 @@ class Sharing:
     def __init__(self, model: nn.Module) -> None:
         self.parts: Sequence[nn.Module] = [model]
         """What the loop calls, or what holds that."""
+        self.wrapped: Sequence[Any] = ()
+        """Modules whose gradients are averaged."""
         self.sharing_buffers: Sequence[nn.Module] = ()
         """Modules that have the first rank's buffers given to all right before they are called."""
         self.exchanges_always = False
@@ -104,6 +106,18 @@ class Sharing:
         """Grows with every collective that this rank begins; the same on all ranks that have come equally far."""
         return internals.num_exchanges(self.groups + self._spread_groups)
 
+    def left_out(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of them whose gradients nothing averages over the ranks.
+
+        What lies in a wrapped module and is not averaged was kept out of it by the user, who means it; so does one who
+        has put hooks on a parameter that lies in none.
+        """
+        if self.num_ranks == 1:
+            return []
+        wrapped = {id(part) for module in self.wrapped for part in module.parameters()}
+        own = {_members(group) for group in self.groups}
+        return [part for part in parameters if not (id(part) in wrapped or _is_spread(part, own) or _has_hooks(part))]
+
     def share(self, *, now: bool) -> None:
         """Have the next backward pass average gradients over the ranks, or keep them to this rank."""
         self.is_sharing = now
@@ -147,7 +161,7 @@ class _Replicated(Sharing):
 
     def __init__(self, model: nn.Module, replicas: Sequence[DistributedDataParallel]) -> None:
         super().__init__(model)
-        self.parts = self._replicas = replicas
+        self.parts = self.wrapped = self._replicas = replicas
         self.sharing_buffers = [replica.module for replica in replicas]
         self.shares_first = any(replica.static_graph for replica in replicas)  # torch records the graph in them
 
@@ -214,7 +228,7 @@ class _Sharded(Sharing):
     def __init__(self, model: nn.Module, roots: Sequence[FSDPModule]) -> None:
         super().__init__(model)
         self.exchanges_always = True
-        self._roots = roots
+        self.wrapped = self._roots = roots
         self._sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
         sizes = {internals.data_parallel_groups(root) for root in roots}
         if len({tuple(dist.get_world_size(group) for group in groups) for groups in sizes}) > 1:
@@ -268,7 +282,7 @@ class _FlatSharded(Sharing):
     def __init__(self, model: nn.Module, roots: Sequence[FullyShardedDataParallel]) -> None:
         super().__init__(model)
         self.exchanges_always = True
-        self._roots = roots
+        self.wrapped = self._roots = roots
         self._unshared = ExitStack()
 
     @property
@@ -323,6 +337,17 @@ def sharing_of(model: nn.Module) -> Sharing:
 
 def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
+
+
+def _is_spread(parameter: torch.Tensor, over: set[tuple[int, ...]]) -> bool:
+    """Whether it has a mesh with these groups, over which torch's own arithmetic then keeps it one parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return over <= {_members(group) for group in parameter.device_mesh.get_all_groups()}
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _outermost(model: nn.Module, kind: type[_Kind]) -> list[_Kind]:

@@ -50,7 +50,8 @@ class Steps:
         shares_always: bool,
         counts: Counts,
         pass_boundary: Callable[[], None],
-        meet: Callable[[Purpose, int], None],
+        meet: Callable[[Purpose, int, int], None],
+        tells: bool,
     ) -> None:
         self.keep_batch = True
         """Whether the micro-step that is entered is a part of a step with a global batch."""
@@ -76,6 +77,7 @@ class Steps:
         self._counts = counts
         self._pass_boundary = pass_boundary
         self._meet = meet
+        self._tells_of_infinities = tells and scaler is not None  # once, where other ranks would say the same
         self._step = RankStep(weights=(1.0,), num_samples=None)
         self._weights = self._step.weights  # of its micro-steps; those before the last may be left to be weighed there
         self._late_weight = 1.0
@@ -85,6 +87,7 @@ class Steps:
         self._was_rolled_back = self._must_meet = self._has_warned = False
         self._retry = Purpose.RETRY  # how far the step had come that was rolled back last
         self._num_exchanges = 0  # when the step began; and how many it made, where it was rolled back
+        self._num_lost = 0  # micro-batches that it took and that do not come again
         self._owes_boundary = False  # an exception kept this rank from passing it
         self._has_begun = False
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
@@ -211,6 +214,7 @@ class Steps:
             gradients.sharing.have_shared_buffers()
         gradients.drop()
         self._batches.rollback(num_taken)
+        self._num_lost = 0 if self._batches.can_replay else num_taken
         if self._scaler is not None:
             self._scaler.rollback()
         state.begin_anew()
@@ -238,7 +242,7 @@ class Steps:
         """Do between two steps what the other ranks wait for since the last one."""
         self.settle()
         if self._must_meet:
-            self._meet(self._retry, self._num_exchanges)
+            self._meet(self._retry, self._num_exchanges, self._num_lost)
             self._must_meet = False
             self._gradients.sharing.wait()
         if self._gradients.awaited:
@@ -348,8 +352,11 @@ class Steps:
         if state.num_stepped == state.num_optimizers:
             counts.global_step += 1
             counts.num_steps += 1
-        elif state.keeps_batch:
-            self._gradients.drop()
+        else:
+            if state.keeps_batch:
+                self._gradients.drop()
+            if self._tells_of_infinities:
+                self._tell_of_infinities()
         if state.is_exact or not self._is_like_before:
             self._gradients.end_step()
             if self._snapshot is not None:
@@ -359,6 +366,15 @@ class Steps:
         counts.num_boundaries += 1
         counts.num_samples += self._step.num_samples or 0
         state.begin_anew()
+
+    def _tell_of_infinities(self) -> None:
+        if self._scaler is not None and self._scaler.leaves_out:
+            self._tells_of_infinities = False
+            _logger.info(
+                "the step after step %d was left out, since the scaler found gradients that are not finite: its "
+                "samples are consumed, global_step and schedules stay; this is said once",
+                self._counts.global_step,
+            )
 
     def _check(self) -> None:
         try:

@@ -42,6 +42,7 @@ from .arguments import (
     check_ranks_are_joined,
     check_samples,
     check_scaler,
+    check_shared,
     check_updates,
 )
 from .batches import Batches
@@ -186,6 +187,8 @@ class ElasticTrainer:
             check_samples(
                 self._batches.loader, num_replicas=sharing.num_ranks, rank=sharing.rank, num_parts=sharing.num_parts
             )
+            groups = [group for each in parts.optimizers for group in each.param_groups]
+            check_shared(self._model, groups, left_out=sharing.left_out, how=sharing.name)
             check_scaler(scaler, self._model)
             settings = OptimizerSettings(parts.optimizers)
             startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()
@@ -220,6 +223,7 @@ class ElasticTrainer:
             counts=self._counts,
             pass_boundary=session.pass_boundary,
             meet=follower.retry,
+            tells=follower.ranks.rank == 0,
         )
         for applier in self._appliers:
             follower.on_change(*applier)
@@ -425,10 +429,10 @@ class ElasticTrainer:
 
         The optimizer and the scheduler load their own states, in any order.
         """
+        self._counts.load_state_dict(state)  # first: rates follow the batch that it names
         if self._session is not None:
             self._session.resume(state["config"])
         self._loaded_config = state["config"]
-        self._counts.load_state_dict(state)
         for name, tensors in state["registered"].items():
             if name in self._registered:
                 fill_registered(name, self._registered[name], tensors)

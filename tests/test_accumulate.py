@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elastic_ext.accumulate import BatchPlan, nearest_batches, next_batch, plan_step, shares
+from elastic_ext.accumulate import BatchPlan, can_cut, nearest_batches, next_batch, plan_step, shares
 
 sizes = st.integers(1, 5000)
 ranks = st.integers(1, 64)
@@ -105,6 +106,35 @@ def test_an_epoch_has_two_more_sizes_of_chunks_at_most_and_none_where_it_is_a_mu
         assert len(found - {micro_batch}) <= (0 if drop_last or length % batch == 0 else 2)
 
 
+@given(
+    st.data(),
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=8) | st.integers(1, 8),
+    st.integers(1, 200),
+    st.integers(1, 64),
+    st.booleans(),
+)
+def test_an_epoch_is_cut_to_its_end_where_a_full_step_can_be(
+    data: st.DataObject, weights: list[float] | int, batch: int, micro_batch: int, drop_last: bool
+) -> None:
+    num_ranks = weights if isinstance(weights, int) else len(weights)
+    given_weights = None if isinstance(weights, int) else tuple(weights)
+    assume(batch >= num_ranks and can_cut(batch, num_ranks, micro_batch, given_weights))
+    options: dict[str, Any] = {"num_ranks": num_ranks, "micro_batch": micro_batch, "drop_last": drop_last}
+    plan = BatchPlan(global_batch=batch, weights=given_weights, **options)
+    remaining = length = data.draw(st.integers(num_ranks, 5 * batch))
+    found = [set[int]() for _ in range(num_ranks)]
+    while (step := plan.next_step(remaining)) is not None:
+        assert sum(map(sum, step.micro_batches)) == step.global_batch
+        assert {len(chunks) for chunks in step.micro_batches} == {step.num_micro_steps}
+        assert all(1 <= size <= micro_batch + 1 for chunks in step.micro_batches for size in chunks)
+        for sizes, chunks in zip(found, step.micro_batches, strict=True):
+            sizes |= set(chunks)
+        remaining -= step.global_batch
+    assert remaining == (length % batch if drop_last else 0)
+    for sizes, chunks in zip(found, plan.full_step.micro_batches, strict=True):  # what docs/trainer.md says
+        assert len(sizes - set(chunks)) <= (0 if drop_last or length % batch == 0 else 2)
+
+
 @given(st.data(), st.integers(1, 32), st.integers(1, 200), st.booleans())
 def test_an_epoch_is_taken_whole_or_without_its_last_batch(
     data: st.DataObject, num_ranks: int, batch: int, drop_last: bool
@@ -136,6 +166,24 @@ def test_an_epoch_is_taken_whole_or_without_its_last_batch(
 )
 def test_plans(batch: int, num_ranks: int, micro_batch: int, expected: tuple[tuple[int, ...], ...]) -> None:
     assert plan_step(batch, num_ranks, micro_batch).micro_batches == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "weights", "remaining", "expected"),
+    [
+        (15, 4, (7.0, 1.0), 16, ((4, 4, 5), (1, 1, 1))),
+        (15, 4, (7.0, 1.0), 13, ((3, 4), (3, 3))),  # 11 and 2 would be micro-batches of 6
+        (15, 4, (7.0, 1.0), 12, ((5, 5), (1, 1))),
+        (3, 1, (3.0, 1.0), 4, ((1, 1), (1, 1))),
+    ],
+)
+def test_a_tail_has_equal_shares_where_weights_leave_none_that_can_be_cut(
+    batch: int, micro_batch: int, weights: tuple[float, ...], remaining: int, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    plan = BatchPlan(global_batch=batch, num_ranks=2, micro_batch=micro_batch, weights=weights)
+    step = plan.next_step(remaining)
+    assert step is not None
+    assert step.micro_batches == expected
 
 
 def test_what_cannot_be_cut_says_what_to_do() -> None:

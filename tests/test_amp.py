@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from elastic_ext import ElasticScaler, StepError
 from tests.faults import Fault, Faults, PlantedFault
+from tests.loops import seen_by
 from tests.ranks import RankPool
 from tests.training import Slices, bits_of, make_data, make_model, shared, trainer_of
 
@@ -256,6 +257,38 @@ def test_infinities_on_one_rank_leave_the_step_out_on_all(
 ) -> None:
     arguments = (tmp_path, made, micro_steps, way, torch.amp.GradScaler)
     assert ranks.run(2, both_ways_rank, *arguments) == [([1, 1, 2, 3, 3, 4], 0)] * 2
+
+
+def telling_rank(rank: int, folder: Path, made: str) -> list[str]:
+    with seen_by() as seen:
+        by_trainer(folder, made, 2, places(2), rank=rank)
+    return [line for line in seen.log if "not finite" in line]
+
+
+@each_fused
+def test_the_first_step_that_is_left_out_for_infinities_is_told_once_by_the_first_rank(
+    ranks: RankPool, tmp_path: Path, made: str
+) -> None:
+    told, silent = ranks.run(2, telling_rank, tmp_path, made)
+    assert len(told) == 1 and silent == []
+    assert "the step after step 1 was left out" in told[0]
+    assert "samples are consumed, global_step and schedules stay" in told[0]
+
+
+def test_a_step_that_the_loop_leaves_out_is_not_told_as_one_with_infinities(tmp_path: Path) -> None:
+    model = make_model(torch.float32)
+    raw = SGD(model.parameters(), lr=0.1)
+    with seen_by() as seen, trainer_of(tmp_path, model, global_batch_size=4, micro_batch_size=4) as trainer:
+        optimizer, scaler = trainer.prepare(raw, scaler=make_scaler())
+        inputs, targets = make_data(4, torch.float32)
+        for is_taken in (True, False):
+            with trainer.step():
+                scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+                if is_taken:
+                    scaler.step(optimizer)
+                    scaler.update()
+        assert trainer.global_step == 1
+    assert not [line for line in seen.log if "not finite" in line]
 
 
 @each_cut

@@ -20,6 +20,8 @@ words = st.builds(
     step=counts,
     backwards=counts,
     schedules=counts,
+    exchanges=counts,
+    lost=counts,
     in_force=st.text("0123456789abcdef", min_size=8, max_size=8),
     held_version=counts,
     fresh=st.booleans(),
@@ -37,6 +39,8 @@ SAME = {
     "step": "steps",
     "backwards": "backward passes",
     "schedules": "steps of schedules",
+    "exchanges": "collectives of the model",
+    "lost": "micro-batches of a step that failed",
     "in_force": "the config in force",
 }
 FLAGS = ("fresh", "proposing", "asking", "stop", "save")

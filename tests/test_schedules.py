@@ -533,6 +533,27 @@ def test_a_schedule_that_is_told_a_fraction_of_an_epoch_takes_that_of_the_step_t
     assert used.rates == plain
 
 
+CLOSED_FORMS = ("LambdaLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR")
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+@pytest.mark.parametrize("name", [*CLOSED_FORMS, "CosineAnnealingLR"])
+def test_a_schedule_that_is_told_the_number_of_the_step_gives_the_rates_of_that_step_times_what_was_asked_for(
+    tmp_path: Path, name: str
+) -> None:
+    optimizer = two_groups(make_model())
+    scheduler = SCHEDULES[name](optimizer)
+    plain: Rates = []
+    for step in range(NUM_STEPS):
+        plain.append(rates_of(optimizer))
+        optimizer.step()
+        scheduler.step(step + 1)
+    run = Run(tmp_path, SCHEDULES[name], rule="linear")
+    with run.trainer:
+        used = run.take(NUM_STEPS, changes=CHANGES, advance=lambda scheduler, step: scheduler.step(step + 1))
+    assert_close(used.rates, used.expected(plain, run.base, "linear"))
+
+
 def test_a_schedule_stepped_twice_in_a_micro_step_moves_once(tmp_path: Path) -> None:
     def twice(scheduler: Any, step: int) -> None:
         scheduler.step()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -27,7 +27,7 @@ from tests.faults import Fault, Faults, PlantedFault
 from tests.loops import put
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, each_of, fresh, values_of
-from tests.training import Slices, bits_of, make_data, make_model, trainer_of
+from tests.training import Slices, bits_of, make_data, make_model, plain_losses, trainer_of
 
 NUM_STEPS = 5
 MICRO_BATCH = 4
@@ -539,23 +539,35 @@ def test_items_and_a_divide_factor_of_ones_own_do_not_go_together(ranks: RankPoo
         assert "set_gradient_divide_factor" in text
 
 
-def summing_rank(rank: int, folder: Path) -> None:
+def divided_rank(rank: int, folder: Path, way_name: str, factor: float, num_micro_steps: int) -> None:
     """A divide factor acts as it does by hand."""
+    plainly_wrapped = WAYS[way_name]
 
     def divide(model: nn.Module) -> nn.Module:
         for part in model.modules():
             if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)
+                part.set_gradient_divide_factor(factor)
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no other
         return model
 
-    way = replace(WAYS["fully_shard"], wrap=lambda model: divide(WAYS["fully_shard"].wrap(model)))
-    expected = by_hand(way, "sgd", 4, None)
-    assert by_trainer(way, folder, rank, "sgd", 4, None) == expected
+    way = replace(plainly_wrapped, wrap=lambda model: divide(plainly_wrapped.wrap(model)))
+    expected = by_hand(way, "sgd", num_micro_steps, None)
+    assert by_trainer(way, folder, rank, "sgd", num_micro_steps, None) == expected
+    assert by_hand(plainly_wrapped, "sgd", num_micro_steps, None) != expected
 
 
-def test_a_divide_factor_acts_as_by_hand(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, summing_rank, tmp_path)
+@pytest.mark.parametrize(
+    ("way", "factor", "num_micro_steps"),
+    [
+        ("fully_shard", 1.0, 4),
+        pytest.param("hybrid", 8.0, 1, marks=pytest.mark.slow),
+        pytest.param("hybrid", 8.0, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_divide_factor_acts_as_by_hand(
+    ranks: RankPool, tmp_path: Path, way: str, factor: float, num_micro_steps: int
+) -> None:
+    ranks.run(WAYS[way].num_ranks, divided_rank, tmp_path, way, factor, num_micro_steps)
 
 
 def refused_rank(rank: int, folder: Path, case: str) -> str:
@@ -566,8 +578,21 @@ def refused_rank(rank: int, folder: Path, case: str) -> str:
     elif case == "mixed":
         fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
         model[2] = DistributedDataParallel(model[2])
+    elif case == "partly in DDP":
+        model[0] = DistributedDataParallel(model[0])
+    elif case == "partly sharded":
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
+    elif case == "partly in FSDP1":
+        model[2] = WAYS["FSDP1"].wrap(model[2])
+    trained = list(model.parameters())
+    if case == "prepared too early":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    elif case == "beside the model":
+        model = DistributedDataParallel(model)
+        trained.append(nn.Parameter(torch.ones(3)))
+    is_sharded = any(isinstance(part, FSDPModule) for part in model.modules())
     with pytest.raises(ValueError, match="wrap") as caught:
-        trainer_of(folder, model, rank=rank, use_fsdp=case != "unwrapped").prepare(SGD(model.parameters(), lr=0.1))
+        trainer_of(folder, model, rank=rank, use_fsdp=is_sharded).prepare(SGD(trained, lr=0.1))
     return str(caught.value)
 
 
@@ -577,11 +602,106 @@ def refused_rank(rank: int, folder: Path, case: str) -> str:
         ("unwrapped", "the model is not wrapped, and there are 4 ranks"),
         ("over a part of the ranks", "2 replicas that share gradients, of 1 ranks each, and there are 4"),
         ("mixed", "mixes DDP, fully_shard and FSDP1"),
+        ("partly in DDP", "lie outside of DDP: 2.weight, 2.bias; nothing averages their gradients"),
+        ("partly sharded", "lie outside of fully_shard: 2.weight, 2.bias; nothing averages"),
+        ("partly in FSDP1", "lie outside of FSDP1: 0.weight, 0.bias; nothing averages"),
+        ("prepared too early", "one of shape (16, 6) that is not the model's, one of shape (16,)"),
+        ("beside the model", "lie outside of DDP: one of shape (3,) that is not the model's; nothing"),
     ],
 )
 def test_what_would_train_several_models_is_refused(ranks: RankPool, tmp_path: Path, case: str, said: str) -> None:
     for text in ranks.run(4, refused_rank, tmp_path, case):
         assert said in text
+
+
+def accepted_rank(rank: int, folder: Path, case: str) -> None:
+    model: Any = make_model(torch.float32)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    trained = list(model.parameters())
+    if case == "frozen":
+        model[2].requires_grad_(False)
+        model[0] = DistributedDataParallel(model[0])
+    elif case == "trained by nobody":
+        model = nn.ModuleDict({"pupil": DistributedDataParallel(model), "teacher": make_model()})
+    elif case == "ignored by DDP":
+        model._ddp_params_and_buffers_to_ignore = ["2.bias"]
+        model = DistributedDataParallel(model)
+    elif case == "ignored by fully_shard":
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params={model[2].bias})
+        trained = list(model.parameters())
+    elif case == "spread over the same ranks":
+        distribute_module(model[2], mesh)  # replicas, kept alike by the arithmetic of DTensors
+        fully_shard(model[0], mesh=mesh)
+        trained = list(model.parameters())
+    elif case == "averaged by hooks":
+        model[0] = DistributedDataParallel(model[0])
+        model[2].weight.register_post_accumulate_grad_hook(average)
+        model[2].bias.register_hook(lambda gradient: gradient)
+    trainer = trainer_of(folder, model, rank=rank)
+    trainer.prepare(SGD(trained, lr=0.1))
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "frozen",
+        "trained by nobody",
+        "ignored by DDP",
+        "ignored by fully_shard",
+        "spread over the same ranks",
+        "averaged by hooks",
+    ],
+)
+def test_parameters_that_do_not_lie_in_what_is_wrapped_are_accepted_where_somebody_meant_it(
+    ranks: RankPool, tmp_path: Path, case: str
+) -> None:
+    ranks.run(4, accepted_rank, tmp_path, case)
+
+
+def average(part: torch.Tensor) -> None:
+    gradient = part.grad
+    assert gradient is not None
+    dist.all_reduce(gradient)
+    gradient /= dist.get_world_size()
+
+
+def averaging_rank(rank: int, folder: Path, where: str) -> list[torch.Tensor]:
+    """The ranks' parts are unequal: 12 samples and 4, in two micro-steps each."""
+    model: Any = make_model()
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    source = Slices(make_data(32), 6)
+    trained = [*model.parameters(), scale]
+    if where == "beside the model":
+        model, by_hand = DistributedDataParallel(model), [scale]
+    else:
+        model[0], by_hand = DistributedDataParallel(model[0]), [model[2].weight, model[2].bias, scale]
+    for part in by_hand:
+        part.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
+    options = {"global_batch_size": 16, "share_weights": (3.0, 1.0)}
+    trainer = trainer_of(folder, model, source, rank=rank, **options)
+    optimizer = trainer.prepare(SGD(trained, lr=0.1))
+    with trainer:
+        for inputs, targets in source:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs) * scale, targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert source.sizes == [((6, 6), (2, 2))[rank]] * 2
+    return [part.detach() for part in trained]
+
+
+@pytest.mark.parametrize("where", ["beside the model", "within it too"])
+def test_what_hooks_of_ones_own_average_is_trained_as_the_rest(ranks: RankPool, tmp_path: Path, where: str) -> None:
+    plain, scale = make_model(), nn.Parameter(torch.ones((), dtype=torch.float64))
+    expected = [*plain.parameters(), scale]
+    optimizer = SGD(expected, lr=0.1)
+    for inputs, targets in zip(*(torch.split(data, 16) for data in make_data(32)), strict=True):
+        nn.functional.cross_entropy(plain(inputs) * scale, targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks.run(2, averaging_rank, tmp_path, where):
+        torch.testing.assert_close(found, [part.detach() for part in expected], rtol=1e-12, atol=1e-14)
 
 
 def clipping_rank(rank: int, way: str) -> None:
@@ -615,6 +735,34 @@ def clipping_rank(rank: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["fully_shard", "hybrid", "tensor", "tensor and fully_shard"])
 def test_norms_are_those_of_the_whole_model(ranks: RankPool, way: str) -> None:
     ranks.run(WAYS[way].num_ranks, clipping_rank, way)
+
+
+def always_rank(rank: int, folder: Path, way: str) -> None:
+    """Gradients shared in each of three micro-steps come to what a plain process makes of their samples."""
+    chosen = WAYS[way]
+    degree, _ = chosen.degree()
+    batch = 3 * degree * MICRO_BATCH
+    model, source = fresh(chosen, torch.float64), Slices(make_data(4 * batch), MICRO_BATCH)
+    trainer = trainer_of(folder, model, source, rank=rank, global_batch_size=batch, sync_every_micro_step=True)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with trainer:
+        for inputs, targets in source:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                assert trainer._gradients.sharing.is_sharing
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [len(sizes) for sizes in source.sizes] == [3] * 4
+    cut = zip(*(torch.split(data, batch) for data in make_data(4 * batch)), strict=True)
+    _, plain = plain_losses(lambda parameters: SGD(parameters, lr=0.1, momentum=0.9), list(cut))
+    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("way", [way if way == "hybrid" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+def test_gradients_that_are_shared_in_every_micro_step_are_those_of_the_whole_batch(
+    ranks: RankPool, tmp_path: Path, way: str
+) -> None:
+    ranks.run(WAYS[way].num_ranks, always_rank, tmp_path, way)
 
 
 # --- what would go wrong in silence ---------------------------------------------------------------------------------
@@ -824,17 +972,19 @@ def test_a_pass_after_the_commit_changes_nothing(ranks: RankPool, tmp_path: Path
 
 
 def scaled_rank(rank: int, folder: Path, way: str) -> None:
-    """As by hand, infinities on one rank alone included."""
+    """As by hand, infinities of one replica alone included."""
     chosen = WAYS[way]
+    degree, replica = chosen.degree()
 
     def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], step: int, index: int) -> torch.Tensor:
-        is_infinite = rank == 1 and (step, index) == (1, 0)
+        is_infinite = replica == degree - 1 and (step, index) == (1, 0)
         return nn.functional.cross_entropy(model(batch[0]), batch[1]) * (math.inf if is_infinite else 1.0)
 
     plain, by_hand_scaler = fresh(chosen), torch.amp.GradScaler("cpu", init_scale=16.0)
     plain_optimizer = optimizer_of("adamw", plain)
     model, scaler = fresh(chosen), torch.amp.GradScaler("cpu", init_scale=16.0)
-    trainer = trainer_of(folder, model, rank=rank, global_batch_size=4 * MICRO_BATCH, micro_batch_size=MICRO_BATCH)
+    sizes = {"global_batch_size": 2 * degree * MICRO_BATCH, "micro_batch_size": MICRO_BATCH}
+    trainer = trainer_of(folder, model, rank=rank, **sizes)
     optimizer, elastic_scaler = trainer.prepare(optimizer_of("adamw", model), scaler=scaler)
     batches = micro_batches(chosen, 2)
     with trainer:
@@ -844,7 +994,7 @@ def scaled_rank(rank: int, folder: Path, way: str) -> None:
                 by_hand_scaler.scale(loss_of(plain, batch, step, index) / 2).backward()  # type: ignore[no-untyped-call]
             if index == 1:
                 by_hand_scaler.unscale_(plain_optimizer)
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+                clip_by_hand(plain, 0.05)
                 by_hand_scaler.step(plain_optimizer)
                 by_hand_scaler.update()
                 plain_optimizer.zero_grad()
@@ -860,9 +1010,18 @@ def scaled_rank(rank: int, folder: Path, way: str) -> None:
     assert scaler.get_scale() == by_hand_scaler.get_scale() == 8.0
 
 
-@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "ddp",
+        "fully_shard",
+        "tensor",
+        pytest.param("hybrid", marks=pytest.mark.slow),
+        pytest.param("tensor and fully_shard", marks=pytest.mark.slow),
+    ],
+)
 def test_a_scaler_acts_as_by_hand(ranks: RankPool, tmp_path: Path, way: str) -> None:
-    ranks.run(2, scaled_rank, tmp_path, way)
+    ranks.run(WAYS[way].num_ranks, scaled_rank, tmp_path, way)
 
 
 def bare_scaled_rank(rank: int, folder: Path) -> str:

@@ -425,13 +425,18 @@ def test_a_state_goes_on_with_a_dataloader_of_another_batch_size(tmp_path: Path)
     assert states[1]["global_step"] == 4
 
 
-def resuming_rank(rank: int, folder: Path, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
+def resuming_rank(
+    rank: int, folder: Path, world_size: int, state: dict[str, Any] | None = None, rule: str = "none", when: str = ""
+) -> dict[str, Any]:
     model = make_model()
     source = Slices(make_data(64), 3, is_endless=True)
-    trainer = trainer_of(folder, shared(model, world_size), source, rank=rank)
-    if state is not None:
+    trainer = trainer_of(folder, shared(model, world_size), source, rank=rank, learning_rate_rule=rule)
+    if state is not None and when == "before":
         trainer.load_state_dict(state)
     optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    if state is not None and when == "after":
+        trainer.load_state_dict(state)
+    assert optimizer.effective_rates == [0.1]
     with trainer:
         for batch in source:
             train_on(trainer, optimizer, batch)
@@ -442,12 +447,16 @@ def resuming_rank(rank: int, folder: Path, world_size: int, state: dict[str, Any
         return kept | {"sizes": source.sizes}
 
 
-def test_a_batch_that_came_of_two_ranks_stays_when_there_are_three_or_one(ranks: RankPool, tmp_path: Path) -> None:
-    first, _ = ranks.run(2, resuming_rank, tmp_path, 2, None)
+@pytest.mark.parametrize(("rule", "when"), [("none", "before"), ("linear", "before"), ("linear", "after")])
+def test_a_batch_that_came_of_two_ranks_stays_when_there_are_three_or_one_and_so_do_rates(
+    ranks: RankPool, tmp_path: Path, rule: str, when: str
+) -> None:
+    first, _ = ranks.run(2, resuming_rank, tmp_path, 2)
     assert first["sizes"][-1] == (3,)
     state = {name: value for name, value in first.items() if name != "sizes"} | {"num_steps": 0}
     for world_size, sizes in ((3, (2,)), (1, (3, 3))):
-        for kept in ranks.run(world_size, resuming_rank, tmp_path, world_size, state, process_group=world_size > 1):
+        arguments = (tmp_path, world_size, state, rule, when)
+        for kept in ranks.run(world_size, resuming_rank, *arguments, process_group=world_size > 1):
             assert kept["sizes"][-1] == sizes
             assert kept["global_step"] == 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic_ext import ElasticError, RanksDisagreeError, StepError, TornStepError
 from tests.faults import Fault, Faults, PlantedFault
@@ -331,16 +331,26 @@ def failing_rank(rank: int, folder: Path, phase: str, num_micro_steps: int = 1) 
         print(type(error).__name__, error, flush=True)
         os._exit(3)  # as an exception that nobody catches would end it
     except RuntimeError as error:
-        assert run.trainer.global_step == FAULTY_STEP + 1
+        has_shared = phase.startswith(("backward done", "clipped", "in optimizer"))
+        assert run.trainer.global_step == FAULTY_STEP + has_shared  # else it waits in the step that the other one left
         return str(error)
     raise AssertionError("ranks that came apart went on")
 
 
-@pytest.mark.parametrize("phase", ["backward done 0", "clipped 0"])
-def test_a_rank_that_fails_alone_after_gradients_were_exchanged_does_not_go_on(
-    ranks: RankPool, tmp_path: Path, phase: str
+QUICK = (("clipped", 1), ("in backward", 3))  # each takes seconds to be noticed; the others are slow tests
+EXCHANGING = [
+    pytest.param(phase, num_micro_steps, marks=[] if (phase, num_micro_steps) in QUICK else pytest.mark.slow)
+    for phase in BEFORE[1:]
+    for num_micro_steps in (1, 3)
+]
+
+
+@pytest.mark.parametrize(("phase", "num_micro_steps"), EXCHANGING)
+def test_a_rank_that_fails_alone_where_gradients_are_exchanged_does_not_go_on(
+    ranks: RankPool, tmp_path: Path, phase: str, num_micro_steps: int
 ) -> None:
-    healthy, failed = ranks.run_outcomes(2, failing_rank, tmp_path, phase, deadline_seconds=40)
+    place = f"{phase} {num_micro_steps - 1}"
+    healthy, failed = ranks.run_outcomes(2, failing_rank, tmp_path, place, num_micro_steps, deadline_seconds=40)
     assert healthy.error is None and "peer" in str(healthy.value)
     assert failed.exit_code == 3
     assert "PeerLostError" in failed.output and "going on after a step that failed here" in failed.output
@@ -491,6 +501,42 @@ def test_a_plain_dataloader_goes_past_the_samples_of_a_failed_step_and_says_so_o
     said = [line for line in seen.log if "do not come again" in line]
     assert len(said) == 1
     assert trainer.global_step == 2
+
+
+def losing_rank(rank: int, folder: Path, places: tuple[int, int]) -> tuple[int, str]:
+    """How many steps are taken where each rank fails at its place of the first one, and what ends training before."""
+    model, data = make_model(), TensorDataset(*make_data(96))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, rank, shuffle=False))
+    trainer = trainer_of(folder, shared(model, 2), loader, rank=rank, global_batch_size=32)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    told = ""
+    try:
+        with trainer, trainer.epoch():
+            for number, (inputs, targets) in enumerate(loader):
+                with suppress(PlantedFault), trainer.step():
+                    nn.functional.cross_entropy(trainer._model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                    if number == places[rank]:
+                        raise PlantedFault
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except RanksDisagreeError as error:
+        told = str(error)
+    return trainer.global_step, told
+
+
+@pytest.mark.parametrize("places", [(0, 1), (2, 0)])
+def test_ranks_that_lose_unlike_numbers_of_batches_to_a_step_do_not_go_on(
+    ranks: RankPool, tmp_path: Path, places: tuple[int, int]
+) -> None:
+    for step, told in ranks.run(2, losing_rank, tmp_path, places, deadline_seconds=30):
+        assert step == 0
+        assert told.startswith("ranks differ in micro-batches of a step that failed: ")
+        for rank, place in enumerate(places):
+            assert f"rank {rank}: 0 steps, 0 boundaries, {place + 1} micro-batches of a step that failed" in told
+
+
+def test_ranks_that_lose_as_many_batches_to_a_step_go_on(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, losing_rank, tmp_path, (1, 1), deadline_seconds=30) == [(3, "")] * 2  # 10 of 12 batches
 
 
 def test_ranks_that_come_apart_in_an_epoch_are_named(ranks: RankPool, tmp_path: Path) -> None:

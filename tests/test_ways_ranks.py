@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -291,12 +292,17 @@ FAILING = [CompiledDdp, TiedInDdp, MoodyInDdp, StaticInDdp, GanInDdp, MoodyInSha
 CALLED_WITH_INPUTS = [GanInDdp, GanInShards]
 
 
+def each_of(quick: Sequence[object], how: str) -> list[Any]:
+    """Every kind; the others are left to the slow tests."""
+    return [pytest.param(kind, how, marks=[] if kind in quick else pytest.mark.slow) for kind in KINDS]
+
+
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
         *((kind, "as it is") for kind in KINDS),
-        *((kind, "while it changes") for kind in CHANGING),
-        *((kind, "where it fails") for kind in FAILING),
+        *each_of(CHANGING, "while it changes"),
+        *each_of(FAILING, "where it fails"),
     ],
     ids=name_of,
 )

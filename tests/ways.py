@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.utils import parametrizations
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.checkpoint import checkpoint
 
@@ -401,6 +401,32 @@ class InBfloat16(Way):
         return cross_entropy(logits.float(), targets)
 
 
+class Sparse(Way):
+    """A table whose gradients are sparse, and dense layers after it."""
+
+    def make_model(self) -> nn.Module:
+        class Model(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Embedding(7, 6, sparse=True)
+
+            def forward(self, inputs: Tensor) -> Any:
+                return super().forward(self.table((inputs * 2).long().abs() % 7).mean(1))
+
+        return Model()
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [SGD(self.trained, lr=0.125)]
+
+
+class SparseInTwo(Sparse):
+    """The same, with an optimizer of its own for the table."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        table = self.model.table.weight
+        return [SparseAdam([table], lr=0.0625), SGD([part for part in self.trained if part is not table], lr=0.125)]
+
+
 class Siamese(Way):
     """Called twice for one loss."""
 
@@ -503,6 +529,8 @@ WAYS: list[type[Way]] = [
     Recurrent,
     Moody,
     InBfloat16,
+    Sparse,
+    SparseInTwo,
     Siamese,
     Teacher,
     Gan,
