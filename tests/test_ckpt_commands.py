@@ -143,7 +143,7 @@ def test_ls_tells_of_lineages_and_of_what_is_no_checkpoint(run: Shell, tmp_path:
     states = {record["name"]: record["state"] for record in run.records("ls", tmp_path)}
     assert states == {
         **{f"step_{number}": "committed" for number in (1, 2, 4, 5)},
-        "step_3.abandoned-a": "abandoned",
+        "step_3.abandoned-b": "abandoned",
         "step_6": "unfinished",
         "step_7": "unreadable",
         ".garbage-0123456789abcdef-step_0": "garbage",
@@ -328,7 +328,7 @@ def test_prune_keeps_the_last_and_milestones_and_a_dry_run_changes_nothing(run: 
         "step_10",
         "step_4",
         "step_8",
-        "step_9.abandoned-a",
+        "step_9.abandoned-b",
     ]
     assert run("prune", tmp_path, "--abandoned") == 0
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_10", "step_4", "step_8"]
@@ -342,7 +342,7 @@ def test_prune_keeps_the_last_and_milestones_and_a_dry_run_changes_nothing(run: 
 def _with_garbage(path: Path) -> None:
     runs(path, {"a": (None, ["step_1", "step_2"]), "b": ("step_1", ["step_3"])})
     (path / ".garbage-0123456789abcdef-step_9" / "folder").mkdir(parents=True)
-    (path / "step_2.abandoned-a" / COMMIT).unlink()  # whose removal was killed
+    (path / "step_2.abandoned-b" / COMMIT).unlink()  # whose removal was killed
     for name in ("step_4", "step_5"):
         (path / name).mkdir()
         (path / name / "model_param.00000-00001.safetensors").write_bytes(b"half")
@@ -357,13 +357,13 @@ def test_prune_removes_what_dead_saves_have_left_and_nothing_else(run: Shell, tm
     before = disk(tmp_path)
     dry = run.records("prune", tmp_path, "--dry-run")
     assert {os.path.basename(record["path"]) for record in dry if record["done"] != "stays"} == {
-        *("step_4", ".garbage-0123456789abcdef-step_9", "step_2.abandoned-a", ".COMMIT.0123456789abcdef.tmp")
+        *("step_4", ".garbage-0123456789abcdef-step_9", "step_2.abandoned-b", ".COMMIT.0123456789abcdef.tmp")
     }
     assert disk(tmp_path) == before
     assert run("prune", tmp_path) == 0
     assert "  step_5 stays: something was written there within the last hour" in run.out
     left = {*before} - {*disk(tmp_path)}
-    assert {name.partition("/")[0] for name in left} == {"step_1", "step_2.abandoned-a", "step_4"}
+    assert {name.partition("/")[0] for name in left} == {"step_1", "step_2.abandoned-b", "step_4"}
     assert "meta/" + "0" * 32 + ".json" in disk(tmp_path)  # while something is unfinished
     age(tmp_path / "step_5", IDLE_SECONDS + 60)
     assert run("prune", tmp_path) == 0

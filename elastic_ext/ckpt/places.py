@@ -61,7 +61,7 @@ def one_checkpoint(place: Place) -> Path:
     if len(place.jobs) > 1:
         names = ", ".join(job.name for job in place.jobs)
         raise CheckpointNotFound(f"{place.path} holds several jobs; give the folder of one of them: {names}")
-    listing = Listing.read(place.jobs[0])
+    listing = Listing.counting(place.jobs[0])
     newest: Found | None = newest_of(listing.found)
     if newest is not None:
         return newest.path

@@ -4,7 +4,7 @@
       RUN.json  RUN.lock          which run saves here now (claim)
       meta/<checksum>.json        descriptions of tensors, each once
       step_100/  epoch_2/         checkpoints: they exist when their COMMIT does
-      step_300.abandoned-<run>/   one that lies after the point from which a later run went on
+      step_300.abandoned-<run>/   one that lies after the point from which this later run went on
       step_300.unreadable/        one whose COMMIT cannot be trusted, when a later run had that name to give
       .garbage-.../               what killed saves have left, on its way out
 
@@ -125,9 +125,10 @@ class JobFolder:
     def latest(self, chain: Chain | None = None) -> Found | None:
         """The newest checkpoint, of the runs of ``chain`` if that is given; what is damaged is passed over.
 
-        OSError where the file system does not let one be read, which may be the newest.
+        What was abandoned for nothing counts. OSError where the file system does not let one be read, which may be the
+        newest.
         """
-        listing = self.listing()
+        listing = Listing.counting(self.path)
         for error in listing.unreadable.values():
             if isinstance(error, OSError):
                 raise error

@@ -48,9 +48,10 @@ def retained(
 
 def verdicts_on(folder: Path, rule: Retention, chain: Sequence[Lineage] | None = None) -> list[Verdict]:
     """What becomes of each checkpoint in a job's ``folder``, as things are now; nothing is removed."""
-    found = list(Listing.read(folder).found)
+    found = list(Listing.counting(folder).found)
     if not rule.keep_abandoned:
-        found += Listing.read(folder, aside=True).found
+        known = {one.name for one in found}
+        found += (one for one in Listing.read(folder, aside=True).found if one.name not in known)
     incomplete = {one.name: lack for one in found if (lack := _lack_of(one)) is not None}
     first = judge(found, rule, chain=chain, incomplete=incomplete)
     being_read = {}

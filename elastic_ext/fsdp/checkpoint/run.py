@@ -19,7 +19,7 @@ from .commit import Commit, chain_after
 from .jobfolder import FOLDER, JobFolder
 from .jobname import newest_folder
 from .lineage import Chain
-from .listing import abandoned_for_nothing
+from .listing import Listing, is_set_aside
 from .storage import Storage
 
 __all__ = ["Run"]
@@ -141,15 +141,15 @@ class Run:
             folder = self._found()
             if folder is None:
                 return []
-            listing = folder.listing()
+            listing = Listing.counting(folder.path)
             for name, error in listing.unreadable.items():
                 if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
                     raise error
                 _logger.warning("%s is passed over: %s", name, error)
-            revived = abandoned_for_nothing(folder.path, listing.found)
-            for found in revived:
-                _logger.warning("%s was left for a run that has saved nothing: it is one to go on from", found.path)
-            return [str(found.path) for found in [*revived, *reversed(listing.found)]]
+            for found in listing.found:
+                if is_set_aside(found.name):
+                    _logger.warning("%s was left for a run that has saved nothing: it is one to go on from", found.path)
+            return [str(found.path) for found in reversed(listing.found)]
 
         return [Path(path) for path in self._storage.together(find, "looking for checkpoints")[0]]
 
