@@ -372,6 +372,49 @@ def test_prune_removes_what_dead_saves_have_left_and_nothing_else(run: Shell, tm
     assert len(list((tmp_path / "meta").iterdir())) == 1
 
 
+def everything(path: Path) -> dict[str, tuple[int, int]]:
+    """All names below a folder, with what changes when anything there does."""
+    return {
+        str(each): (each.lstat().st_mtime_ns, each.lstat().st_ctime_ns) for each in sorted([path, *path.rglob("*")])
+    }
+
+
+@pytest.mark.parametrize("arguments", [(), ("--keep-last", "1", "--abandoned"), ("--keep-every", "2")])
+def test_a_dry_run_writes_nothing_and_tells_of_all_that_a_real_one_removes(
+    run: Shell, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    runs(tmp_path, {"a": (None, ["step_1", "step_2"]), "b": ("step_1", ["step_3"])})
+    for name in ("step_4", ".garbage-0123456789abcdef-step_9"):
+        (tmp_path / name).mkdir()
+    age(tmp_path / "step_4", IDLE_SECONDS + 60)
+    (tmp_path / "step_1" / ".COMMIT.0123456789abcdef.tmp").write_bytes(b"half")
+    age(tmp_path / "step_1", IDLE_SECONDS + 60)
+    (tmp_path / "meta" / ("0" * 32 + ".json")).write_bytes(b"of nobody")
+    (tmp_path / "RUN.lock").unlink()  # as in a copy
+    before = everything(tmp_path)
+    dry = run.records("prune", tmp_path, "--dry-run", *arguments)
+    assert everything(tmp_path) == before
+    real = run.records("prune", tmp_path, *arguments)
+    told, removed = (
+        {  # what is put aside to be removed keeps the end of its name
+            os.path.basename(record["path"]).rpartition("-")[2] for record in records if record["done"] != "stays"
+        }
+        for records in (dry, real)
+    )
+    assert told == removed >= {"step_4", "step_9", "0" * 32 + ".json"}
+
+
+def test_a_dry_run_beside_a_run_that_is_alive_says_so(run: Shell, tmp_path: Path) -> None:
+    (tmp_path / "step_1").mkdir()
+    age(tmp_path / "step_1", IDLE_SECONDS + 60)
+    alive = Run(tmp_path, "a")
+    alive.folder.begin("step_1", "g", alive.chain)
+    age(tmp_path / "step_1", IDLE_SECONDS + 60)
+    assert run("prune", tmp_path, "--dry-run") == 0
+    assert f"  step_1 stays: a run has this folder: process {os.getpid()} on" in run.out
+    alive.end()
+
+
 def test_prune_beside_a_run_that_is_alive_does_it_no_harm(run: Shell, tmp_path: Path) -> None:
     _with_garbage(tmp_path)
     alive = Run(tmp_path, "c", patience_seconds=0)

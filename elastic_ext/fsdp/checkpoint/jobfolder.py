@@ -140,13 +140,15 @@ class JobFolder:
 
     # ---- saving: rank 0 of the run that has the claim ----
 
-    def claim(self, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS) -> Claim:
+    def claim(
+        self, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS, visit_seconds: float = PATIENCE_SECONDS
+    ) -> Claim:
         """Make this folder the run's own, before it looks for what to go on from.
 
         What earlier runs have not finished is put aside, so that no commit of a run that is fenced from now on can
-        appear after the look. CheckpointFenced if another run is alive.
+        appear after the look. CheckpointFenced if another run is alive; who only tidies is waited for.
         """
-        claim = Claim(self.path, run_id, patience_seconds=patience_seconds)
+        claim = Claim(self.path, run_id, patience_seconds=patience_seconds, visit_seconds=visit_seconds)
         try:
             clearing = Clearing(claim)
             for name in self.listing().unfinished:

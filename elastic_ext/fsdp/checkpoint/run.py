@@ -64,8 +64,10 @@ class Run:
                 return "", ""
             folder = JobFolder.find_or_make(self._root, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
-            patience = min(PATIENCE_SECONDS, self._storage.seconds / 2)  # or it would look like slow storage
-            claims.append(folder.claim(run_id, patience_seconds=patience))
+            most = self._storage.seconds / 2  # or it would look like slow storage
+            claims.append(
+                folder.claim(run_id, patience_seconds=min(PATIENCE_SECONDS, most), visit_seconds=most),
+            )
             if is_over.is_set():  # it came after all, when nobody waited for it any more
                 claims[0].release()
                 return "", ""
