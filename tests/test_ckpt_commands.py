@@ -495,7 +495,11 @@ def test_a_newer_format_is_refused_and_nothing_of_it_is_touched(run: Shell, stor
         rewrite_commit(job / f"step_{step}", b'"format": 1', b'"format": 7')
     before = disk(job)
     status = run(command, job, *(("--keep-last", "1") if command == "prune" else ()))
-    assert status == (0 if command in ("prune", "show") else 2)
+    assert status == (0 if command == "prune" else 2)
+    if command == "ls":
+        assert [record["state"] for record in run.records("ls", job)] == ["committed", "newer", "newer"]
+    if command == "prune":
+        assert "  step_3 stays, and is not counted: " in run.out
     if command in ("ls", "verify"):
         assert "step_3" in run.out and "has format 7, and this elastic_ext reads formats up to 1" in run.out
     assert disk(job) == before

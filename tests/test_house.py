@@ -30,6 +30,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint": 0,
     "fsdp.checkpoint.dtypes": 0,
     "fsdp.checkpoint.strided": 0,
+    "fsdp.checkpoint.formats": 0,
     "fsdp.checkpoint.views": 0,
     "given": 0,
     "keys": 0,

@@ -14,7 +14,7 @@ from elastic_ext.fsdp.checkpoint.commit import Commit
 from elastic_ext.fsdp.checkpoint.listing import Found, Listing, abandoned_for_nothing, is_set_aside
 from elastic_ext.wording import age_in_words, size_in_words
 
-from .commands import DAMAGED, DONE, in_words, status_of
+from .commands import DAMAGED, DONE, REFUSED, in_words, status_of
 from .places import place_of
 from .summary import age_of, bytes_of, layout_of
 from .terminal import Terminal
@@ -114,7 +114,8 @@ def _others(job: Path, listings: Sequence[Listing]) -> Iterator[tuple[dict[str, 
     """What is no checkpoint that can be listed, each as a record and in words."""
     for listing in listings:
         for name, error in listing.unreadable.items():
-            yield {"name": name, "state": "unreadable", "reason": in_words(error)}, f"{name}  {in_words(error)}"
+            state = "newer" if status_of(error) == REFUSED else "unreadable"
+            yield {"name": name, "state": state, "reason": in_words(error)}, f"{name}  {in_words(error)}"
     for listing in listings:
         for name in listing.unfinished:
             words = f"{name}  without COMMIT: being saved, or left by a save that died"

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from elastic_ext.errors import CheckpointNotFound
 from elastic_ext.fsdp.checkpoint.clearing import remove_or_warn
+from elastic_ext.fsdp.checkpoint.listing import Listing
 from elastic_ext.fsdp.checkpoint.removing import remove_unused_metas, retained, unused_metas, verdicts_on
 from elastic_ext.fsdp.checkpoint.retain import Retention, Verdict
 from elastic_ext.fsdp.checkpoint.visiting import Visit
 from elastic_ext.wording import on_one_line, size_in_words
 
-from .commands import DAMAGED, DONE
+from .commands import DAMAGED, DONE, in_words
 from .places import place_of
 from .summary import bytes_of
 from .terminal import Terminal
@@ -56,6 +57,9 @@ def _retain(job: Path, rule: Retention, terminal: Terminal, *, is_dry: bool) -> 
     verdicts = verdicts_on(job, rule, now_ns=time.time_ns()) if is_dry else retained(job, rule)
     for verdict in verdicts:
         _tell(verdict, terminal, is_dry=is_dry)
+    for name, error in Listing.read(job).unreadable.items():
+        record = {"path": str(job / name), "done": "stays", "why": in_words(error)}
+        terminal.tell(record, f"  {name} stays, and is not counted: {in_words(error)}")
     gone = [bytes_of(verdict.found.commit) for verdict in verdicts if not verdict.stays]
     terminal.say(f"  {len(gone)} of {len(verdicts)} {_removed(is_dry)}, {size_in_words(sum(gone))}")
     return verdicts

@@ -17,7 +17,13 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, CheckpointNotFound
+from elastic_ext.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointFenced,
+    CheckpointNotFound,
+)
 from elastic_ext.files import is_taken, is_temporary, move_folder, remove_folder
 
 from .commit import COMMIT, Commit, read_commit
@@ -64,8 +70,8 @@ class Clearing:
         except CheckpointNotFound:
             if self.put_aside(name) is None:
                 raise CheckpointError(f"{path} was completed by another run just now; end one of the two") from None
-        except CheckpointError:
-            self._rename(name, "unreadable", None)
+        except CheckpointError as error:
+            self._rename(name, _why_aside(error, chain), None)
         else:
             if _is_kept(commit, chain):
                 raise CheckpointExists(
@@ -93,8 +99,10 @@ class Clearing:
             )
             if not is_on_the_way and chain[-1].id not in left_for(found.name):
                 self._rename(found.name, f"abandoned-{chain[-1].id}", found.commit.generation)
-        for name in filter(is_name, listing.unreadable):
-            self._rename(name, "unreadable", None)
+        for name, error in listing.unreadable.items():
+            is_of_before = not is_name(name) and isinstance(error, CheckpointDamaged)
+            if not is_of_before and chain[-1].id not in left_for(name):
+                self._rename(name, _why_aside(error, chain), None)
 
     def put_aside(self, name: str) -> Path | None:
         """Where the unfinished checkpoint ``name`` lies now; None if it stays, having been finished this moment."""
@@ -228,6 +236,11 @@ def _generation_of(folder: Path) -> str | None:
         return read_commit(folder).generation
     except CheckpointError:
         return None
+
+
+def _why_aside(error: CheckpointError | OSError, chain: Sequence[Lineage]) -> str:
+    """What is put to the name of a checkpoint that the last run of ``chain`` cannot read, or not understand."""
+    return "unreadable" if isinstance(error, CheckpointDamaged) else f"abandoned-{chain[-1].id}"
 
 
 def _is_kept(commit: Commit, chain: Sequence[Lineage]) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointError
+from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.files import (
     NewFiles,
     link_or_copy,
@@ -126,11 +126,11 @@ class JobFolder:
         """The newest checkpoint, of the runs of ``chain`` if that is given; what is damaged is passed over.
 
         What was abandoned for nothing counts. OSError where the file system does not let one be read, which may be the
-        newest.
+        newest, and CheckpointError where one is of a newer format.
         """
         listing = Listing.counting(self.path)
         for error in listing.unreadable.values():
-            if isinstance(error, OSError):
+            if not isinstance(error, CheckpointDamaged):
                 raise error
         return newest_of(listing.found, chain)
 

@@ -12,6 +12,7 @@ import weakref
 from datetime import datetime
 from pathlib import Path
 
+from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.ranks import Ranks
 
 from .claim import PATIENCE_SECONDS, Claim
@@ -137,7 +138,10 @@ class Run:
         return None if path is None else Path(path)
 
     def candidates(self, *, falls_back: bool) -> list[Path]:
-        """The job's checkpoints, newest first. One whose COMMIT is damaged is passed over if ``falls_back``."""
+        """The job's checkpoints, newest first. One whose COMMIT is damaged is passed over if ``falls_back``.
+
+        One of a newer format is not: it may be where training stands.
+        """
 
         def find() -> list[str]:
             folder = self._found()
@@ -145,8 +149,8 @@ class Run:
                 return []
             listing = Listing.counting(folder.path)
             for name, error in listing.unreadable.items():
-                if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
-                    raise error
+                if not falls_back or not listing.found or not isinstance(error, CheckpointDamaged):
+                    raise error  # an OSError may pass, too
                 _logger.warning("%s is passed over: %s", name, error)
             for found in listing.found:
                 if is_set_aside(found.name):
