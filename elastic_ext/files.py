@@ -33,6 +33,7 @@ __all__ = [
     "is_taken",
     "is_temporary",
     "link_or_copy",
+    "look_afresh",
     "move_folder",
     "naming",
     "put_in_place",
@@ -246,6 +247,18 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def look_afresh(folder: Path) -> None:
+    """Have this machine ask the storage for the names in ``folder``, and not go on from what it remembers of them.
+
+    A client of NFS does so once it has changed something there itself: a file is made for a moment. Where that cannot
+    be done, as on storage that may only be read, nothing is.
+    """
+    path = temporary_beside(folder / "look")
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.unlink(path)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -167,12 +167,16 @@ def _lock(folder: Path, patience_seconds: float, visit_seconds: float) -> int | 
                 _logger.warning("%s is being tidied by %s: this run waits for that", folder, visitor)
                 has_told = True
             waiting.wait(_LOOK_AGAIN_SECONDS)
-        os.ftruncate(descriptor, 0)  # whoever has signed there has left
     except OSError as error:
         if error.errno != errno.ENOLCK:
             raise
         _logger.info("%s has no locks: a second run of this job would take its folder over, not be refused", folder)
         return None
+    try:
+        os.ftruncate(descriptor, 0)  # whoever has signed there has left
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

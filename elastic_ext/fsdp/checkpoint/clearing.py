@@ -24,7 +24,7 @@ from elastic_ext.errors import (
     CheckpointFenced,
     CheckpointNotFound,
 )
-from elastic_ext.files import is_taken, is_temporary, move_folder, remove_folder
+from elastic_ext.files import is_taken, is_temporary, look_afresh, move_folder, remove_folder
 
 from .commit import COMMIT, Commit, read_commit
 from .lineage import Lineage, place_in
@@ -107,6 +107,7 @@ class Clearing:
     def put_aside(self, name: str) -> Path | None:
         """Where the unfinished checkpoint ``name`` lies now; None if it stays, having been finished this moment."""
         aside = self._to_garbage(name)
+        look_afresh(aside)  # whether it has a COMMIT that another machine has put there, and this one does not know of
         if not is_taken(aside / COMMIT):
             return aside
         move_folder(aside, self._path / name)

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
-from elastic_ext.files import NotRegularError, read_at_most
+from elastic_ext.files import NotRegularError, look_afresh, read_at_most
 
 from .formats import unknown_format
 from .lineage import Chain, Lineage, check_chain, check_id
@@ -168,7 +168,11 @@ def checksum_of(data: bytes) -> str:
 def read_checked(path: Path, checksum: str) -> bytes:
     """The contents of a file that is checked as a whole; CheckpointDamaged where they are missing or others."""
     try:
-        data = read_at_most(path, _MOST_BYTES)
+        try:
+            data = read_at_most(path, _MOST_BYTES)
+        except FileNotFoundError:  # or not known here yet
+            look_afresh(path.parent)
+            data = read_at_most(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointDamaged(f"{path} is missing, and {COMMIT} names it") from None
     except NotRegularError as error:

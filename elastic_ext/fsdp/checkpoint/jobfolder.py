@@ -28,7 +28,9 @@ from pathlib import Path
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.files import (
     NewFiles,
+    is_taken,
     link_or_copy,
+    look_afresh,
     read_at_most,
     sync_folder,
     write_new,
@@ -39,7 +41,7 @@ from .clearing import Clearing, meta_path
 from .commit import COMMIT, Commit, FileSummary, checksum_of
 from .jobname import check_job, folder_name, newest_folder, quoted
 from .lineage import Chain, check_chain
-from .listing import Found, Listing, check_name, newest_of
+from .listing import Found, Listing, check_name, is_name, is_set_aside, newest_of
 from .removing import remove_unused_metas, retained
 from .retain import Retention, Verdict
 
@@ -89,6 +91,18 @@ class JobFolder:
         except FileNotFoundError:
             return None
         return None if name is None else cls(storage / FOLDER / name)
+
+    @classmethod
+    def find_afresh(cls, storage: Path, job: str) -> JobFolder | None:
+        """The same, and what is in it, as they are now: whatever this machine remembers of times before."""
+        look_afresh(storage / FOLDER)
+        found = cls.find(storage, job)
+        if found is not None:
+            look_afresh(found.path)
+            for name in os.listdir(found.path):
+                if (is_name(name) or is_set_aside(name)) and not is_taken(found.path / name / COMMIT):
+                    look_afresh(found.path / name)  # it may have one by now
+        return found
 
     @classmethod
     def find_or_make(cls, storage: Path, job: str, *, now: datetime) -> JobFolder:
@@ -292,8 +306,13 @@ def _write_and_keep(data: bytes, path: Path, kept: Path) -> None:
 
 
 def _check_files(path: Path, sizes: Mapping[str, int]) -> None:
+    found = {file: _size_of(path / file) for file in sizes}
+    missing = [file for file, size in found.items() if size < 0]
+    if missing:  # or what other machines have put there is not known to this one yet
+        look_afresh(path)
+        found |= {file: _size_of(path / file) for file in missing}
     for file, expected in sizes.items():
-        size = _size_of(path / file)
+        size = found[file]
         if size != expected:
             seen = f"has {size} bytes where {expected} were written" if size >= 0 else "is missing"
             raise CheckpointError(f"{path / file} {seen}: the checkpoint is not committed")

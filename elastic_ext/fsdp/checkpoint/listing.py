@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
+from elastic_ext.files import look_afresh
 
 from .commit import Commit, read_checked, read_commit
 from .lineage import Lineage, place_in
@@ -43,6 +44,16 @@ class Found:
     def read(cls, path: Path) -> Found:
         """The checkpoint in the folder ``path``; raises what ``read_commit`` raises."""
         return cls(path=path, commit=read_commit(path))
+
+    @classmethod
+    def read_afresh(cls, path: Path) -> Found:
+        """The same of one that another machine has told of, which this one may not know of yet."""
+        try:
+            return cls.read(path)
+        except CheckpointNotFound:
+            for folder in (path.parent, path):
+                look_afresh(folder)
+            return cls.read(path)
 
     @property
     def name(self) -> str:

@@ -163,4 +163,4 @@ class Run:
         """The folder, where this is the first rank and there is one."""
         if self._ranks.rank > 0:
             return None
-        return self._folder or JobFolder.find(self._root, self._job)
+        return self._folder or JobFolder.find_afresh(self._root, self._job)
