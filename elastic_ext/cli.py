@@ -10,6 +10,8 @@
     elastic-ext ckpt show PATH                 what is in one, tensor by tensor
     elastic-ext ckpt verify PATH               every byte read and checked
     elastic-ext ckpt prune PATH                old ones removed, and what dead saves have left
+    elastic-ext ckpt export PATH DEST          the model as plain safetensors files
+    elastic-ext ckpt convert PATH --to ... DEST    to torch.distributed.checkpoint, and back; this alone imports torch
 
 The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR.
 """

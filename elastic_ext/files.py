@@ -29,9 +29,11 @@ __all__ = [
     "NotRegularError",
     "append_line",
     "exclusive",
+    "is_locked",
     "is_taken",
     "is_temporary",
     "link_or_copy",
+    "look_afresh",
     "move_folder",
     "naming",
     "put_in_place",
@@ -247,6 +249,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def look_afresh(folder: Path) -> None:
+    """Have this machine ask the storage for the names in ``folder``, and not go on from what it remembers of them.
+
+    A client of NFS does so once it has changed something there itself: a file is made for a moment. Where that cannot
+    be done, as on storage that may only be read, nothing is.
+    """
+    path = temporary_beside(folder / "look")
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.unlink(path)
+
+
 def append_line(path: Path, line: str) -> None:
     """Add one line at the end of ``path`` in a single write, so that readers see whole lines."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -307,19 +321,40 @@ def try_lock(path: Path) -> int | None:
     the descriptor too, and holds the lock as long as it has.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # NFS locks only what it may write to
+    is_held = False
+    try:
+        is_held = _flock(descriptor, path, is_shared=False)
+    finally:
+        if not is_held:
+            os.close(descriptor)
+    return descriptor if is_held else None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds ``path`` as a lock now, of which a look is all that is taken; OSError as above."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _flock(descriptor, path, is_shared=True)
+    finally:
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, path: Path, *, is_shared: bool) -> bool:
+    """Whether the lock could be had at once."""
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path))
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(descriptor)
-        return None
+        return False
     except OSError as error:
-        os.close(descriptor)
         if error.errno in _NO_LOCKS:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path)) from None
         raise
-    return descriptor
+    return True
 
 
 def _refuse_taken(path: Path) -> None:

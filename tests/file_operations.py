@@ -11,11 +11,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["SLOW_SECONDS", "FileOperations", "Strike"]
+__all__ = ["SLOW_SECONDS", "FileOperations", "StaleView", "Strike", "WhatIsStale"]
 
 Strike = Literal["kill", "tear", "hang", "slow", "full", "broken"]
 """What happens to an operation in the place of what it was to do: the process dies; the file that it was to make
@@ -23,6 +24,10 @@ durable is cut in half, and the process dies; it never returns; it is done, but 
 broken."""
 
 SLOW_SECONDS = 0.05
+
+WhatIsStale = Literal["listings", "names", "names for ever"]
+"""What a client does not know of others' doing until it has made a name in that folder itself: what folders list; also
+what a name leads to; that, and making a name does not help."""
 
 _PATHS = {  # of each event: the places of its paths among its arguments, each with that of its folder's descriptor
     "open": ((0, None),),
@@ -107,6 +112,89 @@ class FileOperations:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), paths[0])
         if self._strike == "broken":
             raise OSError(errno.EIO, os.strerror(errno.EIO), paths[0])
+
+
+class StaleView:
+    """This process from now on as a client of ``folder`` that goes on from what it remembers: what other clients, which
+    write it down in ``log``, make there is not known here."""
+
+    def __init__(self, folder: Path, log: Path, client: str, what: WhatIsStale) -> None:
+        self._folder = os.path.realpath(folder)
+        self._log = log
+        self._client = client
+        self._what = what
+        self._looked_ns: dict[int, int] = {}  # when this client has last changed something in a folder, by its number
+        self._file = os.open(log / client, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._real_stat = os.stat
+        for name in ("listdir", "stat", "lstat"):
+            watched = self._watched_list if name == "listdir" else self._watched_look
+            setattr(os, name, watched(getattr(os, name)))
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _PATHS or event in ("os.listdir", "fcntl.flock"):
+            return
+        paths = [path for places in _PATHS[event] if self._is_ours(path := _path_of(arguments, *places))]
+        makes = event in ("os.mkdir", "os.link", "os.rename")
+        if event == "open":
+            makes = bool(paths) and bool(arguments[2] & os.O_CREAT) and not os.access(paths[0], os.F_OK)
+        for place, path in enumerate(paths):
+            is_new = makes and place == len(paths) - 1
+            self._refuse_unknown(os.path.dirname(path) if is_new else path)
+            if is_new or event in ("os.remove", "os.rmdir", "os.rename"):
+                number = self._number_of(os.path.dirname(path))
+                self._looked_ns[number] = time.monotonic_ns()
+                if is_new:
+                    line = f"{self._looked_ns[number]} {number} {os.path.basename(path)}\n"
+                    os.write(self._file, line.encode())
+
+    def _watched_list(self, call: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        def listdir(path: Any = ".") -> list[str]:
+            folder, names = _path_of((path,), 0, None), call(path)
+            if not self._is_ours(folder):
+                return names
+            number, unknown = self._number_of(folder), self._unknown()
+            return [name for name in names if (number, name) not in unknown]
+
+        return listdir
+
+    def _watched_look(self, call: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def stat(path: Any, **options: Any) -> os.stat_result:
+            if not isinstance(path, int) and options.get("dir_fd") is None:
+                self._refuse_unknown(os.path.abspath(os.fsdecode(path)))
+            return call(path, **options)
+
+        return stat
+
+    def _is_ours(self, path: str) -> bool:
+        return path == self._folder or path.startswith(f"{self._folder}/")
+
+    def _number_of(self, folder: str) -> int:
+        """What a folder keeps when it gets another name; 0 of one that is not there."""
+        try:
+            return self._real_stat(folder).st_ino
+        except FileNotFoundError:
+            return 0
+
+    def _refuse_unknown(self, path: str) -> None:
+        if self._what == "listings" or not self._is_ours(path):
+            return
+        unknown, at = self._unknown(), path
+        while at != self._folder:
+            if (self._number_of(os.path.dirname(at)), os.path.basename(at)) in unknown:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            at = os.path.dirname(at)
+
+    def _unknown(self) -> set[tuple[int, str]]:
+        """What others have made since this client has looked, by the number of its folder."""
+        unknown = set()
+        for client in sorted(set(os.listdir(self._log)) - {self._client}):
+            for line in (self._log / client).read_text().splitlines():
+                made_ns, number, name = line.split(" ", 2)
+                looked_ns = 0 if self._what == "names for ever" else self._looked_ns.get(int(number), 0)
+                if int(made_ns) > looked_ns:
+                    unknown.add((int(number), name))
+        return unknown
 
 
 def _path_of(arguments: Sequence[Any], place: int, folder_place: int | None) -> str:

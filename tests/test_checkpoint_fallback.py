@@ -20,8 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from elastic_ext.fsdp import Loaded, ShardCheckpointer
 from tests.ranks import RankPool
+from tests.saves import Run
 from tests.saving import job_folder
-from tests.training import bits_of, make_model, trainer_of
+from tests.test_checkpoint_anew import die_before_a_commit
+from tests.test_format_spec import sealed_again
+from tests.training import bits_of, make_model, shared, trainer_of
 
 
 class Parts(nn.Module):
@@ -178,6 +181,84 @@ def test_ranks_refuse_a_mixture_alike_wherever_the_damage_is(ranks: RankPool, tm
     assert first == second
     assert "step_2, found damaged while it was loaded, has begun to fill: parameter b, " in first[1]
     assert first[1].endswith("start anew")
+
+
+NEWER: dict[str, tuple[str, bytes, bytes]] = {
+    "COMMIT": ("COMMIT", b'"format": 1', b'"format": 2'),
+    "metadata": ("optim_meta.json", b'"format": 1', b'"format": 2'),
+    "a shard file": (MODEL, b'format":"1"', b'format":"2"'),
+    "a shard file that says what is new": (MODEL, b'format":"1","elastic_ext.gen', b'format":"2","elastic_ext.new'),
+}
+
+
+def make_newer(folder: Path, what: str) -> None:
+    file, old, new = NEWER[what]
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert old in files[file]
+    files[file] = files[file].replace(old, new)
+    for name, data in sealed_again(files).items():
+        (folder / name).unlink()
+        (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("what", NEWER)
+def test_a_newer_format_is_no_damage_and_no_older_one_is_taken_for_it(tmp_path: Path, what: str) -> None:
+    folder = saved(tmp_path, Parts("a", 1.0), Parts("a", 2.0))
+    make_newer(folder / "step_2", what)
+    model = Parts("a", 5.0)
+    for _ in range(2):  # nothing has changed by the first
+        with pytest.raises(CheckpointError, match=r"it is not damaged\. Use a newer elastic_ext") as told:
+            load(tmp_path, model)
+        assert not isinstance(told.value, CheckpointDamaged)
+        assert f"{folder / 'step_2' / NEWER[what][0]} has format 2, and this elastic_ext reads" in str(told.value)
+    assert ("saved with python " in str(told.value)) == (what == "COMMIT")
+    assert values_in(*model.parameters()) == [[5.0]]
+    (folder / "step_2").rename(tmp_path / "away")
+    assert load(tmp_path, model).step == 1
+
+
+def test_a_flipped_bit_makes_no_newer_format(tmp_path: Path) -> None:
+    folder = saved(tmp_path, Parts("a", 1.0), Parts("a", 2.0))
+    path = folder / "step_2" / MODEL
+    path.write_bytes(path.read_bytes().replace(b'format":"1"', b'format":"3"'))
+    assert load(tmp_path, Parts("a", 5.0)).step == 1
+
+
+def test_what_a_run_began_anew_without_understanding_it_is_no_nothing_when_that_dies(tmp_path: Path) -> None:
+    folder = saved(tmp_path, Parts("a", 1.0))
+    make_newer(folder / "step_1", "COMMIT")
+    for run_id in ("b", "c"):
+        die_before_a_commit(Run(folder, run_id), "step_1")
+        assert os.listdir(folder / f"step_1.abandoned-{run_id}")
+        with ShardCheckpointer(tmp_path, job="x") as checkpointer:
+            for look in (checkpointer.latest, lambda: checkpointer.load(Parts("a", 5.0))):
+                with pytest.raises(CheckpointError, match="it is not damaged"):
+                    look()
+    with ShardCheckpointer(tmp_path, job="x") as checkpointer:
+        checkpointer.save(1, Parts("a", 2.0))
+        assert checkpointer.load(Parts("a", 5.0)).step == 1
+
+
+def refused_by_a_trainer(rank: int, storage: Path) -> list[str]:
+    said = []
+    for how in ("auto", "strict"):
+        model, folder = shared(make_model(), 2), storage.parent / f"{how}-{rank}"
+        folder.mkdir()
+        with trainer_of(folder, model, rank=rank, shared_storage_path=storage, resume=how, job="x") as trainer:
+            with pytest.raises(CheckpointError) as told:
+                trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+            said.append(str(told.value))
+    return said
+
+
+def test_all_ranks_of_a_trainer_raise_on_a_newer_format(ranks: RankPool, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "storage", Parts("a", 1.0), Parts("a", 2.0))
+    make_newer(folder / "step_2", "COMMIT")
+    first, second = ranks.run(2, refused_by_a_trainer, tmp_path / "storage")
+    assert first == second
+    assert all(
+        "has format 2, and this elastic_ext reads formats up to 1: it is not damaged" in words for words in first
+    )
 
 
 def test_a_trainer_does_not_mix_registered_state(tmp_path: Path) -> None:

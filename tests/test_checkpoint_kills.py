@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
 from tests.file_operations import Strike
 from tests.ranks import RankPool
 from tests.saving import (
@@ -155,9 +155,9 @@ def _newest_in(storage: Path, point: Point, ends: list[End]) -> int:
     victim, other = ends[point.rank], ends[1 - point.rank]
     assert victim.exit_signal == 9, (point, victim)
     commits = list(job_folder(storage).glob(f"step_*/{COMMIT}"))
-    last_ns = max(path.stat().st_mtime_ns for path in commits if ".abandoned" not in path.parent.name)
     # What was put aside for a save that then did not come to be counts as before.
-    counting = [path for path in commits if ".abandoned" not in path.parent.name or path.stat().st_mtime_ns > last_ns]
+    savers = {read_commit(path.parent).run_id for path in commits}
+    counting = [path for path in commits if path.parent.name.partition(".abandoned-")[2] not in savers]
     has_heard = (other.error or "").startswith("PeerLostError")
     assert has_heard or (other.error is None and isinstance(other.value, Saved)), (point, other)
     assert other.seconds < 60, (point, other)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from elastic_ext.errors import CheckpointError, CheckpointFenced, ElasticError
 from elastic_ext.fsdp.checkpoint.commit import COMMIT
-from tests.file_operations import SLOW_SECONDS, FileOperations, Strike
+from tests.file_operations import SLOW_SECONDS, FileOperations, StaleView, Strike, WhatIsStale
 from tests.ranks import RankPool
 from tests.saving import (
     begin_job,
@@ -459,6 +459,71 @@ def test_ranks_that_save_different_steps_at_once_all_hear_of_it(ranks: RankPool,
     assert ends[0].value == ends[1].value
     assert "rank 0: save step 2 of epoch 0; rank 1: save step 3 of epoch 0" in ends[0].value
     assert newest_of(storage) == 4
+
+
+# --- clients that do not see at once what others do ------------------------------------------------------------------
+
+
+def save_with_a_stale_view(rank: int, storage: Path, log: Path, what: WhatIsStale, in_background: bool) -> str:
+    """A rank of a run that goes on, saves, and loads what it has saved; none knows of what the other has made."""
+    StaleView(storage, log, f"rank {rank}", what)
+    model, optimizer = make_state(seed=9)
+    with checkpointer_of(storage, in_background=in_background) as checkpointer:
+        assert checkpointer.load(model, optimizer).step == 1
+        fill(model, optimizer, 2)
+        checkpointer.save(2, model, optimizer, extra_of(2))
+        checkpointer.wait()
+    with checkpointer_of(storage) as checkpointer:
+        assert checkpointer.latest() == job_folder(storage) / "step_2"
+        assert checkpointer.load(model, optimizer).step == 2
+    return digest_of(model, optimizer)
+
+
+def load_with_a_stale_view(_: int, storage: Path, log: Path, what: WhatIsStale) -> tuple[int, str]:
+    StaleView(storage, log, "another", what)
+    model, optimizer = make_state(seed=9)
+    with checkpointer_of(storage) as checkpointer:
+        return checkpointer.load(model, optimizer).step, digest_of(model, optimizer)
+
+
+def begin_anew_with_a_stale_view(_: int, storage: Path, log: Path, what: WhatIsStale) -> None:
+    StaleView(storage, log, "one more", what)
+    model, optimizer = make_state(seed=9)
+    with checkpointer_of(storage) as checkpointer:
+        checkpointer.save(9, model, optimizer, extra_of(9))
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("what", ["listings", "names"])
+def test_clients_that_remember_what_was_are_told_what_is(
+    what: WhatIsStale, in_background: bool, ranks: RankPool, storage: Path
+) -> None:
+    log = storage.parent / "log"
+    log.mkdir()
+    trial = Trial(fn=save_with_a_stale_view, args=(storage, log, what, in_background))
+    ends = run_one(ranks, storage.parent, trial)
+    assert [end.error for end in ends] == [None, None], ends
+    assert newest_of(storage) == 2 and garbage_in(job_folder(storage)) == []
+    (end,) = run_one(ranks, storage.parent, Trial(fn=load_with_a_stale_view, args=(storage, log, what), num_ranks=1))
+    assert end.value == (2, digest_at(2)), end
+    begin_anew = Trial(fn=begin_anew_with_a_stale_view, args=(storage, log, what), num_ranks=1)
+    assert run_one(ranks, storage.parent, begin_anew)[0].error is None
+    left = sorted(path.parent.name.partition("-")[0] for path in job_folder(storage).glob(f"*/{COMMIT}"))
+    assert left == ["step_1.abandoned", "step_2.abandoned", "step_9"]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_storage_that_does_not_show_what_others_have_made_commits_nothing(
+    in_background: bool, ranks: RankPool, storage: Path
+) -> None:
+    log = storage.parent / "log"
+    log.mkdir()
+    trial = Trial(fn=save_with_a_stale_view, args=(storage, log, "names for ever", in_background))
+    error = error_of_all(run_one(ranks, storage.parent, trial))
+    assert error.startswith("CheckpointError: ") and "rank 1: No such file or directory" in error
+    assert newest_of(storage) == 1
+    assert [end.error for end in run_one(ranks, storage.parent, Trial(fn=go_on, args=(storage,)))] == [None, None]
+    assert newest_of(storage) == 2 and garbage_in(job_folder(storage)) == []
 
 
 # --- a lineage ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ext.errors import CheckpointError, CheckpointFenced, CheckpointMismatch
 from elastic_ext.fsdp import ShardCheckpointer
+from elastic_ext.fsdp.checkpoint.commit import read_commit
+from elastic_ext.fsdp.checkpoint.versions import versions
 from tests.file_operations import FileOperations
 from tests.ranks import RankPool
 from tests.trials import Trial, run_trials
@@ -30,6 +34,18 @@ def test_one_that_was_dropped_leaves_the_folder_to_the_next(tmp_path: Path) -> N
     with ShardCheckpointer(tmp_path, job="x") as second:
         assert second.load(model).step == 1
         assert second.save(2, model).name == "step_2"
+
+
+def test_a_checkpoint_says_which_programs_saved_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ShardCheckpointer(tmp_path, job="x") as checkpointer:
+        said = read_commit(checkpointer.save(1, nn.Linear(2, 2))).versions
+    assert said == {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "elastic_ext": metadata.version("elastic-ext"),
+    }
+    monkeypatch.setattr("sys.path", [])  # where it is not installed
+    assert versions() == {name: version for name, version in said.items() if name != "elastic_ext"}
 
 
 def test_a_claim_that_took_too_long_is_given_back_and_taken_anew(ranks: RankPool, tmp_path: Path) -> None:

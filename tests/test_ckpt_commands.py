@@ -143,7 +143,7 @@ def test_ls_tells_of_lineages_and_of_what_is_no_checkpoint(run: Shell, tmp_path:
     states = {record["name"]: record["state"] for record in run.records("ls", tmp_path)}
     assert states == {
         **{f"step_{number}": "committed" for number in (1, 2, 4, 5)},
-        "step_3.abandoned-a": "abandoned",
+        "step_3.abandoned-b": "abandoned",
         "step_6": "unfinished",
         "step_7": "unreadable",
         ".garbage-0123456789abcdef-step_0": "garbage",
@@ -328,7 +328,7 @@ def test_prune_keeps_the_last_and_milestones_and_a_dry_run_changes_nothing(run: 
         "step_10",
         "step_4",
         "step_8",
-        "step_9.abandoned-a",
+        "step_9.abandoned-b",
     ]
     assert run("prune", tmp_path, "--abandoned") == 0
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_10", "step_4", "step_8"]
@@ -342,7 +342,7 @@ def test_prune_keeps_the_last_and_milestones_and_a_dry_run_changes_nothing(run: 
 def _with_garbage(path: Path) -> None:
     runs(path, {"a": (None, ["step_1", "step_2"]), "b": ("step_1", ["step_3"])})
     (path / ".garbage-0123456789abcdef-step_9" / "folder").mkdir(parents=True)
-    (path / "step_2.abandoned-a" / COMMIT).unlink()  # whose removal was killed
+    (path / "step_2.abandoned-b" / COMMIT).unlink()  # whose removal was killed
     for name in ("step_4", "step_5"):
         (path / name).mkdir()
         (path / name / "model_param.00000-00001.safetensors").write_bytes(b"half")
@@ -357,19 +357,62 @@ def test_prune_removes_what_dead_saves_have_left_and_nothing_else(run: Shell, tm
     before = disk(tmp_path)
     dry = run.records("prune", tmp_path, "--dry-run")
     assert {os.path.basename(record["path"]) for record in dry if record["done"] != "stays"} == {
-        *("step_4", ".garbage-0123456789abcdef-step_9", "step_2.abandoned-a", ".COMMIT.0123456789abcdef.tmp")
+        *("step_4", ".garbage-0123456789abcdef-step_9", "step_2.abandoned-b", ".COMMIT.0123456789abcdef.tmp")
     }
     assert disk(tmp_path) == before
     assert run("prune", tmp_path) == 0
     assert "  step_5 stays: something was written there within the last hour" in run.out
     left = {*before} - {*disk(tmp_path)}
-    assert {name.partition("/")[0] for name in left} == {"step_1", "step_2.abandoned-a", "step_4"}
+    assert {name.partition("/")[0] for name in left} == {"step_1", "step_2.abandoned-b", "step_4"}
     assert "meta/" + "0" * 32 + ".json" in disk(tmp_path)  # while something is unfinished
     age(tmp_path / "step_5", IDLE_SECONDS + 60)
     assert run("prune", tmp_path) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["RUN.json", "RUN.lock", "meta", "step_1", "step_3"]
     assert run("prune", tmp_path) == 0
     assert len(list((tmp_path / "meta").iterdir())) == 1
+
+
+def everything(path: Path) -> dict[str, tuple[int, int]]:
+    """All names below a folder, with what changes when anything there does."""
+    return {
+        str(each): (each.lstat().st_mtime_ns, each.lstat().st_ctime_ns) for each in sorted([path, *path.rglob("*")])
+    }
+
+
+@pytest.mark.parametrize("arguments", [(), ("--keep-last", "1", "--abandoned"), ("--keep-every", "2")])
+def test_a_dry_run_writes_nothing_and_tells_of_all_that_a_real_one_removes(
+    run: Shell, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    runs(tmp_path, {"a": (None, ["step_1", "step_2"]), "b": ("step_1", ["step_3"])})
+    for name in ("step_4", ".garbage-0123456789abcdef-step_9"):
+        (tmp_path / name).mkdir()
+    age(tmp_path / "step_4", IDLE_SECONDS + 60)
+    (tmp_path / "step_1" / ".COMMIT.0123456789abcdef.tmp").write_bytes(b"half")
+    age(tmp_path / "step_1", IDLE_SECONDS + 60)
+    (tmp_path / "meta" / ("0" * 32 + ".json")).write_bytes(b"of nobody")
+    (tmp_path / "RUN.lock").unlink()  # as in a copy
+    before = everything(tmp_path)
+    dry = run.records("prune", tmp_path, "--dry-run", *arguments)
+    assert everything(tmp_path) == before
+    real = run.records("prune", tmp_path, *arguments)
+    told, removed = (
+        {  # what is put aside to be removed keeps the end of its name
+            os.path.basename(record["path"]).rpartition("-")[2] for record in records if record["done"] != "stays"
+        }
+        for records in (dry, real)
+    )
+    assert told == removed >= {"step_4", "step_9", "0" * 32 + ".json"}
+
+
+def test_a_dry_run_beside_a_run_that_is_alive_says_so(run: Shell, tmp_path: Path) -> None:
+    (tmp_path / "step_1").mkdir()
+    age(tmp_path / "step_1", IDLE_SECONDS + 60)
+    alive = Run(tmp_path, "a")
+    alive.folder.begin("step_1", "g", alive.chain)
+    age(tmp_path / "step_1", IDLE_SECONDS + 60)
+    assert run("prune", tmp_path, "--dry-run") == 0
+    assert f"  step_1 stays: a run has this folder: process {os.getpid()} on" in run.out
+    alive.end()
 
 
 def test_prune_beside_a_run_that_is_alive_does_it_no_harm(run: Shell, tmp_path: Path) -> None:
@@ -452,7 +495,11 @@ def test_a_newer_format_is_refused_and_nothing_of_it_is_touched(run: Shell, stor
         rewrite_commit(job / f"step_{step}", b'"format": 1', b'"format": 7')
     before = disk(job)
     status = run(command, job, *(("--keep-last", "1") if command == "prune" else ()))
-    assert status == (0 if command in ("prune", "show") else 2)
+    assert status == (0 if command == "prune" else 2)
+    if command == "ls":
+        assert [record["state"] for record in run.records("ls", job)] == ["committed", "newer", "newer"]
+    if command == "prune":
+        assert "  step_3 stays, and is not counted: " in run.out
     if command in ("ls", "verify"):
         assert "step_3" in run.out and "has format 7, and this elastic_ext reads formats up to 1" in run.out
     assert disk(job) == before

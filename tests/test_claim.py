@@ -16,6 +16,7 @@ from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFen
 from elastic_ext.files import write_new
 from elastic_ext.fsdp.checkpoint.claim import Claim, read_holder
 from elastic_ext.fsdp.checkpoint.commit import chain_after
+from elastic_ext.fsdp.checkpoint.visiting import Visit
 from tests.saves import SHARD, Run, assert_tidy
 from tests.syscalls import at_call, failure
 
@@ -52,6 +53,39 @@ def test_a_second_run_is_refused_with_who_has_the_folder_and_what_to_do(tmp_path
         assert of_holder is not None and of_holder.id == "holder"  # and the first goes on
         holder.kill()
     Run(tmp_path, "second").end()
+
+
+VISITOR = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from elastic_ext.fsdp.checkpoint.visiting import Visit
+with Visit(Path(sys.argv[2])).alone() as why_not:
+    print(why_not, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_who_only_tidies_is_waited_for_and_named_and_no_run_that_has_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path, "ended").end()
+    command = [sys.executable, "-I", "-c", VISITOR, REPOSITORY, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as visitor:
+        assert visitor.stdout is not None and visitor.stdout.readline() == "None\n"
+        with pytest.raises(
+            CheckpointError, match=rf"tidied by .*ckpt prune`, process {visitor.pid} on .*; wait"
+        ) as told:
+            Claim(tmp_path, "second", patience_seconds=0, visit_seconds=0.1)
+        assert type(told.value) is CheckpointError
+        with Visit(tmp_path).alone() as why_not:
+            assert why_not is not None and f"tidied by `elastic-ext ckpt prune`, process {visitor.pid} on" in why_not
+        threading.Timer(0.1, visitor.kill).start()
+        claim = Claim(tmp_path, "second", patience_seconds=0, visit_seconds=END_SECONDS)
+    assert "this run waits for that" in caplog.text
+    with pytest.raises(CheckpointFenced, match=f"in use by another run of this job .process {os.getpid()} on"):
+        Claim(tmp_path, "third", patience_seconds=0)
+    claim.release()
 
 
 def test_one_process_cannot_claim_a_folder_twice_until_it_lets_go(tmp_path: Path) -> None:

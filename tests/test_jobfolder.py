@@ -155,11 +155,11 @@ def test_a_fork_renames_what_lay_after_it_and_keeps_it(tmp_path: Path) -> None:
         "step_1",
         "step_2",
         "step_3",
-        "step_3.abandoned-a",
-        "step_4.abandoned-b",
+        "step_3.abandoned-c",
+        "step_4.abandoned-c",
     ]
     assert names_of(run.folder.checkpoints()) == ["step_1", "step_2", "step_3"]
-    assert_loads(Found.read(tmp_path / "step_4.abandoned-b"))
+    assert_loads(Found.read(tmp_path / "step_4.abandoned-c"))
     run.end()
 
 
@@ -219,7 +219,7 @@ def test_of_two_checkpoints_of_one_step_the_one_that_was_no_good_can_be_saved_ag
         run.save("step_60")
     saved = run.save("epoch_1", step=60, epoch=1)
     assert run.folder.latest() == run.folder.latest(run.chain) == saved
-    assert names(tmp_path) == ["epoch_1", "epoch_1.abandoned-a", "step_60"]
+    assert names(tmp_path) == ["epoch_1", "epoch_1.abandoned-b", "step_60"]
     run.end()
 
 
@@ -390,12 +390,12 @@ def test_descriptions_that_no_checkpoint_has_are_removed_and_nothing_beside_them
         run.folder.put_meta(name, "model_meta.json", data)
     run.folder.discard("step_3")
     (tmp_path / "meta" / "notes.json").write_text("somebody's own")
-    (tmp_path / "step_1").rename(tmp_path / "step_1.abandoned-a")
+    (tmp_path / "step_1").rename(tmp_path / "step_1.abandoned-b")
     shutil.rmtree(tmp_path / "step_2")
     kept = {f"{checksum_of(data)}.json" for data in (META, b"under way")} | {"notes.json"}
     assert run.folder.prune_garbage() == [f"meta/{checksum_of(b'given up')}.json"]
     assert set(os.listdir(tmp_path / "meta")) == kept
-    shutil.rmtree(tmp_path / "step_1.abandoned-a")
+    shutil.rmtree(tmp_path / "step_1.abandoned-b")
     assert run.folder.prune_garbage() == [f"meta/{checksum_of(META)}.json"]
     run.end()
 

@@ -96,7 +96,7 @@ def test_the_last_stay_and_the_first_from_each_multiple_on(
 
 def test_every_verdict_says_why() -> None:
     verdicts = judge(
-        [*steps(1, 2, 3, 4, 5, 6), found("step_9.abandoned-b")],
+        [*steps(1, 2, 3, 4, 5, 6), found("step_9.abandoned-b", chain=(Lineage(id="c"),))],
         Retention(keep_last=2, keep_every=3),
         being_read={"step_1": "process 7 on elsewhere", "step_6": "process 8"},
         incomplete={"step_2": "x is missing"},
@@ -221,8 +221,8 @@ def test_descriptions_of_tensors_stay_while_a_checkpoint_has_them(tmp_path: Path
     run.save("step_4")
     run.folder.retain(Retention(), run.chain)
     assert [path.stem for path in (tmp_path / "meta").iterdir()] == [checksum_of(META)]
-    assert names(tmp_path) == ["step_2.abandoned-a", "step_4"]
-    assert_loads(Found.read(tmp_path / "step_2.abandoned-a"))
+    assert names(tmp_path) == ["step_2.abandoned-b", "step_4"]
+    assert_loads(Found.read(tmp_path / "step_2.abandoned-b"))
     run.end()
 
 

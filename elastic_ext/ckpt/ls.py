@@ -11,10 +11,10 @@ from pathlib import Path
 
 from elastic_ext.fsdp.checkpoint.clearing import GARBAGE
 from elastic_ext.fsdp.checkpoint.commit import Commit
-from elastic_ext.fsdp.checkpoint.listing import Found, Listing, is_set_aside
+from elastic_ext.fsdp.checkpoint.listing import Found, Listing, abandoned_for_nothing, is_set_aside
 from elastic_ext.wording import age_in_words, size_in_words
 
-from .commands import DAMAGED, DONE, in_words, status_of
+from .commands import DAMAGED, DONE, REFUSED, in_words, status_of
 from .places import place_of
 from .summary import age_of, bytes_of, layout_of
 from .terminal import Terminal
@@ -42,20 +42,24 @@ def run(options: argparse.Namespace, terminal: Terminal) -> int:
             terminal.say("")
         terminal.say(str(job))
         listings = [Listing.read(job), Listing.read(job, aside=True)]
-        _tell([_row(found, job, now) for listing in listings for found in listing.found], terminal)
+        counting = {one.name for one in abandoned_for_nothing(listings[0].found, listings[1].found)}
+        rows = [_row(found, job, now, counts=found.name in counting) for listing in listings for found in listing.found]
+        _tell(rows, terminal)
         for record, words in _others(job, listings):
             terminal.tell({"job": job.name, **record}, words)
         statuses += [status_of(error) for listing in listings for error in listing.unreadable.values()]
     return DAMAGED if DAMAGED in statuses else max(statuses)
 
 
-def _row(found: Found, job: Path, now: float) -> _Row:
+def _row(found: Found, job: Path, now: float, *, counts: bool = False) -> _Row:
+    """A checkpoint in words; ``counts`` says of one that was abandoned that this was for nothing."""
     commit, state = found.commit, "abandoned" if is_set_aside(found.name) else "committed"
     record: dict[str, object] = {
         "job": job.name,
         "name": found.name,
         "path": str(found.path),
         "state": state,
+        "counts": counts or state == "committed",
         "step": commit.global_step,
         "epoch": commit.epoch,
         "num_bytes": bytes_of(commit),
@@ -74,7 +78,7 @@ def _row(found: Found, job: Path, now: float) -> _Row:
         layout_of(commit),
         _runs_of(commit),
         age_in_words(age_of(commit, now)),
-        "" if state == "committed" else state,
+        f"{state} for a run that has saved nothing: it counts" if counts else "" if state == "committed" else state,
     )
     return _Row(record=record, cells=cells)
 
@@ -110,7 +114,8 @@ def _others(job: Path, listings: Sequence[Listing]) -> Iterator[tuple[dict[str, 
     """What is no checkpoint that can be listed, each as a record and in words."""
     for listing in listings:
         for name, error in listing.unreadable.items():
-            yield {"name": name, "state": "unreadable", "reason": in_words(error)}, f"{name}  {in_words(error)}"
+            state = "newer" if status_of(error) == REFUSED else "unreadable"
+            yield {"name": name, "state": state, "reason": in_words(error)}, f"{name}  {in_words(error)}"
     for listing in listings:
         for name in listing.unfinished:
             words = f"{name}  without COMMIT: being saved, or left by a save that died"

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointNotFound
+from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
 from elastic_ext.fsdp.checkpoint.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.jobfolder import FOLDER
 from elastic_ext.fsdp.checkpoint.listing import Found, Listing, is_name, is_set_aside, newest_of
@@ -61,12 +61,13 @@ def one_checkpoint(place: Place) -> Path:
     if len(place.jobs) > 1:
         names = ", ".join(job.name for job in place.jobs)
         raise CheckpointNotFound(f"{place.path} holds several jobs; give the folder of one of them: {names}")
-    listing = Listing.read(place.jobs[0])
+    listing = Listing.counting(place.jobs[0])
     newest: Found | None = newest_of(listing.found)
+    for error in listing.unreadable.values():
+        if newest is None or not isinstance(error, CheckpointDamaged):  # of a newer format, or out of reach
+            raise error
     if newest is not None:
         return newest.path
-    for error in listing.unreadable.values():
-        raise error
     raise CheckpointNotFound(f"{place.jobs[0]} holds no checkpoint that was completed")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,6 +46,7 @@ from .shelf import Shelf
 from .staging import Staging
 from .storage import Storage
 from .together import agree_on, gather_or_raise
+from .versions import versions
 
 __all__ = ["Loaded", "ShardCheckpointer"]
 
@@ -130,6 +130,7 @@ class ShardCheckpointer:
         )
         self._run = Run(self._ranks, self._storage, self._root, self._job)
         self._restorer = Restorer(self._ranks, self._storage, self._run)
+        self._versions = versions()
         self._is_closed = False
 
     # ---- for users ----
@@ -411,7 +412,7 @@ class ShardCheckpointer:
             states={},
             shards={},
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            versions=_versions(),
+            versions=self._versions,
             about=dict(about or {}),
         )
         if self._saver.can_save_in_background and in_background:
@@ -498,10 +499,6 @@ class _Into:
 def _script() -> str | None:
     """The file that is run, None where there is none; an absolute path, whatever folder the process has gone to."""
     return getattr(sys.modules.get("__main__"), "__file__", None)
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__}
 
 
 def _as_count(what: str, given: object) -> int:

@@ -17,12 +17,18 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced, CheckpointNotFound
-from elastic_ext.files import is_taken, is_temporary, move_folder, remove_folder
+from elastic_ext.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointFenced,
+    CheckpointNotFound,
+)
+from elastic_ext.files import is_taken, is_temporary, look_afresh, move_folder, remove_folder
 
 from .commit import COMMIT, Commit, read_commit
 from .lineage import Lineage, place_in
-from .listing import Listing, is_name, is_set_aside
+from .listing import Listing, is_name, is_set_aside, left_for
 from .reading import has_lapsed, is_mark
 
 __all__ = ["GARBAGE", "Clearing", "Hold", "meta_path", "remove_or_warn"]
@@ -64,19 +70,23 @@ class Clearing:
         except CheckpointNotFound:
             if self.put_aside(name) is None:
                 raise CheckpointError(f"{path} was completed by another run just now; end one of the two") from None
-        except CheckpointError:
-            self._rename(name, "unreadable", None)
+        except CheckpointError as error:
+            self._rename(name, _why_aside(error, chain), None)
         else:
             if _is_kept(commit, chain):
                 raise CheckpointExists(
                     f"{path} holds a checkpoint already, saved at step {commit.global_step} by run {commit.run_id}, "
                     "and no checkpoint is written twice; move it away, or save at another step"
                 )
-            self._rename(name, f"abandoned-{commit.run_id}", commit.generation)
+            self._rename(name, f"abandoned-{chain[-1].id}", commit.generation)
 
     def abandon(self, chain: Sequence[Lineage]) -> None:
-        """Rename all that does not lead to the state of ``chain``, newest first: what is left is one to go on from."""
-        listing = Listing.read(self._path)
+        """Rename all that does not lead to the state of ``chain``, newest first: what is left is one to go on from.
+
+        The new name says for which run that was, so that all of it counts as before until that has a checkpoint. What
+        counts so because of an earlier run gets the name of this one.
+        """
+        listing = Listing.counting(self._path)
         for name, error in listing.unreadable.items():
             if isinstance(error, OSError):  # of the file system, which says nothing of the checkpoint and may pass
                 raise CheckpointError(
@@ -84,14 +94,20 @@ class Clearing:
                     "save again when it can be, or move it away"
                 ) from error
         for found in reversed(listing.found):
-            if place_in(chain, run_id=found.commit.run_id, global_step=found.commit.global_step) is None:
-                self._rename(found.name, f"abandoned-{found.commit.run_id}", found.commit.generation)
-        for name in listing.unreadable:
-            self._rename(name, "unreadable", None)
+            is_on_the_way = (
+                place_in(chain, run_id=found.commit.run_id, global_step=found.commit.global_step) is not None
+            )
+            if not is_on_the_way and chain[-1].id not in left_for(found.name):
+                self._rename(found.name, f"abandoned-{chain[-1].id}", found.commit.generation)
+        for name, error in listing.unreadable.items():
+            is_of_before = not is_name(name) and isinstance(error, CheckpointDamaged)
+            if not is_of_before and chain[-1].id not in left_for(name):
+                self._rename(name, _why_aside(error, chain), None)
 
     def put_aside(self, name: str) -> Path | None:
         """Where the unfinished checkpoint ``name`` lies now; None if it stays, having been finished this moment."""
         aside = self._to_garbage(name)
+        look_afresh(aside)  # whether it has a COMMIT that another machine has put there, and this one does not know of
         if not is_taken(aside / COMMIT):
             return aside
         move_folder(aside, self._path / name)
@@ -161,11 +177,11 @@ class Clearing:
 
     def _rename(self, name: str, why: str, generation: str | None) -> None:
         """Put ``why`` to the name of the checkpoint that was saved as ``generation``, or that cannot be read."""
-        number = 1
-        target = self._path / f"{name}.{why}"
+        number, new_name = 1, f"{name.partition('.')[0]}.{why}"
+        target = self._path / new_name
         while is_taken(target):
             number += 1
-            target = self._path / f"{name}.{why}-{number}"
+            target = self._path / f"{new_name}-{number}"
         self._move(self._path / name, target, is_meant=lambda folder: _generation_of(folder) == generation)
         _logger.warning("%s is now named %s: training went on without it", self._path / name, target.name)
 
@@ -221,6 +237,11 @@ def _generation_of(folder: Path) -> str | None:
         return read_commit(folder).generation
     except CheckpointError:
         return None
+
+
+def _why_aside(error: CheckpointError | OSError, chain: Sequence[Lineage]) -> str:
+    """What is put to the name of a checkpoint that the last run of ``chain`` cannot read, or not understand."""
+    return "unreadable" if isinstance(error, CheckpointDamaged) else f"abandoned-{chain[-1].id}"
 
 
 def _is_kept(commit: Commit, chain: Sequence[Lineage]) -> bool:

@@ -16,9 +16,10 @@ from typing import Any
 
 import xxhash
 
-from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from elastic_ext.files import NotRegularError, read_at_most
+from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
+from elastic_ext.files import NotRegularError, look_afresh, read_at_most
 
+from .formats import unknown_format
 from .lineage import Chain, Lineage, check_chain, check_id
 from .shardfile import ShardSummary
 
@@ -123,10 +124,7 @@ class Commit:
             record = json.loads(data, object_pairs_hook=_once_each)
             number = _as_record("it", record).pop("format", None)
             if type(number) is int and number > FORMAT:
-                raise CheckpointError(
-                    f"{where} has format {number}, and this elastic_ext reads formats up to {FORMAT}; "
-                    f"read it with a newer elastic_ext (it was saved by {record.get('versions')})"
-                )
+                raise unknown_format(where, number, FORMAT, record.get("versions"))
             if number != FORMAT:
                 raise ValueError(f"format is {number!r}; allowed: {FORMAT}")
             return _commit_of(record)
@@ -170,7 +168,11 @@ def checksum_of(data: bytes) -> str:
 def read_checked(path: Path, checksum: str) -> bytes:
     """The contents of a file that is checked as a whole; CheckpointDamaged where they are missing or others."""
     try:
-        data = read_at_most(path, _MOST_BYTES)
+        try:
+            data = read_at_most(path, _MOST_BYTES)
+        except FileNotFoundError:  # or not known here yet
+            look_afresh(path.parent)
+            data = read_at_most(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointDamaged(f"{path} is missing, and {COMMIT} names it") from None
     except NotRegularError as error:

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import platform
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-
-import torch
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.files import NewFiles, sync_folder
@@ -37,6 +34,7 @@ from .reading import Reading
 from .shardfile import Header, ShardSummary, laid_out
 from .shardstream import write_stream
 from .todcp import write_dcp
+from .versions import versions
 
 __all__ = ["Converted", "convert_from_dcp", "convert_to_dcp"]
 
@@ -159,7 +157,7 @@ class _Writing:
                 states={STATE_FILE: state},
                 shards=shards,
                 saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                versions={"python": platform.python_version(), "torch": torch.__version__},
+                versions=versions(),
                 about=incoming.about,
             )
             folder.commit(name, commit)

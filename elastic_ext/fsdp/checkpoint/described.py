@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_ext.errors import CheckpointDamaged
+from elastic_ext.files import is_taken, look_afresh
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.moves import moves_into
 
@@ -34,6 +35,8 @@ def open_shard(found: Found, file: str) -> ShardReader:
     summary = found.commit.shards.get(file)
     if summary is None:
         raise CheckpointDamaged(f"{found.path}: COMMIT does not name {file}, which its metadata tells of")
+    if not is_taken(found.path / file):  # or not known here yet
+        look_afresh(found.path)
     return ShardReader(found.path / file, summary=summary, generation=found.commit.generation)
 
 

@@ -4,7 +4,7 @@
       RUN.json  RUN.lock          which run saves here now (claim)
       meta/<checksum>.json        descriptions of tensors, each once
       step_100/  epoch_2/         checkpoints: they exist when their COMMIT does
-      step_300.abandoned-<run>/   one that lies after the point from which a later run went on
+      step_300.abandoned-<run>/   one that lies after the point from which this later run went on
       step_300.unreadable/        one whose COMMIT cannot be trusted, when a later run had that name to give
       .garbage-.../               what killed saves have left, on its way out
 
@@ -25,10 +25,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointError
+from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.files import (
     NewFiles,
+    is_taken,
     link_or_copy,
+    look_afresh,
     read_at_most,
     sync_folder,
     write_new,
@@ -39,7 +41,7 @@ from .clearing import Clearing, meta_path
 from .commit import COMMIT, Commit, FileSummary, checksum_of
 from .jobname import check_job, folder_name, newest_folder, quoted
 from .lineage import Chain, check_chain
-from .listing import Found, Listing, check_name, newest_of
+from .listing import Found, Listing, check_name, is_name, is_set_aside, newest_of
 from .removing import remove_unused_metas, retained
 from .retain import Retention, Verdict
 
@@ -91,6 +93,18 @@ class JobFolder:
         return None if name is None else cls(storage / FOLDER / name)
 
     @classmethod
+    def find_afresh(cls, storage: Path, job: str) -> JobFolder | None:
+        """The same, and what is in it, as they are now: whatever this machine remembers of times before."""
+        look_afresh(storage / FOLDER)
+        found = cls.find(storage, job)
+        if found is not None:
+            look_afresh(found.path)
+            for name in os.listdir(found.path):
+                if (is_name(name) or is_set_aside(name)) and not is_taken(found.path / name / COMMIT):
+                    look_afresh(found.path / name)  # it may have one by now
+        return found
+
+    @classmethod
     def find_or_make(cls, storage: Path, job: str, *, now: datetime) -> JobFolder:
         """The newest folder of exactly this job, or a new one; rank 0 calls it and tells the others its path.
 
@@ -125,11 +139,12 @@ class JobFolder:
     def latest(self, chain: Chain | None = None) -> Found | None:
         """The newest checkpoint, of the runs of ``chain`` if that is given; what is damaged is passed over.
 
-        OSError where the file system does not let one be read, which may be the newest.
+        What was abandoned for nothing counts. OSError where the file system does not let one be read, which may be the
+        newest, and CheckpointError where one is of a newer format.
         """
-        listing = self.listing()
+        listing = Listing.counting(self.path)
         for error in listing.unreadable.values():
-            if isinstance(error, OSError):
+            if not isinstance(error, CheckpointDamaged):
                 raise error
         return newest_of(listing.found, chain)
 
@@ -139,13 +154,15 @@ class JobFolder:
 
     # ---- saving: rank 0 of the run that has the claim ----
 
-    def claim(self, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS) -> Claim:
+    def claim(
+        self, run_id: str, *, patience_seconds: float = PATIENCE_SECONDS, visit_seconds: float = PATIENCE_SECONDS
+    ) -> Claim:
         """Make this folder the run's own, before it looks for what to go on from.
 
         What earlier runs have not finished is put aside, so that no commit of a run that is fenced from now on can
-        appear after the look. CheckpointFenced if another run is alive.
+        appear after the look. CheckpointFenced if another run is alive; who only tidies is waited for.
         """
-        claim = Claim(self.path, run_id, patience_seconds=patience_seconds)
+        claim = Claim(self.path, run_id, patience_seconds=patience_seconds, visit_seconds=visit_seconds)
         try:
             clearing = Clearing(claim)
             for name in self.listing().unfinished:
@@ -299,8 +316,13 @@ def _write_and_keep(data: bytes, path: Path, kept: Path) -> None:
 
 
 def _check_files(path: Path, sizes: Mapping[str, int]) -> None:
+    found = {file: _size_of(path / file) for file in sizes}
+    missing = [file for file, size in found.items() if size < 0]
+    if missing:  # or what other machines have put there is not known to this one yet
+        look_afresh(path)
+        found |= {file: _size_of(path / file) for file in missing}
     for file, expected in sizes.items():
-        size = _size_of(path / file)
+        size = found[file]
         if size != expected:
             seen = f"has {size} bytes where {expected} were written" if size >= 0 else "is missing"
             raise CheckpointError(f"{path / file} {seen}: the checkpoint is not committed")

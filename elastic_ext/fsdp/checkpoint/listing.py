@@ -1,17 +1,19 @@
-"""Listing: the checkpoints of a job, as its folder tells of them, and which of them is newest."""
+"""Listing: the checkpoints of a job, as its folder tells of them, which of them count, and which is newest."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
+from elastic_ext.files import look_afresh
 
-from .commit import COMMIT, Commit, read_checked, read_commit
+from .commit import Commit, read_checked, read_commit
 from .lineage import Lineage, place_in
 
 __all__ = [
@@ -22,12 +24,13 @@ __all__ = [
     "is_name",
     "is_set_aside",
     "leading_to",
+    "left_for",
     "newest_of",
     "oldest_first",
 ]
 
 _NAME = re.compile(r"(?:step|epoch)_[0-9]{1,18}")
-_ABANDONED = re.compile(_NAME.pattern + r"\.abandoned-.+")
+_ABANDONED = re.compile(_NAME.pattern + r"\.abandoned-((.+?)(?:-[0-9]+)?)")
 _ASIDE = re.compile(rf"{_NAME.pattern}\.(?:abandoned-[0-9A-Za-z_-]+|unreadable(?:-[0-9]+)?)")
 
 
@@ -42,6 +45,16 @@ class Found:
     def read(cls, path: Path) -> Found:
         """The checkpoint in the folder ``path``; raises what ``read_commit`` raises."""
         return cls(path=path, commit=read_commit(path))
+
+    @classmethod
+    def read_afresh(cls, path: Path) -> Found:
+        """The same of one that another machine has told of, which this one may not know of yet."""
+        try:
+            return cls.read(path)
+        except CheckpointNotFound:
+            for folder in (path.parent, path):
+                look_afresh(folder)
+            return cls.read(path)
 
     @property
     def name(self) -> str:
@@ -85,21 +98,36 @@ class Listing:
                 unreadable[name] = error
         return cls(found=tuple(oldest_first(found)), unreadable=unreadable, unfinished=tuple(unfinished))
 
+    @classmethod
+    def counting(cls, folder: Path) -> Listing:
+        """The same of ``folder`` with what was abandoned for nothing there: all that a job may go on from.
 
-def abandoned_for_nothing(folder: Path, found: Sequence[Found]) -> list[Found]:
-    """Those that were renamed for a save which then did not come to be, newest first: none of ``found`` came after.
+        Where that is nothing that can be read, those are ``unreadable`` too of which it cannot be told.
+        """
+        named, aside = cls.read(folder), cls.read(folder, aside=True)
+        revived = abandoned_for_nothing(named.found, aside.found)
+        unreadable = dict(named.unreadable)
+        if not named.found and not revived:
+            runs = _runs_of(aside.found)
+            unreadable |= {name: error for name, error in aside.unreadable.items() if _is_left_for(name, without=runs)}
+        found = tuple(oldest_first([*named.found, *revived]))
+        return cls(found=found, unreadable=unreadable, unfinished=named.unfinished)
 
-    By the times of their COMMITs, which the file system's one clock has given them all.
+
+def abandoned_for_nothing(found: Sequence[Found], aside: Sequence[Found]) -> list[Found]:
+    """Those of ``aside`` that were renamed for a save which then did not come to be: they count as before. Pure.
+
+    There is no checkpoint then of the run that renamed one, nor of any that went on from that, whatever those are
+    named now. And the newest that was ``found`` lies on one line with it: else training has gone on without it, and
+    only the checkpoints of the run that renamed it are gone.
     """
-    renamed: list[tuple[int, Found]] = []
-    for name in sorted(os.listdir(folder)):
-        if _ABANDONED.fullmatch(name) is not None:
-            try:
-                renamed.append((_committed_ns(folder / name), Found.read(folder / name)))
-            except (CheckpointError, OSError):
-                continue
-    last = max((_committed_ns(one.path) for one in found), default=0)
-    return sorted((one for committed_ns, one in renamed if committed_ns > last), key=_age, reverse=True)
+    runs, newest = _runs_of([*found, *aside]), newest_of(found)
+    return [
+        one
+        for one in aside
+        if _is_left_for(one.name, without=runs - _runs_of([one]))  # by its own run it was left under an older rule
+        and (newest is None or _are_on_one_line(one.commit, newest.commit))
+    ]
 
 
 def is_name(name: str) -> bool:
@@ -110,6 +138,12 @@ def is_name(name: str) -> bool:
 def is_set_aside(name: str) -> bool:
     """Whether a folder of this name had one of those, until training went on without it."""
     return _ASIDE.fullmatch(name) is not None
+
+
+def left_for(name: str) -> set[str]:
+    """The run for which a checkpoint was abandoned, by its ``name``: one or two ways to read it; none for others."""
+    match = _ABANDONED.fullmatch(name)
+    return set() if match is None else {match[1], match[2]}
 
 
 def check_name(name: str) -> None:
@@ -148,8 +182,23 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _committed_ns(path: Path) -> int:
-    return os.stat(path / COMMIT).st_mtime_ns
+def _runs_of(found: Iterable[Found]) -> set[str]:
+    """The runs that have saved these, and those that led there."""
+    return {run.id for one in found for run in one.commit.lineage}
+
+
+def _is_left_for(name: str, *, without: Collection[str]) -> bool:
+    """Whether ``name`` is that of a checkpoint which was abandoned for a run that is not among these."""
+    named = left_for(name)
+    return bool(named) and not named & set(without)
+
+
+def _are_on_one_line(one: Commit, other: Commit) -> bool:
+    """Whether one of two checkpoints led to the other."""
+    return any(
+        place_in(last.lineage, run_id=first.run_id, global_step=first.global_step) is not None
+        for first, last in itertools.permutations([one, other])
+    )
 
 
 def _age(found: Found) -> tuple[int, int, int, str, str]:

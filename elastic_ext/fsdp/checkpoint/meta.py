@@ -26,11 +26,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias, TypeGuard, get_args
 
-from elastic_ext.errors import CheckpointDamaged, CheckpointError
+from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.strict_json import shown
 
 from .dtypes import ITEM_BYTES
+from .formats import unknown_format
 from .shardfile import check_name
 
 __all__ = ["Kind", "StateMeta", "TensorMeta"]
@@ -128,10 +129,7 @@ class StateMeta:
         except ValueError as error:  # of JSON, of UTF-8, of one of the hooks
             raise CheckpointDamaged(f"{where} is damaged: {error}") from None
         if type(value.get("format")) is not int or value["format"] != _FORMAT:
-            raise CheckpointError(
-                f"{where} has the format {shown(value.get('format'))}; this version of elastic_ext reads {_FORMAT}: "
-                "use the version that wrote it"
-            )
+            raise unknown_format(where, shown(value.get("format")), _FORMAT)
         try:
             return _read(value)
         except ValueError as error:

@@ -114,9 +114,12 @@ def is_mark(name: str) -> bool:
     return _MARK.fullmatch(name) is not None
 
 
-def readers_of(folder: Path) -> list[Reader]:
-    """Who reads the checkpoint in ``folder`` now; OSError where that cannot be told."""
-    now_ns = now_ns_in(folder)
+def readers_of(folder: Path, now_ns: int | None = None) -> list[Reader]:
+    """Who reads the checkpoint in ``folder`` now; OSError where that cannot be told.
+
+    By the clock of the file system; one who may write nothing there gives the time by another.
+    """
+    now_ns = now_ns_in(folder) if now_ns is None else now_ns
     marks = [folder / name for name in sorted(os.listdir(folder)) if is_mark(name)]
     readers = (_reader_at(mark, now_ns) for mark in marks)
     return [reader for reader in readers if reader is not None]

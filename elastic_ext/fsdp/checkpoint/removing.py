@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from .listing import Found, Listing
 from .reading import readers_of
 from .retain import Retention, Verdict, judge
 
-__all__ = ["remove_checkpoint", "remove_unused_metas", "retained", "verdicts_on"]
+__all__ = ["remove_checkpoint", "remove_unused_metas", "retained", "unused_metas", "verdicts_on"]
 
 _logger = logging.getLogger(__name__)
 
@@ -46,17 +46,23 @@ def retained(
     return [verdict if verdict.stays else _carried_out(verdict, check) for verdict in verdicts_on(folder, rule, chain)]
 
 
-def verdicts_on(folder: Path, rule: Retention, chain: Sequence[Lineage] | None = None) -> list[Verdict]:
-    """What becomes of each checkpoint in a job's ``folder``, as things are now; nothing is removed."""
-    found = list(Listing.read(folder).found)
+def verdicts_on(
+    folder: Path, rule: Retention, chain: Sequence[Lineage] | None = None, *, now_ns: int | None = None
+) -> list[Verdict]:
+    """What becomes of each checkpoint in a job's ``folder``, as things are now; nothing is removed.
+
+    Nor is anything written where the time is given.
+    """
+    found = list(Listing.counting(folder).found)
     if not rule.keep_abandoned:
-        found += Listing.read(folder, aside=True).found
+        known = {one.name for one in found}
+        found += (one for one in Listing.read(folder, aside=True).found if one.name not in known)
     incomplete = {one.name: lack for one in found if (lack := _lack_of(one)) is not None}
     first = judge(found, rule, chain=chain, incomplete=incomplete)
     being_read = {}
     for verdict in first:
         with contextlib.suppress(OSError):  # its removal will say what is wrong there
-            who = None if verdict.stays else _read_by(verdict.found.path)
+            who = None if verdict.stays else _read_by(verdict.found.path, now_ns)
             if who is not None:
                 being_read[verdict.found.name] = who
     return judge(found, rule, chain=chain, being_read=being_read, incomplete=incomplete)
@@ -80,21 +86,27 @@ def remove_checkpoint(found: Found, check: Callable[[], None]) -> str | None:
 
 
 def remove_unused_metas(folder: Path) -> list[str]:
-    """Remove the descriptions of tensors that no checkpoint in a job's ``folder`` has; their names.
+    """Remove the descriptions of tensors that no checkpoint in a job's ``folder`` has; their names."""
+    return [name for name in unused_metas(folder) if remove_or_warn(folder / name)]
 
-    None is removed where one cannot be read, or is being saved: it may have them.
+
+def unused_metas(folder: Path, *, without: Collection[str] = ()) -> list[str]:
+    """The names of those that no checkpoint in a job's ``folder`` has, or only what is among ``without``.
+
+    None where one cannot be read, or is being saved: it may have them.
     """
     listings = [Listing.read(folder), Listing.read(folder, aside=True)]
-    if any(listing.unreadable or listing.unfinished for listing in listings):
+    if any(listing.unreadable or not set(without).issuperset(listing.unfinished) for listing in listings):
         return []
-    used = {checksum for listing in listings for one in listing.found for checksum in one.commit.metas.values()}
+    found = [one for listing in listings for one in listing.found if one.name not in without]
+    used = {checksum for one in found for checksum in one.commit.metas.values()}
     metas = folder / "meta"
     try:
         names = sorted(os.listdir(metas))
     except FileNotFoundError:
         return []
     unused = [name for name in names if (match := _META.fullmatch(name)) is not None and match.group(1) not in used]
-    return [f"{metas.name}/{name}" for name in unused if remove_or_warn(metas / name)]
+    return [f"{metas.name}/{name}" for name in unused]
 
 
 def _carried_out(verdict: Verdict, check: Callable[[], None]) -> Verdict:
@@ -145,6 +157,6 @@ def _lack_of(found: Found) -> str | None:
     return f"{missing[0]} is missing" if missing else None
 
 
-def _read_by(folder: Path) -> str | None:
-    readers = readers_of(folder)
+def _read_by(folder: Path, now_ns: int | None = None) -> str | None:
+    readers = readers_of(folder, now_ns)
     return None if not readers else f"{readers[0]}" + (f" and {len(readers) - 1} more" if len(readers) > 1 else "")

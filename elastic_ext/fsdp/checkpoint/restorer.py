@@ -90,7 +90,7 @@ class Restorer:
             def open_it() -> list[Any]:
                 if self._ranks.rank == 0:  # for all: nobody reads on unless COMMIT was there after this
                     stack.enter_context(self._storage.within(lambda: Reading(path), f"reading {path}"))
-                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
+                found = self._storage.within(lambda: Found.read_afresh(path), f"reading {path}")
                 opened.append(stack.enter_context(Opened(found, self._storage, touched)))
                 is_own = self._ranks.rank == 0 and self._storage.within(
                     lambda: self._run.is_own(path), f"reading {path}"

@@ -2,15 +2,16 @@
 
 What counts as kept is committed, has all its files, and leads to the newest checkpoint. Saves that failed, what cannot
 be read and what training went on without are never counted, so that none of them takes the place of a good one.
+What was abandoned for nothing counts as before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from .lineage import Lineage, place_in
-from .listing import Found, is_set_aside, newest_of, oldest_first
+from .listing import Found, abandoned_for_nothing, is_set_aside, newest_of, oldest_first
 
 __all__ = ["Retention", "Verdict", "judge"]
 
@@ -62,22 +63,34 @@ def judge(
     who reads them, ``incomplete`` what they lack.
     """
     ordered = oldest_first(found)
+    abandoned = _abandoned_in(ordered)
     if chain is None:
-        newest = newest_of([one for one in ordered if not is_set_aside(one.name) and one.name not in incomplete])
+        newest = newest_of([one for one in ordered if one.name not in abandoned and one.name not in incomplete])
         chain = () if newest is None else newest.commit.lineage
-    reasons = _reasons_to_stay(ordered, rule, chain, incomplete)
+    reasons = _reasons_to_stay(ordered, rule, chain, incomplete, abandoned)
     verdicts = []
     for one in ordered:
         why = reasons.get(one.name)
         if why is None and one.name in being_read:
             why = f"being read by {being_read[one.name]}"
-        gone = "abandoned" if is_set_aside(one.name) else f"none of the last {rule.keep_last}"
+        gone = "abandoned" if one.name in abandoned else f"none of the last {rule.keep_last}"
         verdicts.append(Verdict(found=one, stays=why is not None, why=why or gone))
     return verdicts
 
 
+def _abandoned_in(found: Sequence[Found]) -> set[str]:
+    """The names of those that training went on without."""
+    aside = [one for one in found if is_set_aside(one.name)]
+    counting = abandoned_for_nothing([one for one in found if not is_set_aside(one.name)], aside)
+    return {one.name for one in aside} - {one.name for one in counting}
+
+
 def _reasons_to_stay(
-    ordered: Sequence[Found], rule: Retention, chain: Sequence[Lineage], incomplete: Mapping[str, str]
+    ordered: Sequence[Found],
+    rule: Retention,
+    chain: Sequence[Lineage],
+    incomplete: Mapping[str, str],
+    abandoned: Collection[str],
 ) -> dict[str, str]:
     """Why each that stays does so, whoever reads it."""
     reasons: dict[str, str] = {}
@@ -86,7 +99,7 @@ def _reasons_to_stay(
         place = place_in(chain, run_id=one.commit.run_id, global_step=one.commit.global_step)
         if one.name in incomplete:
             reasons[one.name] = f"not counted, since {incomplete[one.name]}"
-        elif is_set_aside(one.name):
+        elif one.name in abandoned:
             if rule.keep_abandoned:
                 reasons[one.name] = "abandoned, and not counted"
         elif place is None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointNotFound
+from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
 from elastic_ext.ranks import Ranks
 
 from .claim import PATIENCE_SECONDS, Claim
@@ -21,7 +21,7 @@ from .commit import Commit, chain_after
 from .jobfolder import FOLDER, JobFolder
 from .jobname import newest_folder
 from .lineage import Chain
-from .listing import abandoned_for_nothing, leading_to
+from .listing import Listing, is_set_aside, leading_to
 from .storage import Storage
 
 __all__ = ["Run"]
@@ -67,8 +67,10 @@ class Run:
                 return "", ""
             folder = JobFolder.find_or_make(self._root, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
-            patience = min(PATIENCE_SECONDS, self._storage.seconds / 2)  # or it would look like slow storage
-            claims.append(folder.claim(run_id, patience_seconds=patience))
+            most = self._storage.seconds / 2  # or it would look like slow storage
+            claims.append(
+                folder.claim(run_id, patience_seconds=min(PATIENCE_SECONDS, most), visit_seconds=most),
+            )
             if is_over.is_set():  # it came after all, when nobody waited for it any more
                 claims[0].release()
                 return "", ""
@@ -138,21 +140,24 @@ class Run:
         return None if path is None else Path(path)
 
     def candidates(self, *, falls_back: bool) -> list[Path]:
-        """The job's checkpoints, newest first. One whose COMMIT is damaged is passed over if ``falls_back``."""
+        """The job's checkpoints, newest first. One whose COMMIT is damaged is passed over if ``falls_back``.
+
+        One of a newer format is not: it may be where training stands.
+        """
 
         def find() -> list[str]:
             folder = self._found()
             if folder is None:
                 return []
-            listing = folder.listing()
+            listing = Listing.counting(folder.path)
             for name, error in listing.unreadable.items():
-                if not falls_back or not listing.found or isinstance(error, OSError):  # which may pass
-                    raise error
+                if not falls_back or not listing.found or not isinstance(error, CheckpointDamaged):
+                    raise error  # an OSError may pass, too
                 _logger.warning("%s is passed over: %s", name, error)
-            revived = abandoned_for_nothing(folder.path, listing.found)
-            for found in revived:
-                _logger.warning("%s was left for a run that has saved nothing: it is one to go on from", found.path)
-            return [str(found.path) for found in [*revived, *reversed(listing.found)]]
+            for found in listing.found:
+                if is_set_aside(found.name):
+                    _logger.warning("%s was left for a run that has saved nothing: it is one to go on from", found.path)
+            return [str(found.path) for found in reversed(listing.found)]
 
         return [Path(path) for path in self._storage.together(find, "looking for checkpoints")[0]]
 
@@ -187,7 +192,7 @@ class Run:
         """The folder, where this is the first rank and there is one."""
         if self._ranks.rank > 0:
             return None
-        return self._folder or JobFolder.find(self._root, self._job)
+        return self._folder or JobFolder.find_afresh(self._root, self._job)
 
 
 def _why_none(steps: Sequence[int], step: int | None, before: int) -> str:

@@ -27,8 +27,10 @@ __all__ = [
     "CHECKSUMS",
     "LENGTH_BYTES",
     "MAX_HEADER_BYTES",
+    "VERSION",
     "Entry",
     "Header",
+    "NewerHeader",
     "ShardSummary",
     "check_name",
     "checksum_of",
@@ -44,7 +46,7 @@ MAX_HEADER_BYTES = 100_000_000  # what safetensors itself reads
 
 _METADATA = "__metadata__"
 _FORMAT, _GENERATION, _BLOCK_BYTES = "elastic_ext.format", "elastic_ext.generation", "elastic_ext.block_bytes"
-_VERSION = "1"
+VERSION = 1
 _ALIGNMENT = 4096
 LENGTH_BYTES = 8
 
@@ -75,6 +77,7 @@ class Header:
     block_bytes: int
     entries: Mapping[str, Entry]  # in the order in which they lie in the file
     data_bytes: int  # of the tensors, without the checksums
+    version: int = VERSION
 
     @property
     def num_blocks(self) -> int:
@@ -82,9 +85,17 @@ class Header:
 
     def encoded(self) -> bytes:
         """The first bytes of the file, up to where the data begins."""
-        metadata = {_FORMAT: _VERSION, _GENERATION: self.generation, _BLOCK_BYTES: str(self.block_bytes)}
+        metadata = {_FORMAT: str(self.version), _GENERATION: self.generation, _BLOCK_BYTES: str(self.block_bytes)}
         table = Entry("U64", (self.num_blocks,), self.data_bytes, self.num_blocks * 8)
         return encoded_header(metadata, {**self.entries, CHECKSUMS: table}, alignment=_ALIGNMENT)
+
+
+class NewerHeader(ValueError):
+    """A header of a newer ``version`` of the format, which says what cannot be understood."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        super().__init__(f"its format is {version}")
 
 
 def encoded_header(metadata: Mapping[str, str], entries: Mapping[str, Entry], *, alignment: int) -> bytes:
@@ -150,8 +161,8 @@ def check_name(name: str) -> None:
 def read_header(text: bytes, num_bytes: int) -> Header:
     """What a file's header says, whose text is ``text`` and whose tensors take ``num_bytes`` with their checksums.
 
-    ValueError says why this cannot be a header that was written here. One that can be is yet to be checked against
-    the file's summary.
+    ValueError says why this cannot be a header that was written here, NewerHeader that it is one of a newer format,
+    which cannot be read. One that can be is yet to be checked against the file's summary, and then for its version.
     """
     try:
         said = json.loads(text)
@@ -161,8 +172,18 @@ def read_header(text: bytes, num_bytes: int) -> Header:
         raise ValueError(f"its header is not JSON: {error}") from None
     if not isinstance(said, dict) or not isinstance(metadata := said.pop(_METADATA, None), dict):
         raise ValueError(f"its header has no {_METADATA}")
-    if metadata.get(_FORMAT) != _VERSION:
-        raise ValueError(f"its format is {metadata.get(_FORMAT)!r}; this version reads format {_VERSION!r}")
+    version = _number(metadata.get(_FORMAT))
+    if version < VERSION:
+        raise ValueError(f"its format is {metadata.get(_FORMAT)!r}; this version reads format '{VERSION}'")
+    try:
+        return _header_of(said, metadata, version, num_bytes)
+    except ValueError as error:
+        if version > VERSION:
+            raise NewerHeader(version) from error
+        raise
+
+
+def _header_of(said: dict[str, object], metadata: dict[str, object], version: int, num_bytes: int) -> Header:
     generation, block_bytes = metadata.get(_GENERATION), _number(metadata.get(_BLOCK_BYTES))
     if not isinstance(generation, str) or not MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % 8:
         _refuse(_METADATA)
@@ -176,7 +197,9 @@ def read_header(text: bytes, num_bytes: int) -> Header:
     table = entries.pop(CHECKSUMS, None)
     if table is None or offset != num_bytes:
         raise ValueError(f"its tensors take {num_bytes} bytes; the header tells of {offset}, with their checksums")
-    header = Header(generation=generation, block_bytes=block_bytes, entries=entries, data_bytes=table.offset)
+    header = Header(
+        generation=generation, block_bytes=block_bytes, entries=entries, data_bytes=table.offset, version=version
+    )
     if (table.dtype, table.sizes) != ("U64", (header.num_blocks,)) or table.offset + table.num_bytes != num_bytes:
         _refuse(CHECKSUMS)
     return header

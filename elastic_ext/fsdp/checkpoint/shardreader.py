@@ -19,7 +19,18 @@ from elastic_ext.files import naming
 
 from .blocksums import SumTable
 from .dtypes import ITEM_BYTES
-from .shardfile import LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Header, ShardSummary, checksum_of, read_header
+from .formats import unknown_format
+from .shardfile import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    VERSION,
+    Entry,
+    Header,
+    NewerHeader,
+    ShardSummary,
+    checksum_of,
+    read_header,
+)
 from .views import go_through
 from .windows import WINDOW_BYTES, Request, Span, arranged, by_window, parts_of
 
@@ -50,7 +61,8 @@ class BlockDamage:
 
 class ShardReader:
     """The tensors of a shard file, for one thread. What is not as it was saved is a CheckpointDamaged that names the
-    file and where in it; OSError, which names the file too, is what the storage says.
+    file and where in it; OSError, which names the file too, is what the storage says. A CheckpointError that is neither
+    tells of a newer format.
 
     ``bytes_read`` counts all that was read, ``bytes_needed`` what was asked for.
     """
@@ -73,6 +85,8 @@ class ShardReader:
             self._sums = SumTable(header.num_blocks, lambda at, num_bytes: self._read(table_start + at, num_bytes))
             if checksum_of(encoded, self._sums.pieces()) != summary.checksum:
                 self._refuse("its header or its table of checksums is not what was saved")
+            if header.version != VERSION:
+                raise unknown_format(path, header.version, VERSION)
             undo.pop_all()
         self.generation = generation
         self.entries: Mapping[str, Entry] = MappingProxyType(dict(header.entries))
@@ -157,6 +171,8 @@ class ShardReader:
         encoded = encoded[:length]
         try:
             header = read_header(encoded[LENGTH_BYTES:], self._num_bytes - length)
+        except NewerHeader as error:
+            raise unknown_format(self.path, error.version, VERSION) from None
         except ValueError as error:
             self._refuse(str(error))
         if header.generation != generation:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointFenced
-from elastic_ext.files import try_lock
+from elastic_ext.files import is_locked, try_lock
 
-from .claim import read_holder
+from .claim import LOCK, read_holder, read_visitor, sign
 from .clearing import GARBAGE, Clearing
 from .listing import Listing, is_set_aside
 from .reading import now_ns_in
@@ -24,15 +25,19 @@ __all__ = ["IDLE_SECONDS", "Visit"]
 
 IDLE_SECONDS = 3600.0
 """What nobody has written to for so long is no save under way, whatever locks say."""
-_LOCK = "RUN.lock"
 
 
 class Visit:
-    """Somebody in ``folder`` who is no run; ``alone`` lasts as long as no run may begin."""
+    """Somebody in ``folder`` who is no run; ``alone`` lasts as long as no run may begin.
 
-    def __init__(self, folder: Path) -> None:
+    One that is ``only_looking`` writes nothing at all there, takes the time from this machine, and keeps no run out.
+    """
+
+    def __init__(self, folder: Path, *, only_looking: bool = False) -> None:
         self.folder = folder
-        self.since_ns = now_ns_in(folder) - int(IDLE_SECONDS * 1e9)
+        self._only_looks = only_looking
+        self.now_ns = time.time_ns() if only_looking else now_ns_in(folder)
+        self.since_ns = self.now_ns - int(IDLE_SECONDS * 1e9)
         self._holder = read_holder(folder)
 
     def check(self) -> None:
@@ -43,20 +48,35 @@ class Visit:
     @contextmanager
     def alone(self) -> Iterator[str | None]:
         """None while a ``with`` lasts in which no run is alive, or why one may be."""
+        lock: int | None = None
         try:
-            lock = try_lock(self.folder / _LOCK)
+            if self._only_looks:
+                is_alone = not is_locked(self.folder / LOCK)
+            else:
+                lock = try_lock(self.folder / LOCK)
+                is_alone = lock is not None
         except OSError as error:
             if error.errno != errno.ENOLCK:
                 raise
             yield "there are no locks here that would tell whether a run is saving"
             return
-        if lock is None:
-            yield f"a run has this folder: {self._holder or 'it has not said who it is'}"
+        if not is_alone:
+            yield self._who()
             return
         try:
+            if lock is not None:
+                sign(lock)
             yield None
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
+
+    def _who(self) -> str:
+        """Who has the lock, as far as it has said so."""
+        visitor = read_visitor(self.folder)
+        if visitor is not None:
+            return f"it is being tidied by {visitor}"
+        return f"a run has this folder: {self._holder or 'it has not said who it is'}"
 
     def put_garbage_aside(self) -> None:
         """Have what dead saves have left lie where anybody can remove it. Called ``alone``.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.files import NewFiles, sync_folder
+from elastic_ext.files import NewFiles, is_taken, look_afresh, sync_folder
 
 from .commit import Commit, FileSummary
 from .contents import STATE_FILE, FileKind, meta_file, shard_file
@@ -87,6 +87,8 @@ class Writing:
     def write(self, shards: Mapping[FileKind, Shard]) -> dict[str, list[object]]:
         """Write this rank's files; what COMMIT has to say of those with tensors."""
         is_first = self._rank == 0
+        if not is_first and not is_taken(self.path):  # the first rank's machine has made it, and this one knows not yet
+            look_afresh(self._folder.path)
         with self._folder.told_if_fenced() if is_first else nullcontext(), NewFiles() as new:
             if is_first:
                 self._put_descriptions(new)
