@@ -31,6 +31,15 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture
+def storage(ranks: RankPool, tmp_path: Path) -> Path:
+    """Where two ranks have saved step 1."""
+    from tests.saving import begin_job  # imports torch
+
+    ranks.run(2, begin_job, tmp_path / "storage", 1)
+    return tmp_path / "storage"
+
+
+@pytest.fixture
 def ram(tmp_path: Path) -> Iterator[Path]:
     """A folder where nothing waits for a disk, for tests of thousands of saves; names behave there as elsewhere."""
     if not os.access("/dev/shm", os.W_OK):

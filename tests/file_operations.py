@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["SLOW_SECONDS", "FileOperations", "StaleView", "Strike", "WhatIsStale"]
+__all__ = ["SLOW_SECONDS", "FileOperations", "Gate", "StaleView", "Strike", "WhatIsStale"]
 
 Strike = Literal["kill", "tear", "hang", "slow", "full", "broken"]
 """What happens to an operation in the place of what it was to do: the process dies; the file that it was to make
@@ -24,6 +24,8 @@ durable is cut in half, and the process dies; it never returns; it is done, but 
 broken."""
 
 SLOW_SECONDS = 0.05
+_REACHED_WITHIN_SECONDS = 60.0  # on a busy machine
+_FORGOTTEN_AFTER_SECONDS = 90.0  # a test that fails leaves its gate shut, and a process ends when it has saved
 
 WhatIsStale = Literal["listings", "names", "names for ever"]
 """What a client does not know of others' doing until it has made a name in that folder itself: what folders list; also
@@ -195,6 +197,30 @@ class StaleView:
                 if int(made_ns) > looked_ns:
                     unknown.add((int(number), name))
         return unknown
+
+
+class Gate:
+    """Holds up the first operation in ``folder`` whose words hold ``like``, until it is opened."""
+
+    def __init__(self, folder: Path, *, like: str) -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+        FileOperations(folder, self._hold_up, 0, like=like)
+
+    def wait_until_reached(self) -> None:
+        """Until the operation is held up."""
+        assert self._reached.wait(_REACHED_WITHIN_SECONDS), "no such operation came"
+
+    def open(self) -> None:
+        """Let it go on."""
+        self._opened.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def _hold_up(self) -> None:
+        self._reached.set()
+        self._opened.wait(_FORGOTTEN_AFTER_SECONDS)
 
 
 def _path_of(arguments: Sequence[Any], place: int, folder_place: int | None) -> str:

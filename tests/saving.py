@@ -7,6 +7,8 @@ every test can say which bits a step has to come back with.
 from __future__ import annotations
 
 import hashlib
+import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp import Loaded, ShardCheckpointer
+from elastic_ext.fsdp.checkpoint import background
+from elastic_ext.fsdp.checkpoint import storage as of_storage
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
 from elastic_ext.fsdp.checkpoint.listing import is_name
 from tests.file_operations import FileOperations, Strike
@@ -28,10 +32,12 @@ from tests.training import Slices, bits_of, make_data, make_model, shared, train
 __all__ = [
     "JOB",
     "Saved",
+    "Small",
     "begin_job",
     "checkpointer_of",
     "digest_at",
     "digest_of",
+    "end_saves",
     "extra_of",
     "fill",
     "garbage_in",
@@ -39,6 +45,7 @@ __all__ = [
     "job_folder",
     "make_state",
     "newest_of",
+    "take_over",
     "train",
 ]
 
@@ -157,6 +164,13 @@ def go_on(
         )
 
 
+def end_saves() -> None:
+    """Wait until no thread of this process saves any more."""
+    for thread in threading.enumerate():
+        if thread.name in (background.THREAD_NAME, of_storage.THREAD_NAME):
+            thread.join()
+
+
 def garbage_in(folder: Path) -> list[str]:
     """What lies in a job's folder and is no part of a checkpoint, nor of what the folder has besides."""
     found = []
@@ -183,6 +197,12 @@ def newest_of(storage: Path) -> int:
     return max(read_commit(path.parent).global_step for path in commits)
 
 
+def take_over(storage: Path) -> None:
+    """What another run does that has come since, on a machine whose locks this one does not see."""
+    holder = {"id": "another", "host": "elsewhere", "pid": 4711, "since": "2026-01-01T00:00:00+00:00"}
+    (job_folder(storage) / "RUN.json").write_text(json.dumps(holder))
+
+
 def train(folder: Path, storage: Path, until: int, *, rank: int = 0, **arguments: Any) -> tuple[int, int]:
     """A trainer's run with a checkpoint after each step, until a global step; where it began and ended."""
     folder.mkdir(exist_ok=True)
@@ -203,6 +223,33 @@ def train(folder: Path, storage: Path, until: int, *, rank: int = 0, **arguments
                 if trainer.global_step >= until:
                     break
         return began, trainer.global_step
+
+
+class Small:
+    """A trainer that saves every second step, and its loop, a step at a time."""
+
+    def __init__(self, tmp_path: Path, **arguments: Any) -> None:
+        self.storage = tmp_path / "storage"
+        self.model = make_model()
+        options: dict[str, Any] = {
+            "micro_batch_size": 4,
+            "checkpoint_interval": CheckpointInterval(steps=2),
+            **arguments,
+        }
+        self.trainer = trainer_of(tmp_path, self.model, shared_storage_path=self.storage, **options)
+        self.optimizer = self.trainer.prepare(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def take(self, num_steps: int = 1) -> None:
+        inputs, targets = make_data(4)
+        for _ in range(num_steps):
+            with self.trainer.step():
+                nn.functional.cross_entropy(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    @property
+    def saved(self) -> list[str]:
+        return sorted(path.parent.name for path in self.storage.glob(f"fsdp_checkpoint/*/*/{COMMIT}"))
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

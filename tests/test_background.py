@@ -1,14 +1,9 @@
-"""Saves that go on while training does: what is saved is what was there, whatever changes meanwhile, and what fails is
-told to all ranks.
-"""
+"""Saves that go on while training does: what is saved is what was there, whatever changes meanwhile."""
 
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +12,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.background import THREAD_NAME
 from elastic_ext.fsdp.checkpoint.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.letters import Letters, OwnStore
-from tests.file_operations import FileOperations, Strike
+from tests.file_operations import Gate
 from tests.ranks import RankPool
 from tests.saving import (
-    begin_job,
     checkpointer_of,
     digest_at,
     digest_of,
+    end_saves,
     extra_of,
     fill,
     garbage_in,
-    go_on,
     job_folder,
     make_state,
     newest_of,
     train,
 )
-from tests.trials import End, Trial, run_trials
-
-
-@pytest.fixture
-def storage(ranks: RankPool, tmp_path: Path) -> Path:
-    """Where two ranks have saved step 1."""
-    ranks.run(2, begin_job, tmp_path / "storage", 1)
-    return tmp_path / "storage"
-
-
-def run_one(ranks: RankPool, storage: Path, trial: Trial) -> list[End]:
-    (ends,) = run_trials(ranks, storage.parent / "ends", [trial])
-    return ends
-
+from tests.trials import Trial, run_one
 
 # --- what is saved --------------------------------------------------------------------------------------------------
 
@@ -83,7 +66,7 @@ def save_and_train_on(rank: int, storage: Path, num_saves: int) -> list[str]:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_what_is_saved_is_what_was_there_when_the_save_began(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
     trial = Trial(fn=save_and_train_on, args=(tmp_path / "storage", 4), num_ranks=num_ranks)
-    ends = run_one(ranks, tmp_path / "storage", trial)
+    ends = run_one(ranks, tmp_path / "ends", trial)
     assert [end.error for end in ends] == [None] * num_ranks, ends
     model, optimizer = make_state(seed=3, width=600)
     with checkpointer_of(tmp_path / "storage") as checkpointer:
@@ -130,20 +113,28 @@ def test_a_save_begins_when_the_one_before_is_done(tmp_path: Path) -> None:
     with checkpointer_of(tmp_path, in_background=True) as checkpointer:
         checkpointer.claim()
         assert not checkpointer.is_saving()
-        gate = threading.Event()
-        operations = FileOperations(tmp_path, gate.wait, 0, like="os.mkdir")
+        gate = Gate(tmp_path, like="os.mkdir")
         checkpointer.save(1, model, optimizer)
-        while not operations.seen:
-            time.sleep(0.001)
+        gate.wait_until_reached()
         assert checkpointer.is_saving()
         assert checkpointer.latest() is None
-        threading.Timer(0.2, gate.set).start()
+        threading.Timer(0.2, gate.open).start()
         checkpointer.save(2, model, optimizer)
-        assert gate.is_set()
+        assert gate.is_open
         assert (job_folder(tmp_path) / "step_1" / COMMIT).exists()
         checkpointer.wait()
         assert not checkpointer.is_saving()
         assert checkpointer.latest() == job_folder(tmp_path) / "step_2"
+
+
+def test_threads_have_a_name_that_a_user_finds(tmp_path: Path) -> None:
+    model, optimizer = make_state()
+    with checkpointer_of(tmp_path, in_background=True) as checkpointer:
+        checkpointer.claim()
+        gate = Gate(tmp_path, like="os.mkdir")
+        checkpointer.save(1, model, optimizer)
+        assert THREAD_NAME in [thread.name for thread in threading.enumerate()]
+        gate.open()
 
 
 def test_closing_ends_what_was_begun(tmp_path: Path) -> None:
@@ -151,6 +142,58 @@ def test_closing_ends_what_was_begun(tmp_path: Path) -> None:
     with checkpointer_of(tmp_path, in_background=True) as checkpointer:
         checkpointer.save(1, model, optimizer)
     assert newest_of(tmp_path) == 1
+
+
+def count_meetings(rank: int, storage: Path) -> list[int]:
+    """How often each of some saves has the ranks meet, when the one before is over."""
+    model, optimizer = make_state()
+    counts = []
+    with checkpointer_of(storage, in_background=True) as checkpointer:
+        ranks: Any = checkpointer._ranks
+        gather, met = ranks.gather, []
+
+        def gather_and_count(data: bytes, doing: str) -> Any:
+            met.append(doing)
+            return gather(data, doing)
+
+        ranks.gather = gather_and_count
+        for step in range(1, 5):
+            fill(model, optimizer, step)
+            end_saves()
+            dist.barrier()
+            met.clear()
+            checkpointer.save(step, model, optimizer, extra_of(3))
+            counts.append(len(met))
+        ranks.gather = gather
+    return counts[1:]
+
+
+def test_ranks_meet_once_for_a_save_that_is_like_the_one_before(ranks: RankPool, tmp_path: Path) -> None:
+    ends = run_one(ranks, tmp_path / "ends", Trial(fn=count_meetings, args=(tmp_path / "storage",)))
+    assert [end.value for end in ends] == [[1, 1, 1]] * 2, ends
+
+
+def save_own_buffers(rank: int, storage: Path) -> list[int]:
+    """Each rank has its own, and they change while ranks save."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    counted = model[1].get_buffer("num_batches_tracked")
+    found = []
+    with checkpointer_of(storage, in_background=True) as checkpointer:
+        for step in (1, 2, 3):
+            counted.fill_(10 * step + (rank if step > 1 else 0))  # the same at first
+            checkpointer.save(step, model)
+            counted.fill_(-1)
+        checkpointer.wait()
+        for step in (1, 2, 3):
+            checkpointer.load(model, path=job_folder(storage) / f"step_{step}")
+            found.append(int(counted))
+    return found
+
+
+def test_buffers_that_come_to_differ_are_each_ranks_own(ranks: RankPool, tmp_path: Path) -> None:
+    ends = run_one(ranks, tmp_path / "ends", Trial(fn=save_own_buffers, args=(tmp_path / "storage",)))
+    assert [end.value for end in ends] == [[10, 20, 30], [10, 21, 31]], ends
 
 
 def save_often(rank: int, storage: Path, num_saves: int) -> dict[str, tuple[int, int]]:
@@ -175,7 +218,7 @@ def save_often(rank: int, storage: Path, num_saves: int) -> dict[str, tuple[int,
 
 
 def test_200_saves_leak_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    ends = run_one(ranks, tmp_path / "storage", Trial(fn=save_often, args=(tmp_path / "storage", 200)))
+    ends = run_one(ranks, tmp_path / "ends", Trial(fn=save_often, args=(tmp_path / "storage", 200)))
     for end in ends:
         assert end.error is None, end
         counts = end.value
@@ -210,128 +253,6 @@ def test_memory_is_made_once_and_is_as_large_as_what_the_rank_writes(tmp_path: P
         other.register_buffer("more", torch.zeros(100_000))
         checkpointer.load(other)
         assert torch.equal(other.get_buffer("more"), torch.ones(100_000))
-
-
-def without_memory(rank: int, storage: Path) -> list[str]:
-    """Rank 1 has no memory for its part the first time."""
-    model, optimizer = make_state()
-    errors = []
-    with checkpointer_of(storage, in_background=True) as checkpointer:
-        checkpointer.load(model, optimizer)
-        staging: Any = checkpointer._saver._staging
-        if rank == 1:
-            hold, staging.hold = staging.hold, lambda parts: bytearray(1 << 60)
-        checkpointer.save(2, model, optimizer, extra_of(2))
-        try:
-            checkpointer.wait()
-        except CheckpointError as error:
-            errors.append(str(error))
-        if rank == 1:
-            staging.hold = hold
-        fill(model, optimizer, 2)
-        checkpointer.save(2, model, optimizer, extra_of(2))
-    return errors
-
-
-def test_a_rank_without_memory_is_an_error_on_all_and_the_next_save_works(ranks: RankPool, storage: Path) -> None:
-    for end in run_one(ranks, storage, Trial(fn=without_memory, args=(storage,))):
-        assert end.error is None, end
-        assert ["rank 1: there is no memory to keep what is saved" in text for text in end.value] == [True], end
-    assert newest_of(storage) == 2
-
-
-# --- what goes wrong ------------------------------------------------------------------------------------------------
-
-
-def fail_once(rank: int, storage: Path, victim: int, strike: Strike, like: str) -> tuple[str, float]:
-    """What is told of a save that fails on one rank, and how long training was held up by beginning it."""
-    model, optimizer = make_state()
-    with checkpointer_of(storage, in_background=True, storage_timeout_seconds=2.0) as checkpointer:
-        checkpointer.load(model, optimizer)
-        checkpointer.claim()
-        operations = FileOperations(storage, strike, 0 if rank == victim else None, like=like)
-        began = time.monotonic()
-        checkpointer.save(2, model, optimizer, extra_of(2))
-        held_up = time.monotonic() - began
-        dist.barrier()  # training goes on
-        told = ""
-        try:
-            checkpointer.wait()
-        except CheckpointError as error:
-            told = str(error)
-        operations.end()
-        if strike == "hang":  # its thread may still read the memory that is kept
-            with pytest.raises(CheckpointError, match="has not answered yet"):
-                checkpointer.save(3, model, optimizer, extra_of(3))
-        else:
-            fill(model, optimizer, 2)
-            checkpointer.save(2, model, optimizer, extra_of(2))
-            checkpointer.wait()
-        return told, held_up
-
-
-@pytest.mark.parametrize(
-    ("victim", "strike", "like", "words"),
-    [
-        (0, "full", "os.mkdir", "No space left on device"),
-        (1, "full", "os.writev", "No space left on device"),
-        (0, "broken", "os.fsync", "Input/output error"),
-        (0, "broken", "/COMMIT", "Input/output error"),
-    ],
-)
-def test_a_save_that_fails_is_one_error_on_all_ranks_and_the_next_works(
-    victim: int, strike: Strike, like: str, words: str, ranks: RankPool, storage: Path
-) -> None:
-    ends = run_one(ranks, storage, Trial(fn=fail_once, args=(storage, victim, strike, like)))
-    assert [end.error for end in ends] == [None, None], ends
-    assert ends[0].value[0] == ends[1].value[0]
-    assert words in ends[0].value[0] and f"rank {victim}: " in ends[0].value[0]
-    assert newest_of(storage) == 2 and garbage_in(job_folder(storage)) == []
-
-
-@pytest.mark.parametrize(("victim", "like"), [(0, "os.mkdir"), (1, "os.writev"), (0, ".COMMIT.")])
-def test_storage_that_hangs_holds_up_no_training_and_loses_no_checkpoint(
-    victim: int, like: str, ranks: RankPool, storage: Path
-) -> None:
-    ends = run_one(ranks, storage, Trial(fn=fail_once, args=(storage, victim, "hang", like)))
-    assert [end.error for end in ends] == [None, None], ends
-    for end in ends:
-        told, held_up = end.value
-        assert "within 2 seconds" in told or "longer than 2 seconds" in told, told
-        assert held_up < 1.5
-    assert newest_of(storage) == 1
-    assert [end.error for end in run_one(ranks, storage, Trial(fn=go_on, args=(storage,)))] == [None, None]
-
-
-def lose_a_peer(rank: int, storage: Path) -> str:
-    model, optimizer = make_state()
-    checkpointer = checkpointer_of(storage, in_background=True)
-    checkpointer.load(model, optimizer)
-    checkpointer.claim()
-    gate = threading.Event()
-    FileOperations(storage, gate.wait, 0, like="os.writev")
-    checkpointer.save(2, model, optimizer, extra_of(2))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    checkpointer.wait()
-    return "it waited"
-
-
-def test_a_lost_peer_is_noticed_at_once_by_who_waits(ranks: RankPool, storage: Path) -> None:
-    ends = run_one(ranks, storage, Trial(fn=lose_a_peer, args=(storage,), num_ranks=2))
-    assert (ends[0].error or "").startswith("PeerLostError") and ends[0].seconds < 20, ends
-    assert newest_of(storage) == 1
-
-
-def test_threads_have_a_name_that_a_user_finds(tmp_path: Path) -> None:
-    model, optimizer = make_state()
-    with checkpointer_of(tmp_path, in_background=True) as checkpointer:
-        checkpointer.claim()
-        gate = threading.Event()
-        FileOperations(tmp_path, gate.wait, 0, like="os.mkdir")
-        checkpointer.save(1, model, optimizer)
-        assert THREAD_NAME in [thread.name for thread in threading.enumerate()]
-        gate.set()
 
 
 # --- letters --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import resource
 import shutil
@@ -35,23 +34,17 @@ from tests.saving import (
     job_folder,
     make_state,
     newest_of,
+    take_over,
     train,
 )
-from tests.trials import End, Trial, run_trials
+from tests.trials import End, Trial, run_one, run_trials
 
 _FAILS_WITHIN_SECONDS = 30.0  # on a busy machine; what is waited for is 1 s, or 5 s for a run that may be ending
 _NOBODY = 65534
 
 
-@pytest.fixture
-def storage(ranks: RankPool, tmp_path: Path) -> Path:
-    """Where two ranks have saved step 1."""
-    ranks.run(2, begin_job, tmp_path / "storage", 1)
-    return tmp_path / "storage"
-
-
-def run_one(ranks: RankPool, folder: Path, trial: Trial) -> list[End]:
-    (ends,) = run_trials(ranks, folder / "ends", [trial])
+def run_in_time(ranks: RankPool, folder: Path, trial: Trial) -> list[End]:
+    ends = run_one(ranks, folder / "ends", trial)
     assert all(end.seconds < _FAILS_WITHIN_SECONDS for end in ends), ends
     return ends
 
@@ -136,14 +129,14 @@ def test_operation_that_fails_is_an_error_on_all_ranks_and_the_next_try_saves(
 def test_failed_save_is_one_error_on_all_ranks_and_the_old_checkpoint_stays(
     victim: int, strike: Strike, like: str, words: str, ranks: RankPool, storage: Path
 ) -> None:
-    ends = run_one(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, strike, like)))
+    ends = run_in_time(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, strike, like)))
     error = error_of_all(ends)
     assert error.startswith("CheckpointError: ") and words in error and f"rank {victim}: " in error, error
     log = [text for end in ends for text in end.log if "checkpoint step_2 failed on rank" in text]
     assert len(log) == 1 and log[0].endswith(f"rank {victim}"), "where it failed, and nowhere else"
     assert newest_of(storage) == 1
     assert not (job_folder(storage) / "step_2").exists()
-    assert [end.error for end in run_one(ranks, storage.parent, Trial(fn=go_on, args=(storage,)))] == [None, None]
+    assert [end.error for end in run_in_time(ranks, storage.parent, Trial(fn=go_on, args=(storage,)))] == [None, None]
     assert newest_of(storage) == 2 and garbage_in(job_folder(storage)) == []
 
 
@@ -168,7 +161,7 @@ def fail_like(rank: int, storage: Path, victim: int, strike: Strike, like: str) 
 def test_storage_that_hangs_is_an_error_on_all_ranks_in_time(
     victim: int, like: str, doing: str, ranks: RankPool, storage: Path
 ) -> None:
-    error = error_of_all(run_one(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, "hang", like))))
+    error = error_of_all(run_in_time(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, "hang", like))))
     assert f"rank {victim}: the storage took longer than 3 seconds while {doing}" in error, error
     assert "storage_timeout_seconds" in error
     assert newest_of(storage) == 1
@@ -197,7 +190,7 @@ def test_storage_that_hangs_while_loading_is_an_error_on_all_ranks_in_time(
     victim: int, like: str, doing: str, ranks: RankPool, storage: Path
 ) -> None:
     trial = Trial(fn=load_while_it_hangs, args=(storage, victim, like))
-    error = error_of_all(run_one(ranks, storage.parent, trial))
+    error = error_of_all(run_in_time(ranks, storage.parent, trial))
     assert f"rank {victim}: the storage took longer than 3 seconds while {doing}" in error, error
     assert "storage_timeout_seconds" in error
 
@@ -217,7 +210,7 @@ def test_storage_that_hangs_while_a_trainer_resumes_is_an_error_on_all_ranks_in_
     victim: int, like: str, doing: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     arguments = (tmp_path / "run", tmp_path / "storage", victim, like)
-    error = error_of_all(run_one(ranks, tmp_path, Trial(fn=resume_while_it_hangs, args=arguments)))
+    error = error_of_all(run_in_time(ranks, tmp_path, Trial(fn=resume_while_it_hangs, args=arguments)))
     assert f"rank {victim}: the storage took longer than 3 seconds while {doing}" in error, error
     assert newest_of(tmp_path / "storage") == 1
 
@@ -237,7 +230,7 @@ def go_on_slowly(rank: int, storage: Path, victims: Sequence[int]) -> int:
 def test_storage_that_is_slow_costs_time_and_nothing_else(
     victims: tuple[int, ...], ranks: RankPool, storage: Path
 ) -> None:
-    ends = run_one(ranks, storage.parent, Trial(fn=go_on_slowly, args=(storage, victims)))
+    ends = run_in_time(ranks, storage.parent, Trial(fn=go_on_slowly, args=(storage, victims)))
     assert [(end.error, end.log) for end in ends] == [(None, ())] * 2, ends
     assert all(end.seconds > ends[victim].value * SLOW_SECONDS > 1 for end in ends for victim in victims), ends
     assert newest_of(storage) == 2 and garbage_in(job_folder(storage)) == []
@@ -260,7 +253,7 @@ def save_with_small_files(rank: int, storage: Path) -> None:
 
 
 def test_limit_on_the_size_of_files_is_one_error_on_all_ranks(ranks: RankPool, storage: Path) -> None:
-    error = error_of_all(run_one(ranks, storage.parent, Trial(fn=save_with_small_files, args=(storage,))))
+    error = error_of_all(run_in_time(ranks, storage.parent, Trial(fn=save_with_small_files, args=(storage,))))
     assert "rank 1: File too large" in error and "model_param.00001-00002.safetensors" in error, error
     assert newest_of(storage) == 1
 
@@ -305,7 +298,7 @@ def save_on_small_file_system(_: int, folder: Path) -> str:
 
 def test_file_system_that_is_full_then_empty_then_read_only(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
-    (end,) = run_one(ranks, tmp_path, Trial(fn=save_on_small_file_system, args=(tmp_path / "small",), num_ranks=1))
+    (end,) = run_in_time(ranks, tmp_path, Trial(fn=save_on_small_file_system, args=(tmp_path / "small",), num_ranks=1))
     assert end.error is None, end.trace
     if end.value:
         pytest.skip(end.value)
@@ -334,7 +327,7 @@ def test_folder_without_permission_loads_and_refuses_saves_on_all_ranks(ranks: R
     folders = [storage, *(path for path in storage.rglob("*") if path.is_dir())]
     for folder in folders:
         folder.chmod(0o555)
-    ends = run_one(ranks, open_folder, Trial(fn=save_without_permission, args=(storage,)))
+    ends = run_in_time(ranks, open_folder, Trial(fn=save_without_permission, args=(storage,)))
     for folder in folders:
         folder.chmod(0o755)
     error = error_of_all(ends)
@@ -365,7 +358,7 @@ def train_on_full_disk(rank: int, folder: Path, storage: Path, how: str) -> tupl
 
 def test_training_goes_on_without_a_checkpoint_where_the_user_allows_it(ranks: RankPool, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
-    ends = run_one(ranks, tmp_path, Trial(fn=train_on_full_disk, args=(tmp_path / "run", storage, "warn")))
+    ends = run_in_time(ranks, tmp_path, Trial(fn=train_on_full_disk, args=(tmp_path / "run", storage, "warn")))
     assert [end.value for end in ends] == [(1, 4), (1, 4)], ends
     told = [text for text in ends[0].log if "a checkpoint was not saved, and training goes on" in text]
     assert len(told) == 2 and all("rank 1: No space left on device" in text for text in told), ends[0].log
@@ -375,7 +368,7 @@ def test_training_goes_on_without_a_checkpoint_where_the_user_allows_it(ranks: R
 
 def test_training_stops_on_all_ranks_where_a_save_fails(ranks: RankPool, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
-    ends = run_one(ranks, tmp_path, Trial(fn=train_on_full_disk, args=(tmp_path / "run", storage, "raise")))
+    ends = run_in_time(ranks, tmp_path, Trial(fn=train_on_full_disk, args=(tmp_path / "run", storage, "raise")))
     error = error_of_all(ends)
     assert error.startswith("CheckpointError: saving ") and "step_2 failed: rank 1: No space left on device" in error
     assert newest_of(storage) == 1
@@ -388,18 +381,12 @@ def test_second_run_of_a_job_is_refused_and_told_who_has_the_folder(ranks: RankP
     model, optimizer = make_state()
     with checkpointer_of(tmp_path / "storage") as checkpointer:
         checkpointer.save(1, model, optimizer, extra_of(1))
-        ends = run_one(ranks, tmp_path, Trial(fn=go_on, args=(tmp_path / "storage",)))
+        ends = run_in_time(ranks, tmp_path, Trial(fn=go_on, args=(tmp_path / "storage",)))
         error = error_of_all(ends)
         assert error.startswith("CheckpointFenced: "), error
         assert f"process {os.getpid()} on {socket.gethostname()}" in error and "job=" in error, error
         checkpointer.save(2, model, optimizer, extra_of(2))
-    assert run_one(ranks, tmp_path, Trial(fn=go_on, args=(tmp_path / "storage",)))[0].value.step == 3
-
-
-def take_over(storage: Path) -> None:
-    """What another run does that has come since, on a machine whose locks this one does not see."""
-    holder = {"id": "another", "host": "elsewhere", "pid": 4711, "since": "2026-01-01T00:00:00+00:00"}
-    (job_folder(storage) / "RUN.json").write_text(json.dumps(holder))
+    assert run_in_time(ranks, tmp_path, Trial(fn=go_on, args=(tmp_path / "storage",)))[0].value.step == 3
 
 
 def save_when_fenced(rank: int, storage: Path, like: str) -> list[str]:
@@ -420,12 +407,12 @@ def save_when_fenced(rank: int, storage: Path, like: str) -> list[str]:
 
 @pytest.mark.parametrize("like", ["RUN.json", "os.mkdir", "os.writev", ".COMMIT."])
 def test_run_that_is_fenced_commits_nothing(like: str, ranks: RankPool, storage: Path) -> None:
-    ends = run_one(ranks, storage.parent, Trial(fn=save_when_fenced, args=(storage, like)))
+    ends = run_in_time(ranks, storage.parent, Trial(fn=save_when_fenced, args=(storage, like)))
     for end in ends:
         assert end.value is not None and len(end.value) == 2, end
         assert all("process 4711 on elsewhere" in text for text in end.value), end
     assert newest_of(storage) == 1
-    ends = run_one(ranks, storage.parent, Trial(fn=go_on, args=(storage,)))
+    ends = run_in_time(ranks, storage.parent, Trial(fn=go_on, args=(storage,)))
     assert [end.value and end.value.step for end in ends] == [2, 2], ends
     assert garbage_in(job_folder(storage)) == []
 
@@ -434,7 +421,7 @@ def test_run_that_is_fenced_commits_nothing(like: str, ranks: RankPool, storage:
 def test_rank_lost_in_the_middle_of_a_save_is_lost_to_the_others_too(
     victim: int, ranks: RankPool, storage: Path
 ) -> None:
-    ends = run_one(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, "kill", "os.writev")))
+    ends = run_in_time(ranks, storage.parent, Trial(fn=fail_like, args=(storage, victim, "kill", "os.writev")))
     assert ends[victim].exit_signal == 9
     assert str(ends[1 - victim].error).startswith("PeerLostError: "), ends
     assert "checkpoint step_2" in str(ends[1 - victim].error)
@@ -454,7 +441,7 @@ def save_different_steps(rank: int, storage: Path) -> str:
 
 
 def test_ranks_that_save_different_steps_at_once_all_hear_of_it(ranks: RankPool, storage: Path) -> None:
-    ends = run_one(ranks, storage.parent, Trial(fn=save_different_steps, args=(storage,)))
+    ends = run_in_time(ranks, storage.parent, Trial(fn=save_different_steps, args=(storage,)))
     assert [end.error for end in ends] == [None, None], ends
     assert ends[0].value == ends[1].value
     assert "rank 0: save step 2 of epoch 0; rank 1: save step 3 of epoch 0" in ends[0].value
@@ -533,7 +520,7 @@ def test_run_from_an_older_step_renames_what_it_leaves_and_latest_follows(ranks:
     storage = tmp_path / "storage"
     first = ranks.run(2, begin_job, storage, 4)
     folder = job_folder(storage)
-    ends = run_one(ranks, tmp_path, Trial(fn=go_on, args=(storage, folder / "step_2")))
+    ends = run_in_time(ranks, tmp_path, Trial(fn=go_on, args=(storage, folder / "step_2")))
     assert [end.value.loaded_digest for end in ends] == [digests[2] for digests in first]
     names = sorted(path.name.partition("-")[0] for path in folder.iterdir() if path.name.startswith("step_"))
     assert names == ["step_1", "step_2", "step_3", "step_3.abandoned", "step_4.abandoned"]
@@ -544,7 +531,7 @@ def test_run_from_an_older_step_renames_what_it_leaves_and_latest_follows(ranks:
         (left,) = folder.glob("step_4.abandoned-*")
         assert checkpointer.load(model, optimizer, left).step == 4
         assert digest_of(model, optimizer) == digest_at(4)
-    assert run_one(ranks, tmp_path, Trial(fn=go_on, args=(storage,)))[0].value.step == 4
+    assert run_in_time(ranks, tmp_path, Trial(fn=go_on, args=(storage,)))[0].value.step == 4
     assert newest_of(storage) == 4 and garbage_in(folder) == []
 
 
@@ -568,7 +555,7 @@ def go_back(rank: int, storage: Path) -> list[int]:
 
 
 def test_run_that_goes_back_to_its_own_checkpoint_saves_from_there(ranks: RankPool, storage: Path) -> None:
-    ends = run_one(ranks, storage.parent, Trial(fn=go_back, args=(storage,)))
+    ends = run_in_time(ranks, storage.parent, Trial(fn=go_back, args=(storage,)))
     assert [end.value for end in ends] == [[1, 2, 2, 3]] * 2, ends
     names = sorted(path.name.partition("-")[0] for path in job_folder(storage).iterdir() if path.name[:5] == "step_")
     assert names == ["step_1", "step_2", "step_2.abandoned", "step_3", "step_3.abandoned"]

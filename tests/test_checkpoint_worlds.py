@@ -25,7 +25,6 @@ from tests.file_operations import FileOperations
 from tests.ranks import RankPool
 from tests.saving import (
     Saved,
-    begin_job,
     checkpointer_of,
     digest_at,
     digest_of,
@@ -38,7 +37,7 @@ from tests.saving import (
     newest_of,
 )
 from tests.training import make_data, make_model, trainer_of
-from tests.trials import End, Trial, run_trials
+from tests.trials import End, Trial, run_one, run_trials
 
 _WAITS_SECONDS = 50.0  # for the other world, on a busy machine
 WORLDS = pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
@@ -129,13 +128,6 @@ def test_buffers_that_differ_come_back_to_as_many_ranks_and_are_the_first_ranks_
 # --- a change in the middle of a save -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def storage(ranks: RankPool, tmp_path: Path) -> Path:
-    """Where two ranks have saved step 1."""
-    ranks.run(2, begin_job, tmp_path / "storage", 1)
-    return tmp_path / "storage"
-
-
 def assert_went_on_from_step_1(ends: Sequence[End], storage: Path) -> None:
     """Each rank of the new world loaded step 1 and saved step 2, which is the newest and holds what it should."""
     assert all(isinstance(end.value, Saved) for end in ends), ends
@@ -164,10 +156,10 @@ def save_and_die(_: int, storage: Path, like: str) -> None:
 def test_world_that_a_launcher_replaces_in_the_middle_of_a_save(
     like: str, num_ranks: int, ranks: RankPool, storage: Path
 ) -> None:
-    (ends,) = run_trials(ranks, storage.parent / "ends", [Trial(fn=save_and_die, args=(storage, like))])
+    ends = run_one(ranks, storage.parent / "ends", Trial(fn=save_and_die, args=(storage, like)))
     assert ends[0].exit_signal == 9 and (ends[1].exit_signal == 9 or "PeerLostError" in str(ends[1].error)), ends
     assert newest_of(storage) == 1
-    (ends,) = run_trials(ranks, storage.parent / "ends", [Trial(fn=go_on, args=(storage,), num_ranks=num_ranks)])
+    ends = run_one(ranks, storage.parent / "ends", Trial(fn=go_on, args=(storage,), num_ranks=num_ranks))
     assert_went_on_from_step_1(ends, storage)
 
 
@@ -192,7 +184,7 @@ def test_ranks_that_are_left_in_the_middle_of_a_save_go_on_as_a_smaller_world(
     victim: int, ranks: RankPool, storage: Path
 ) -> None:
     trial = Trial(fn=save_without_one, args=(storage, victim), num_ranks=3)
-    (ends,) = run_trials(ranks, storage.parent / "ends", [trial])
+    ends = run_one(ranks, storage.parent / "ends", trial)
     assert ends[victim].exit_signal == 9
     assert_went_on_from_step_1([end for rank, end in enumerate(ends) if rank != victim], storage)
 

@@ -12,9 +12,9 @@ from torch.optim import AdamW, lr_scheduler
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
 from tests.file_operations import FileOperations
 from tests.ranks import RankPool
+from tests.saving import Small
 from tests.sharded import WAYS, Way, values_of
 from tests.training import ResumableSlices, bits_of, make_data, trainer_of
 
@@ -94,29 +94,6 @@ def test_what_a_loop_does_after_a_step_is_in_its_checkpoint(tmp_path: Path, in_b
 @pytest.mark.parametrize("way", ["ddp", "fully_shard"])
 def test_the_same_on_ranks(ranks: RankPool, tmp_path: Path, way: str) -> None:
     ranks.run(2, go_on_as_if_nothing_had_happened, tmp_path, way, True)
-
-
-class Small:
-    """A trainer that saves every second step, and its loop, a step at a time."""
-
-    def __init__(self, tmp_path: Path, **arguments: Any) -> None:
-        self.storage = tmp_path / "storage"
-        self.model = net(0)
-        options = {"micro_batch_size": 4, "checkpoint_interval": CheckpointInterval(steps=2), **arguments}
-        self.trainer = trainer_of(tmp_path, self.model, shared_storage_path=self.storage, **options)
-        self.optimizer = self.trainer.prepare(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def take(self, num_steps: int = 1) -> None:
-        inputs, targets = make_data(4)
-        for _ in range(num_steps):
-            with self.trainer.step():
-                nn.functional.cross_entropy(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-
-    @property
-    def saved(self) -> list[str]:
-        return sorted(path.parent.name for path in self.storage.glob(f"fsdp_checkpoint/*/*/{COMMIT}"))
 
 
 def test_it_is_begun_before_the_next_step_or_at_the_end_of_an_epoch_or_by_hand_or_at_the_end(tmp_path: Path) -> None:

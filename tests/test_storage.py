@@ -15,7 +15,7 @@ from elastic_ext.ranks import Ranks
 from tests.file_operations import FileOperations
 from tests.ranks import RankPool
 from tests.saving import begin_job, checkpointer_of, digest_of, extra_of, garbage_in, job_folder, make_state
-from tests.trials import Trial, run_trials
+from tests.trials import Trial, run_one
 
 
 def join_late() -> None:
@@ -95,7 +95,7 @@ def save_twice(rank: int, storage: Path, like: str) -> tuple[str, list[str], lis
 def test_a_save_that_comes_back_late_does_no_harm_to_the_next(ranks: RankPool, tmp_path: Path, like: str) -> None:
     storage = tmp_path / "storage"
     ranks.run(2, begin_job, storage, 1)
-    (ends,) = run_trials(ranks, tmp_path / "ends", [Trial(fn=save_twice, args=(storage, like))])
+    ends = run_one(ranks, tmp_path / "ends", Trial(fn=save_twice, args=(storage, like)))
     assert [end.error for end in ends] == [None, None]
     name, committed, garbage = ends[0].value
     assert name == "step_3"
@@ -121,5 +121,5 @@ def load_late(rank: int, storage: Path) -> None:
 def test_a_load_that_comes_back_late_touches_nothing_any_more(ranks: RankPool, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     ranks.run(2, begin_job, storage, 1)
-    (ends,) = run_trials(ranks, tmp_path / "ends", [Trial(fn=load_late, args=(storage,))])
+    ends = run_one(ranks, tmp_path / "ends", Trial(fn=load_late, args=(storage,)))
     assert [end.error for end in ends] == [None, None]

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from tests.ranks import RankPool
 
-__all__ = ["End", "Trial", "run_trials"]
+__all__ = ["End", "Trial", "run_one", "run_trials"]
 
 _HANGS_AFTER_SECONDS = 120.0
 
@@ -62,6 +62,12 @@ def run_trials(ranks: RankPool, folder: Path, trials: Sequence[Trial], *, at_onc
     (ends,) = ranks.run(
         1, _direct, folder, store.port, list(trials), at_once, deadline_seconds=900.0, process_group=False
     )
+    return ends
+
+
+def run_one(ranks: RankPool, folder: Path, trial: Trial) -> list[End]:
+    """What became of each rank of one trial."""
+    (ends,) = run_trials(ranks, folder, [trial])
     return ends
 
 
