@@ -120,9 +120,14 @@ SLOW_WAYS = ("fully_shard, offloaded", "fully_shard, with a divide factor")
 """Those in which little else happens than in another; left out of the tests that are run each time."""
 
 
-def each_of(ways: Iterable[str]) -> list[Any]:
+LARGE_WAYS = ("hybrid", "tensor and fully_shard", "fully_shard, kept after forward")
+"""Those on four ranks, and one like another: every time they are compared with loops by hand, and no more than that."""
+
+
+def each_of(ways: Iterable[str], *, also_large: bool = True) -> list[Any]:
     """What a test is parametrised with."""
-    return [pytest.param(way, marks=pytest.mark.slow) if way in SLOW_WAYS else way for way in ways]
+    slow = SLOW_WAYS if also_large else SLOW_WAYS + LARGE_WAYS
+    return [pytest.param(way, marks=pytest.mark.slow) if way in slow else way for way in ways]
 
 
 def values_of(model: nn.Module) -> list[torch.Tensor]:

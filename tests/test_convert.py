@@ -515,6 +515,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_larger_than_the_memory_that_is_allowed_is_converted(tmp_path: Path) -> None:
     shape = (50_000, 2_000)  # 400 MB
     large = torch.zeros(shape)

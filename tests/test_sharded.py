@@ -198,7 +198,7 @@ def plainly(samples: list[int], rates: list[float], share: float) -> list[torch.
     return values_of(model)
 
 
-@pytest.mark.parametrize("way", each_of(ALL_WAYS))
+@pytest.mark.parametrize("way", each_of(ALL_WAYS, also_large=False))
 def test_rate_global_batch_and_micro_batch_change_between_steps(ranks: RankPool, tmp_path: Path, way: str) -> None:
     found = ranks.run(ALL_WAYS[way].num_ranks, changing_rank, tmp_path, way)
     first = found[0]
@@ -385,7 +385,7 @@ RETAKEN = [way for way in ALL_WAYS if way != "FSDP1"]
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 3])
-@pytest.mark.parametrize("way", each_of(RETAKEN))
+@pytest.mark.parametrize("way", each_of(RETAKEN, also_large=False))
 def test_a_step_that_fails_on_all_ranks_is_taken_again(
     ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int
 ) -> None:
@@ -403,7 +403,7 @@ def test_a_step_is_taken_again_with_the_same_random_numbers_and_buffers(
     ranks.run(2, failing_rank, tmp_path, way, faults, 2, True)
 
 
-@pytest.mark.parametrize("way", each_of(WAYS))
+@pytest.mark.parametrize("way", each_of(WAYS, also_large=False))
 def test_a_rank_that_fails_before_it_calls_the_model_takes_the_step_again_alone(
     ranks: RankPool, tmp_path: Path, way: str
 ) -> None:
@@ -513,7 +513,7 @@ def counting_rank(rank: int, folder: Path, way: str) -> None:
     torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("way", each_of(WAYS))
+@pytest.mark.parametrize("way", each_of(WAYS, also_large=False))
 def test_losses_by_items_are_divided_by_those_of_all_ranks(ranks: RankPool, tmp_path: Path, way: str) -> None:
     ranks.run(WAYS[way].num_ranks, counting_rank, tmp_path, way)
 
