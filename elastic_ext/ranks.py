@@ -97,9 +97,14 @@ class Ranks:
             ranks.store = own_store
         return ranks
 
+    @property
+    def host(self) -> str:
+        """The machine that this rank runs on."""
+        return self.names[self.rank].host
+
     def speaks_for(self, thing: str) -> bool:
         """Whether this rank is the first of those on its machine that bring the same ``thing``, such as a path."""
-        everything = self.gather(json.dumps([self.names[self.rank].host, thing]).encode(), "starting")
+        everything = self.gather(json.dumps([self.host, thing]).encode(), "starting")
         return everything.index(everything[self.rank]) == self.rank
 
     def start_sum(self, values: Sequence[int], doing: str) -> PendingSum:

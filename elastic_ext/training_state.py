@@ -98,8 +98,7 @@ class TrainingState:
         config: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.rank, self.num_ranks = ranks.rank, ranks.world_size
-        host = ranks.names[ranks.rank].host
-        self._ranks_here = sum(name.host == host for name in ranks.names)
+        self._ranks_here = sum(name.host == ranks.host for name in ranks.names)
         self.model = model
         self.counts = counts
         self._parts = parts

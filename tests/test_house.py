@@ -81,6 +81,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.placements": 1,
     "fsdp.regions": 1,
     "fsdp.checkpoint.background": 1,
+    "fsdp.checkpoint.hostmemory": 1,
     "fsdp.checkpoint.blocksums": 1,
     "fsdp.checkpoint.casting": 1,
     "fsdp.checkpoint.claim": 1,

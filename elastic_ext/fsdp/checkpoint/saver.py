@@ -23,6 +23,7 @@ from .collecting import ToSave
 from .commit import Commit
 from .contents import VALUES, FileKind
 from .copying import Copying
+from .hostmemory import free_bytes, why_no_room
 from .jobfolder import JobFolder
 from .letters import Letters, OwnStore, ToldOfFailure
 from .lineage import Chain
@@ -299,9 +300,28 @@ class Saver:
             self._staging.close()
 
     def make_ready(self, what: ToSave) -> None:
-        """Begin to make room for ``what`` is to be saved, off training's way; with all ranks."""
-        if self._staging is not None:
-            self._staging.make_ready(self._meet("to come", what, lambda: "make ready for saving", None).parts)
+        """Begin to make room for ``what`` is to be saved, off training's way; with all ranks.
+
+        Where there is no room on one of their machines, nothing is saved in the background.
+        """
+        staging = self._staging
+        if staging is None:
+            return
+        met, host = self._meet("to come", what, lambda: "make ready for saving", None), self._ranks.host
+        wants = gather_or_raise(
+            self._ranks, lambda: [host, staging.num_missing(met.parts), free_bytes()], "looking for memory to save from"
+        )
+        why_not = why_no_room((host, wanted, free) for host, wanted, free in wants)
+        if why_not is None:
+            staging.make_ready(met.parts)
+            return
+        self._staging = None
+        staging.close()
+        if self._ranks.rank == 0:
+            _logger.warning(
+                "there is too little memory to copy what is saved (%s): training waits while checkpoints are written",
+                why_not,
+            )
 
     def _retain(self, folder: JobFolder, chain: Chain) -> None:
         """On the first rank, after a commit: remove the checkpoints that are not to be kept any more."""

@@ -52,6 +52,13 @@ class Staging:
         self._finish()
         return sum(memory.numel() for memory in self._slots.values())
 
+    def num_missing(self, parts: Mapping[FileKind, Sequence[Part]]) -> int:
+        """How many bytes of memory ``make_ready`` would make for ``parts``."""
+        num_bytes = sum(_room_of(own) for own in parts.values())
+        self._finish()
+        slots = range(1 if self._shelf is None else self._shelf.num_slots)
+        return sum(num_bytes - self._size_of(slot) for slot in slots if num_bytes > self._size_of(slot))
+
     def make_ready(self, parts: Mapping[FileKind, Sequence[Part]]) -> None:
         """Begin to make room for ``parts``, off the caller's way."""
         num_bytes = sum(_room_of(own) for own in parts.values())
