@@ -324,6 +324,7 @@ class Checkpoints:
         unless it is asked for, or resuming is "strict". ``more`` is what else has to be the same on all ranks.
         """
         self._due = None
+        self._checkpointer.drop_held()
         self._settle()
         into = Rewinding(self._state, replays=not skips, on_begin=on_begin)
         before = self._counts.global_step + is_torn  # what is torn was to come after it

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from .accelerator import Accelerated
 from .batches import Batches
@@ -25,13 +23,12 @@ from .config import ElasticConfig
 from .counts import Counts
 from .errors import ElasticError, RanksDisagreeError, RanksError, StepError
 from .follow import ConfigFollower
-from .fsdp.checkpoint.letters import OwnStore
 from .gradients import Gradients
-from .leaving import EXIT_STATUS, Leaving
 from .metrics import Measures
 from .optimizer import OptimizerSettings
 from .optimizer_state import can_materialise, materialise
 from .progress import Progress
+from .saving import Saving
 from .scaling import BatchRule, rate_factor
 from .steps import Steps
 
@@ -62,7 +59,7 @@ class Session:
         self.should_stop = False
         self.checkpoints: Checkpoints | None = None
         """Where they are saved; set before ``start``."""
-        self._save_at = math.inf  # the next global step with something to save
+        self._saving: Saving | None = None
         self._counts = counts
         self._batches = batches
         self._gradients = gradients
@@ -74,9 +71,6 @@ class Session:
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
         self._speed = _Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
-        self._leaving: Leaving | None = None
-        self._must_leave = False
-        self._fences: list[RemovableHandle] = []  # on optimizers, while a checkpoint is being copied
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
@@ -101,10 +95,11 @@ class Session:
             self._take_up(follower.config)
             self._materialise()
             if self.checkpoints is not None:
+                optimizers = [optimizer.inner for optimizer in self._settings.optimizers]
+                self._saving = Saving(self.checkpoints, follower, steps, optimizers, on_leave=self._leave)
                 self.checkpoints.resume(self.resume)
                 self.checkpoints.try_out()
-            self._plan_saving()
-            self._listen()
+                self._saving.start()
             if self._accelerated is not None:
                 self._accelerated.begin(lambda: steps.is_committing)
         except BaseException as error:
@@ -120,20 +115,24 @@ class Session:
 
     def save_checkpoint(self) -> Path:
         """Save now, with all ranks; gives the folder."""
-        return self._saving().save_now()
+        saving = self._kept()
+        self._refuse_within_step()
+        return saving.checkpoints.save_now()
 
     def load_checkpoint(self) -> bool:
         """Go on from the newest checkpoint, with all ranks; whether there is one."""
-        checkpoints = self._saving()
+        saving = self._kept()
+        self._refuse_within_step()
         if self._counts.num_boundaries > 0:
             raise StepError("a checkpoint is loaded before the first step; to go back to one call trainer.rewind()")
-        is_there = checkpoints.load(self.resume)
-        self._plan_saving()
+        is_there = saving.checkpoints.load(self.resume)
+        saving.plan()
         return is_there
 
     def rewind(self, step: int | None, *, skips: bool) -> Path:
         """Go back to an earlier checkpoint, with all ranks; gives its folder. The config in force stays."""
-        checkpoints, steps = self._kept(), self.steps
+        saving, steps = self._kept(), self.steps
+        checkpoints = saving.checkpoints
         torn = steps.torn
         if torn is not None and not steps.can_mend:
             raise torn
@@ -147,7 +146,7 @@ class Session:
         steps.catch_up()
         self.follower.meet_to_go_back(is_doubtful=torn is not None or steps.is_doubtful)
         if torn is None:
-            self._begin_due()
+            saving.begin_due()
         loaded = checkpoints.load_earlier(
             step,
             skips=skips,
@@ -162,7 +161,7 @@ class Session:
         self._follow_batch(config)
         self.follower.go_back(self._counts.global_step)
         self._progress.advance(self._counts.num_steps - num_steps)
-        self._plan_saving()
+        saving.plan()
         self._is_exception_told = False
         steps.torn = None
         return loaded.path
@@ -170,24 +169,19 @@ class Session:
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
         step, backwards = self._counts.global_step, self.steps.num_backwards
-        is_due, is_asked_for = step >= self._save_at, False
-        if self._fences:
-            self._take_down_fences()
+        boundary = None
         if not self.follower.pass_quietly(step, backwards):
             boundary = self.follower.boundary(step=step, backwards=backwards)
             self.should_stop = boundary.stop
-            self._plan_saving()
-            is_asked_for = boundary.save
-            if boundary.leave and self._leaving is not None:
-                self.steps.do_first(self._leave)
-                self._must_leave = True
-                is_due = is_asked_for = False  # it is saved then
         if self._progress.is_shown:
             self._progress.advance()
-        if (is_due or is_asked_for) and self.checkpoints is not None:
-            self._plan_saving()
-            self.checkpoints.note_due(is_asked_for=is_asked_for)
-            self.steps.do_first(self._begin_due_in_step)
+        if self._saving is not None:
+            self._saving.pass_boundary(step, boundary)
+
+    def fence(self) -> None:
+        """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
+        if self._saving is not None:
+            self._saving.fence()
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
@@ -220,10 +214,8 @@ class Session:
         self._begin_due()
         if not (self.should_stop and self._batches.is_mid_epoch):
             self._counts.epoch += 1
-            if self.checkpoints is not None:
-                self.checkpoints.end_epoch()
-                if self._leaving is not None:
-                    self.checkpoints.hold()
+            if self._saving is not None:
+                self._saving.end_epoch()
 
     def end(self, error: BaseException | None) -> None:
         """End training with all ranks; an exception is told to them instead. Twice is allowed."""
@@ -233,7 +225,8 @@ class Session:
         try:
             if error is not None:
                 self._tell(error)
-                self._give_up_due()
+                if self._saving is not None:
+                    self._saving.give_up_due()
             elif not self._is_exception_told and self.steps.torn is None:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
@@ -242,9 +235,8 @@ class Session:
                 if self.checkpoints is not None:
                     self.checkpoints.end()
         finally:
-            if self._leaving is not None:
-                self._leaving.stop()
-            self._take_down_fences()
+            if self._saving is not None:
+                self._saving.stop()
             self._progress.end()
             self._gradients.release()
             if self._accelerated is not None:
@@ -257,27 +249,19 @@ class Session:
         """End without its trainer, which was dropped and not closed; several ranks end only together."""
         if self._has_ended:
             return
-        is_due = self.checkpoints is not None and self.checkpoints.is_due
+        if self._saving is not None:
+            self._saving.give_up_due()
         if self.follower.ranks.world_size > 1:
-            if is_due:
-                self._give_up_due()
             return
         self._has_ended = True
-        if self._leaving is not None:
-            self._leaving.stop()
+        if self._saving is not None:
+            self._saving.stop()
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
-        if is_due:
-            self._give_up_due()
         self._progress.end()
         self._gradients.release()
         if self.checkpoints is not None:
             self.checkpoints.close()
         self.follower.close()
-
-    def _saving(self) -> Checkpoints:
-        checkpoints = self._kept()
-        self._refuse_within_step()
-        return checkpoints
 
     def _refuse_within_step(self) -> None:
         if self.steps.torn is not None:
@@ -285,86 +269,22 @@ class Session:
         if self.steps.is_inside or self.steps.is_partial:
             raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
 
-    def _kept(self) -> Checkpoints:
-        if self.checkpoints is None:
+    def _kept(self) -> Saving:
+        if self._saving is None:
             raise ElasticError("this trainer keeps no checkpoints; give it shared_storage_path")
         if self._has_ended:
             raise ElasticError(
                 "training has ended, and its checkpoints with it; save and load within `with trainer:`, or before "
                 "trainer.close()"
             )
-        return self.checkpoints
-
-    def fence(self) -> None:
-        """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
-        if self.checkpoints is not None:
-            self.checkpoints.fence()
-
-    def _begin_due_in_step(self) -> None:
-        """Save what is due as a step begins; optimizers wait until it is copied."""
-        assert self.checkpoints is not None
-        self.checkpoints.begin_due(in_step=True)
-        if self.checkpoints.is_copying:
-            optimizers = [optimizer.inner for optimizer in self._settings.optimizers]
-            self._fences = [each.register_step_pre_hook(lambda *_: self.fence()) for each in optimizers]
-
-    def _take_down_fences(self) -> None:
-        self.fence()
-        while self._fences:
-            self._fences.pop().remove()
-
-    def _give_up_due(self) -> None:
-        """An exception ends training between a step whose checkpoint is due and the next one."""
-        if self.checkpoints is None or not self.checkpoints.is_due or self.steps.torn is not None:
-            return
-        if self.follower.ranks.world_size == 1:
-            self.checkpoints.begin_due()
-        else:
-            _logger.warning(
-                "the checkpoint that was due after step %d is not saved: training ended before the next step began",
-                self._counts.global_step,
-            )
+        return self._saving
 
     def _begin_due(self) -> None:
-        if self._must_leave:
-            self._leave()
-        if self.checkpoints is not None:
-            self.checkpoints.begin_due()
+        if self._saving is not None:
+            self._saving.begin_due()
 
-    def _listen(self) -> None:
-        """From here on a signal ends training with a checkpoint."""
-        if self.checkpoints is not None and self.checkpoints.leaves_on_signals:
-            ranks, settings = self.follower.ranks, self.follower.settings
-            store: Any = ranks.store if ranks.world_size > 1 else OwnStore()
-            if store is None:
-                return
-            self._leaving = Leaving(
-                store,
-                seconds=settings.shutdown_seconds,
-                request=self.follower.request_leave,
-                can_write=self.checkpoints.has_newest,
-                write=self.checkpoints.write_newest,
-            )
-            self._leaving.start()
-
-    def _leave(self) -> NoReturn:
-        """Some rank was told to end: save, and exit, on all ranks between the same two steps."""
-        assert self._leaving is not None
-        assert self.checkpoints is not None
-        self._is_exception_told = True  # it is no failure
-        ranks = self.follower.ranks
-        is_claimed = ranks.rank == 0 and self._leaving.claim()
-        if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
-            self._leaving.wait()
-        elif self.steps.torn is None:
-            _logger.info("%s is saved, and training ends", self.checkpoints.save_now())
-        raise SystemExit(EXIT_STATUS)
-
-    def _plan_saving(self) -> None:
-        """All ranks alike, since it follows the config."""
-        if self.checkpoints is not None:
-            self._save_at = self.checkpoints.next_due(self.follower.config)
-            self.checkpoints.make_ready()
+    def _leave(self) -> None:
+        self._is_exception_told = True  # what is raised then is no failure
 
     def _tell(self, error: BaseException) -> None:
         """Tell the other ranks of an exception, once."""

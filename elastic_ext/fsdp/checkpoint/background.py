@@ -43,6 +43,7 @@ class BackgroundSave:
         *,
         rank: int,
         num_ranks: int,
+        seconds: float,
         copy: Callable[[], None],
         make_folder: Callable[[], None],
         write: Callable[[], dict[str, list[object]]],
@@ -63,6 +64,7 @@ class BackgroundSave:
         self._letters = letters
         self._rank = rank
         self._num_ranks = num_ranks
+        self._seconds = seconds  # that the storage has
         self._copy = copy
         self._make_folder = make_folder
         self._write = write
@@ -133,7 +135,9 @@ class BackgroundSave:
         """The process ends, and nobody has waited for this."""
         _logger.info("waiting for %s to be saved", self.path)
         self._letters.hurry(PATIENCE_SECONDS)
-        self._thread.join()
+        self._thread.join(self._seconds)
+        if self._thread.is_alive():
+            _logger.error("%s is not saved: the storage took longer than %g seconds", self.path, self._seconds)
 
     def _save(self) -> None:
         letters, is_first = self._letters, self._rank == 0

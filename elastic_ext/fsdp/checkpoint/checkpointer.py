@@ -320,6 +320,10 @@ class ShardCheckpointer:
         """Whether there is something that was copied and not written."""
         return self._saver.is_holding
 
+    def drop_held(self) -> None:
+        """What was copied and not written is not to be written any more."""
+        self._saver.drop_held()
+
     def write_held(self, seconds: float) -> Path | None:
         """Write what was saved last, if it did not start; its folder, if it exists in time. From any thread."""
         return self._saver.write_held(seconds)

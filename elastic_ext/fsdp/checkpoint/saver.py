@@ -165,6 +165,7 @@ class Saver:
             letters,
             rank=self._ranks.rank,
             num_ranks=self._ranks.world_size,
+            seconds=seconds,
             copy=copy,
             make_folder=lambda: make_folder(folder, name, met.generation, draft.lineage),
             write=lambda: writing.write(shards),
@@ -174,7 +175,7 @@ class Saver:
             after=after,
             clear=lambda: self._retain(folder, draft.lineage),
         )
-        self._drop_held()
+        self.drop_held()
         if starts:
             self._under_way, self._on_end = save, on_end
         try:
@@ -213,8 +214,8 @@ class Saver:
         save.join(seconds)
         return save.path if save.is_made else None
 
-    def _drop_held(self) -> None:
-        """Nothing is written any more of what was held: the memory is needed."""
+    def drop_held(self) -> None:
+        """Nothing is written any more of what was held."""
         with self._lock:
             self._held = None
         if self._written_late is not None:

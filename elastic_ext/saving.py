@@ -1,0 +1,148 @@
+"""Saving: a session's checkpoints in the course of its loop: what is begun where, what waits for it, what a signal does.
+
+When one is due, and what is in it, is in checkpoints.py; what a signal leads to, in leaving.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .agree import Boundary
+from .checkpoints import Checkpoints
+from .follow import ConfigFollower
+from .fsdp.checkpoint.letters import OwnStore
+from .leaving import EXIT_STATUS, Leaving
+from .steps import Steps
+
+__all__ = ["Saving"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Saving:
+    """One rank's checkpoints, from the start of a session to its end."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        follower: ConfigFollower,
+        steps: Steps,
+        optimizers: Sequence[Optimizer],
+        *,
+        on_leave: Callable[[], None],
+    ) -> None:
+        self.checkpoints = checkpoints
+        self._follower = follower
+        self._steps = steps
+        self._optimizers = optimizers
+        self._on_leave = on_leave
+        self._save_at = math.inf  # the next global step with something to save
+        self._leaving = self._listening() if checkpoints.leaves_on_signals else None
+        self._must_leave = False
+        self._fences: list[RemovableHandle] = []  # on optimizers, while a checkpoint is being copied
+
+    def start(self) -> None:
+        """From here on checkpoints are saved, and a signal ends training with one."""
+        self.plan()
+        if self._leaving is not None:
+            self._leaving.start()
+
+    def plan(self) -> None:
+        """Follow the config in force; all ranks alike."""
+        self._save_at = self.checkpoints.next_due(self._follower.config)
+        self.checkpoints.make_ready()
+
+    def pass_boundary(self, step: int, boundary: Boundary | None) -> None:
+        """After a step: note what is to be saved before the next one. ``boundary`` is None where nothing was agreed."""
+        if self._fences:
+            self._take_down_fences()
+        is_due, is_asked_for = step >= self._save_at, False
+        if boundary is not None:
+            self.plan()
+            is_asked_for = boundary.save
+            if boundary.leave and self._leaving is not None:
+                self._must_leave = True
+                self._steps.do_first(self._leave)
+                return
+        if is_due or is_asked_for:
+            self.plan()
+            self.checkpoints.note_due(is_asked_for=is_asked_for)
+            self._steps.do_first(self._begin_due_in_step)
+
+    def begin_due(self) -> None:
+        """Save what is due, if anything is, or end, if some rank was told to; between two steps, on all ranks."""
+        if self._must_leave:
+            self._leave()
+        self.checkpoints.begin_due()
+
+    def end_epoch(self) -> None:
+        """An epoch has ended: save that, or keep a copy, should training be told to end before the next step."""
+        self.checkpoints.end_epoch()
+        if self._leaving is not None:
+            self.checkpoints.hold()
+
+    def give_up_due(self) -> None:
+        """Training ends between a step whose checkpoint is due and the next one, and without the other ranks."""
+        if not self.checkpoints.is_due or self._steps.torn is not None:
+            return
+        if self._follower.ranks.world_size == 1:
+            self.checkpoints.begin_due()
+        else:
+            _logger.warning("the checkpoint that was due is not saved: training ended before the next step began")
+
+    def fence(self) -> None:
+        """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
+        self.checkpoints.fence()
+
+    def stop(self) -> None:
+        """Nothing is begun any more, and signals are left to others."""
+        if self._leaving is not None:
+            self._leaving.stop()
+        self._take_down_fences()
+
+    def close(self) -> None:
+        """Let another run of the job have the folder."""
+        self.checkpoints.close()
+
+    def _listening(self) -> Leaving | None:
+        """None where ranks have no store to tell each other by."""
+        follower = self._follower
+        store: Any = follower.ranks.store if follower.ranks.world_size > 1 else OwnStore()
+        if store is None:
+            return None
+        return Leaving(
+            store,
+            seconds=follower.settings.shutdown_seconds,
+            request=follower.request_leave,
+            can_write=self.checkpoints.has_newest,
+            write=self.checkpoints.write_newest,
+        )
+
+    def _begin_due_in_step(self) -> None:
+        """Save what is due as a step begins; optimizers wait until it is copied."""
+        self.checkpoints.begin_due(in_step=True)
+        if self.checkpoints.is_copying:
+            self._fences = [each.register_step_pre_hook(lambda *_: self.fence()) for each in self._optimizers]
+
+    def _take_down_fences(self) -> None:
+        self.fence()
+        while self._fences:
+            self._fences.pop().remove()
+
+    def _leave(self) -> NoReturn:
+        """Some rank was told to end: save, and exit, on all ranks between the same two steps."""
+        assert self._leaving is not None
+        self._on_leave()
+        ranks = self._follower.ranks
+        is_claimed = ranks.rank == 0 and self._leaving.claim()
+        if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
+            self._leaving.wait()
+        elif self._steps.torn is None:
+            _logger.info("%s is saved, and training ends", self.checkpoints.save_now())
+        raise SystemExit(EXIT_STATUS)
