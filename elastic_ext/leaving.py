@@ -63,7 +63,6 @@ class Leaving:
         self._must_exit = self._has_told = self._has_warned = False
         self._handlers: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()  # where signals are seen while the main thread is deep in C
-        self._process = os.getpid()
         self._main = threading.main_thread().ident
         self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
 
@@ -75,14 +74,14 @@ class Leaving:
                     self._handlers[number] = signal.signal(number, self._take)
             self._writer.setblocking(False)
             self._exchange_fd(-1, self._writer.fileno())
-            os.register_at_fork(after_in_child=_forgets(weakref.ref(self)))
+            _leave_forks_alone(weakref.ref(self))
         self._thread.start()
 
     def stop(self) -> None:
         """Give the signals back."""
         self._is_over.set()
         with contextlib.suppress(ValueError):  # another thread than the main one closes the trainer
-            self._give_back()
+            self.give_back()
         if threading.current_thread() is not self._thread:
             with contextlib.suppress(OSError):
                 self._writer.send(b"\0")
@@ -90,12 +89,10 @@ class Leaving:
             self._reader.close()
             self._writer.close()
 
-    def forget_fd(self) -> None:
-        """In a forked process, such as a loader's worker: what ends it is nothing to this one."""
-        self._exchange_fd(self._writer.fileno(), -1)
-
-    def _give_back(self) -> None:
-        self._exchange_fd(self._writer.fileno(), -1)
+    def give_back(self) -> None:
+        """Take no signals any more; in the main thread."""
+        if self._writer.fileno() != -1:
+            self._exchange_fd(self._writer.fileno(), -1)
         while self._handlers:
             number, handler = self._handlers.popitem()
             if signal.getsignal(number) == self._take:
@@ -117,9 +114,6 @@ class Leaving:
         self._is_over.wait()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # one that was forked
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
         if self._must_exit:
             raise SystemExit(EXIT_STATUS)
         self._note(signal.Signals(number).name)
@@ -188,10 +182,20 @@ def _as_how(said: bytes) -> _How:
     return "in steps" if said == b"in steps" else "from memory"
 
 
-def _forgets(leaving: weakref.ref[Leaving]) -> Callable[[], None]:
-    def forget() -> None:
+def _leave_forks_alone(leaving: weakref.ref[Leaving]) -> None:
+    """What ends a forked process, such as a loader's worker, ends that one, however early it comes, and no other."""
+    own = threading.local()  # of the thread that forks
+
+    def before() -> None:
+        own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, own.mask)
+
+    def in_child() -> None:
         found = leaving()
         if found is not None:
-            found.forget_fd()
+            found.give_back()
+        in_parent()
 
-    return forget
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)

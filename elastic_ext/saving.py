@@ -1,4 +1,4 @@
-"""Saving: a session's checkpoints in the course of its loop: what is begun where, what waits for it, what a signal does.
+"""Saving: a session's checkpoints in its loop: what is begun where, what waits for it, what a signal leads to.
 
 When one is due, and what is in it, is in checkpoints.py; what a signal leads to, in leaving.py.
 """
