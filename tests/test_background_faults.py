@@ -45,7 +45,7 @@ def without_memory(rank: int, storage: Path) -> list[str]:
         checkpointer.load(model, optimizer)
         staging: Any = checkpointer._saver._staging
         if rank == 1:
-            hold, staging.hold = staging.hold, lambda parts: bytearray(1 << 60)
+            hold, staging.hold = staging.hold, lambda *_: bytearray(1 << 60)
         checkpointer.save(2, model, optimizer, extra_of(2))
         try:
             checkpointer.wait()
@@ -73,7 +73,7 @@ def interrupted(rank: int, storage: Path) -> str:
         staging: Any = checkpointer._saver._staging
         hold = staging.hold
         if rank == 1:
-            staging.hold = lambda parts: signal.default_int_handler(signal.SIGINT, None)
+            staging.hold = lambda *_: signal.default_int_handler(signal.SIGINT, None)
         with pytest.raises(KeyboardInterrupt) if rank == 1 else nullcontext():
             checkpointer.save(2, model, optimizer, extra_of(2))
         with pytest.raises(CheckpointError) as told:
