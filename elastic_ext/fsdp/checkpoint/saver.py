@@ -155,7 +155,7 @@ class Saver:
         def copy() -> None:
             if copying is not None:
                 copying.run()
-            staging.keep(held, lambda: writing.record(draft))
+                staging.keep(held, lambda: writing.record(draft))
 
         def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
             writing.commit(draft, of_ranks)
@@ -183,6 +183,8 @@ class Saver:
             for kind, staged in held.items():
                 shards[kind] = Shard(staged.pieces, staged.data)
             copying = self._copying = Copying(later) if later else None
+            if copying is None:
+                staging.keep(held, lambda: writing.record(draft))
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
         except BaseException:
