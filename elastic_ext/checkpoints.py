@@ -129,6 +129,8 @@ class Checkpoints:
         """
         if self._saved_at == self._counts.global_step or not self._is_ready:
             return
+        if not self._checkpointer.saves_in_background:
+            return
         now = time.monotonic()
         if not self._checkpointer.first_says(now - self._held_at > _SPARING * self._held_seconds):
             return
@@ -146,6 +148,8 @@ class Checkpoints:
         Another thread than training's may call this.
         """
         path = self._checkpointer.write_held(seconds)
+        if path is None and self._path is not None and self._saved_at == self._counts.global_step:
+            return f"{self._path} has all there is"
         if path is not None:
             return f"{path} is what there is to go on from: it was copied when an epoch ended"
         return "what was copied when an epoch ended is not saved in the time that there is"
@@ -206,7 +210,11 @@ class Checkpoints:
         counts = self._counts
         path = self._checkpointer.save_contents(
             name,
-            ToSave(self._state.model, partial(self._state.collect, moment=moment)),
+            ToSave(
+                self._state.model,
+                partial(self._state.collect, moment=moment),
+                self._state.stepped() if overlaps else (),
+            ),
             step=counts.global_step,
             epoch=counts.epoch,
             about=self._state.about(),

@@ -60,7 +60,7 @@ class Leaving:
         self._asked_at: float | None = None
         self._signal = ""
         self._is_over = threading.Event()
-        self._must_exit = self._has_told = self._has_warned = False
+        self._must_exit = self._has_told = self._has_warned = self._is_deaf = False
         self._handlers: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()  # where signals are seen while the main thread is deep in C
         self._main = threading.main_thread().ident
@@ -80,12 +80,14 @@ class Leaving:
     def stop(self) -> None:
         """Give the signals back."""
         self._is_over.set()
-        with contextlib.suppress(ValueError):  # another thread than the main one closes the trainer
-            self.give_back()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not threading.main_thread():
+            return  # which alone can give them back: a signal that comes yet finds that this is over
+        self.give_back()
+        if self._thread.ident is not None:
             with contextlib.suppress(OSError):
                 self._writer.send(b"\0")
-            self._thread.join()
+            self._thread.join(_POLL_SECONDS * 8)
+        if not self._thread.is_alive():
             self._reader.close()
             self._writer.close()
 
@@ -105,16 +107,24 @@ class Leaving:
         if found != old:
             signal.set_wakeup_fd(found)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal has come, to this rank or to another that has told of it."""
+        return self._asked_at is not None
+
     def claim(self) -> bool:
         """Whether it is to be done in steps; on one rank, once all have finished the same one."""
         return self._decide("in steps") == "in steps"
 
     def wait(self) -> None:
         """Another thread does it; until it has this process exit."""
-        self._is_over.wait()
+        self._is_over.wait(self._seconds + self._margin)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._must_exit:
+        if self._is_over.is_set():  # and the one that took it could not give it back
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if self._must_exit or self._is_deaf:
             raise SystemExit(EXIT_STATUS)
         self._note(signal.Signals(number).name)
 
@@ -132,8 +142,11 @@ class Leaving:
                             self._note(signal.Signals(number).name)
                 self._look()
         except RuntimeError as error:  # the store is gone, with the process that had it
+            self._is_deaf = True  # what is sent to this rank ends it at once
             if not self._is_over.is_set():
                 _logger.debug("signals sent to other ranks are not heard of any more: %s", error)
+                if self._asked_at is not None:
+                    self._exit()
 
     def _look(self) -> None:
         if self._asked_at is None and self._store.check(["leaving/asked"]):
@@ -150,6 +163,10 @@ class Leaving:
             how = self._decide("from memory")
         if how == "from memory":
             self._leave(self._seconds - late)
+        elif how is None and late > self._seconds:
+            self._decide("from memory")
+            _logger.error("%.0f seconds after %s no step has ended: nothing is saved", late, self._signal)
+            self._exit()
         elif late > self._seconds and not self._has_warned:
             self._has_warned = True
             _logger.error(
@@ -160,10 +177,14 @@ class Leaving:
             )
 
     def _leave(self, seconds: float) -> None:
-        """Write what is held, and have the main thread exit, wherever it is."""
+        """Write what is held, and exit."""
         _logger.warning("%s: no step ends in time, so %s", self._signal, self._write(max(seconds, 0.0)))
+        self._exit()
+
+    def _exit(self) -> None:
+        """Have the main thread exit, wherever it is."""
         self._must_exit = True
-        if self._main is not None:
+        if self._main is not None and signal.getsignal(signal.SIGTERM) == self._take and not self._is_over.is_set():
             signal.pthread_kill(self._main, signal.SIGTERM)
         if not self._is_over.wait(self._margin):  # it does not come back from where it is
             sys.stdout.flush()
@@ -196,6 +217,10 @@ def _leave_forks_alone(leaving: weakref.ref[Leaving]) -> None:
         found = leaving()
         if found is not None:
             found.give_back()
+            if (
+                signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+            ):  # sent to a whole group, it would end loaders' workers
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         in_parent()
 
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)

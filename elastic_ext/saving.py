@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .agree import Boundary
 from .checkpoints import Checkpoints
+from .errors import CheckpointError, CheckpointFenced
 from .follow import ConfigFollower
 from .fsdp.checkpoint.letters import OwnStore
 from .leaving import EXIT_STATUS, Leaving
@@ -87,14 +89,27 @@ class Saving:
         if self._leaving is not None:
             self.checkpoints.hold()
 
-    def give_up_due(self) -> None:
-        """Training ends between a step whose checkpoint is due and the next one, and without the other ranks."""
+    def give_up_due(self, *, is_well: bool) -> None:
+        """Training ends between a step whose checkpoint is due and the next one, and without the other ranks.
+
+        Unless that is ``is_well`` something may be half done that the loop does after a step.
+        """
         if not self.checkpoints.is_due or self._steps.torn is not None:
             return
-        if self._follower.ranks.world_size == 1:
+        if self._follower.ranks.world_size == 1 and is_well:
             self.checkpoints.begin_due()
         else:
-            _logger.warning("the checkpoint that was due is not saved: training ended before the next step began")
+            _logger.warning(
+                "the checkpoint that was due is not saved: training ended before the loop was done with the step"
+            )
+
+    def end(self) -> None:
+        """Training has ended well on all ranks: what is being saved is; and where one was told to end, all exit."""
+        self.checkpoints.end()
+        if self._leaving is not None:
+            asked = self._follower.ranks.sum([int(self._leaving.is_asked)], "ending")
+            if asked[0] > 0:
+                self._leave()
 
     def fence(self) -> None:
         """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
@@ -105,10 +120,6 @@ class Saving:
         if self._leaving is not None:
             self._leaving.stop()
         self._take_down_fences()
-
-    def close(self) -> None:
-        """Let another run of the job have the folder."""
-        self.checkpoints.close()
 
     def _listening(self) -> Leaving | None:
         """None where ranks have no store to tell each other by."""
@@ -128,7 +139,7 @@ class Saving:
         """Save what is due as a step begins; optimizers wait until it is copied."""
         self.checkpoints.begin_due(in_step=True)
         if self.checkpoints.is_copying:
-            self._fences = [each.register_step_pre_hook(lambda *_: self.fence()) for each in self._optimizers]
+            self._fences += [each.register_step_pre_hook(lambda *_: self.fence()) for each in self._optimizers]
 
     def _take_down_fences(self) -> None:
         self.fence()
@@ -144,5 +155,15 @@ class Saving:
         if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
             self._leaving.wait()
         elif self._steps.torn is None:
-            _logger.info("%s is saved, and training ends", self.checkpoints.save_now())
+            _logger.info("%s is saved, and training ends", self._save())
         raise SystemExit(EXIT_STATUS)
+
+    def _save(self) -> Path:
+        """Whatever became of the save before."""
+        try:
+            return self.checkpoints.save_now()
+        except CheckpointFenced:
+            raise
+        except CheckpointError as error:
+            _logger.warning("%s; once more", error)
+            return self.checkpoints.save_now()

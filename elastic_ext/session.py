@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -201,17 +202,21 @@ class Session:
 
     def end_epoch(self, error: BaseException | None) -> None:
         """Come to the end of an epoch with all ranks; an exception is told to them instead."""
-        self._is_in_epoch = self._counts.is_in_epoch = False
+        self._is_in_epoch = False
         self._progress.end()
         if error is not None:
+            self._counts.is_in_epoch = False
             self._tell(error)
             return
-        if self.steps.torn is not None:  # and no checkpoint is to have it
-            raise self.steps.torn
-        self.steps.settle()
-        self.steps.drop_partial("the epoch ended before the step did")
-        self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
-        self._begin_due()
+        try:
+            if self.steps.torn is not None:  # and no checkpoint is to have it
+                raise self.steps.torn
+            self.steps.settle()
+            self.steps.drop_partial("the epoch ended before the step did")
+            self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
+            self._begin_due()
+        finally:
+            self._counts.is_in_epoch = False
         if not (self.should_stop and self._batches.is_mid_epoch):
             self._counts.epoch += 1
             if self._saving is not None:
@@ -226,42 +231,42 @@ class Session:
             if error is not None:
                 self._tell(error)
                 if self._saving is not None:
-                    self._saving.give_up_due()
+                    self._saving.give_up_due(is_well=False)
             elif not self._is_exception_told and self.steps.torn is None:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
                 self.follower.finish(is_doubtful=self.steps.is_doubtful)
                 self._begin_due()
-                if self.checkpoints is not None:
-                    self.checkpoints.end()
+                if self._saving is not None:
+                    self._saving.end()
         finally:
-            if self._saving is not None:
-                self._saving.stop()
-            self._progress.end()
-            self._gradients.release()
-            if self._accelerated is not None:
-                self._accelerated.end()
-            if self.checkpoints is not None:
-                self.checkpoints.close()
-            self.follower.close()
+            self._let_go()
 
     def abandon(self) -> None:
         """End without its trainer, which was dropped and not closed; several ranks end only together."""
         if self._has_ended:
             return
         if self._saving is not None:
-            self._saving.give_up_due()
+            self._saving.stop()
+            self._saving.give_up_due(is_well=not hasattr(sys, "last_value"))
         if self.follower.ranks.world_size > 1:
             return
         self._has_ended = True
-        if self._saving is not None:
-            self._saving.stop()
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
-        self._progress.end()
-        self._gradients.release()
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-        self.follower.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of everything, whichever of it fails."""
+        with ExitStack() as ending:
+            ending.callback(self.follower.close)
+            if self.checkpoints is not None:
+                ending.callback(self.checkpoints.close)
+            if self._accelerated is not None:
+                ending.callback(self._accelerated.end)
+            ending.callback(self._gradients.release)
+            ending.callback(self._progress.end)
+            if self._saving is not None:
+                ending.callback(self._saving.stop)
 
     def _refuse_within_step(self) -> None:
         if self.steps.torn is not None:

@@ -102,7 +102,7 @@ class ElasticTrainer:
         save_in_background: bool = True,
         when_saving: WhenSaving = "wait",
         overlap_saving: Overlap = "auto",
-        save_on_signals: bool = True,
+        save_on_signals: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
         accelerator: Any = None,

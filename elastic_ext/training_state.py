@@ -164,6 +164,11 @@ class TrainingState:
         counts = self.counts
         return {**counts.state_dict(), "epoch": counts.epoch + is_over, "is_in_epoch": counts.is_in_epoch}
 
+    def stepped(self) -> list[torch.Tensor]:
+        """The parameters that the optimizers step."""
+        optimizers = [optimizer.inner for optimizer in self._parts.optimizers]
+        return [part for each in optimizers for group in each.param_groups for part in group["params"]]
+
     def why_not_overlap(self, asked: Overlap) -> str | None:
         """Why what is saved is to be copied before the next step begins, None where a part of it can wait."""
         optimizers = [optimizer.inner for optimizer in self._parts.optimizers]

@@ -283,6 +283,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
     "files:write_whole": "takes its temporary file away and raises again, whatever came",
     "follow:ConfigFollower.__enter__": "tells the peers that this rank leaves, closes, and raises again",
+    "fsdp.checkpoint.background:BackgroundSave.start": "forgets a thread that did not start, and raises again",
     "fsdp.checkpoint.background:BackgroundSave._run": "the top of a thread: kept for who asks, and told to the others",
     "steps:Steps._do_first": "what was handed out for the step is given back, and raises again",
     "fsdp.checkpoint.saver:Saver.save_in_background": "the others are to hear of it too, and raises again",

@@ -66,12 +66,19 @@ with trainer:
                 time.sleep(0.002)
                 if trainer.global_step == 5:
                     say("steps")
+                    if where == "within":
+                        say("within")
+                        time.sleep(100)
+        if where == "end":
+            os.kill(os.getpid(), signal.SIGTERM)
+            break
         if where == "outside":
             say("outside")
             time.sleep(100)
         if where == "deep":
             threading.Timer(0.1, say, ["outside"]).start()
             hashlib.pbkdf2_hmac("sha256", b"", b"", (1 << 31) - 1)  # which comes back from no signal
+say("going on")
 """
 
 
@@ -235,17 +242,17 @@ def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_where_nothing_is_held_and_no_step_ends_it_is_said_that_time_does_not_suffice(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    leaving, asked = leaving_of(OwnStore(), seconds=0.5, can_write=False)
-    leaving.start()
-    try:
-        signal.raise_signal(signal.SIGTERM)
-        assert asked.is_set()
-        deadline = time.monotonic() + 30
-        while "ELASTIC_EXT_SHUTDOWN_SECONDS" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert "the checkpoint is not written" in caplog.text
-    finally:
-        leaving.stop()
+def test_where_nothing_is_held_and_no_step_ends_it_is_said_and_the_process_ends(tmp_path: Path) -> None:
+    with job_in(tmp_path, 1, "within", seconds=3.0) as job:
+        job.wait_for("within")
+        job.processes[0].send_signal(signal.SIGUSR1)
+        assert job.end() == [EXIT_STATUS], job.text
+    assert job.saved == {}
+    assert "after SIGUSR1 no step has ended: nothing is saved" in job.text
+
+
+def test_at_the_end_of_training_it_is_no_less_heard(tmp_path: Path) -> None:
+    with job_in(tmp_path, 1, "end", num_steps=5) as job:
+        assert job.end() == [EXIT_STATUS], job.text
+        assert "going on" not in job.text
+        assert job.saved == {"step_5": 5}

@@ -80,7 +80,11 @@ class BackgroundSave:
         self._began = time.perf_counter()
         self._letters.restart_clock()
         atexit.register(self._finish)  # a script that ends has its last checkpoint
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # there are too many threads, or Ctrl-C
+            atexit.unregister(self._finish)
+            raise
 
     def fail(self, error: Exception) -> None:
         """It cannot be started on this rank; the others hear of it."""
@@ -159,8 +163,8 @@ class BackgroundSave:
             _logger.info("checkpoint %s was saved in %.2f s", self.path, time.perf_counter() - self._began)
         else:
             letters.wait("made", [0])
-        self.is_made = True
         self._on_made()
+        self.is_made = True
         if is_first:
             self._clear()
 

@@ -33,6 +33,8 @@ class ToSave:
 
     model: nn.Module
     collect: Collect
+    stepped: Sequence[torch.Tensor] = ()
+    """Parameters that are known to change in ``optimizer.step()`` alone."""
 
 
 def contents_of(

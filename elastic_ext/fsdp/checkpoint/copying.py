@@ -25,32 +25,43 @@ class Copying:
     def __init__(self, parts: Sequence[tuple[Part, memoryview]]) -> None:
         self._parts = parts
         self._versions = [version_of(part.tensor) for part, _ in parts]
-        self._has_ended = threading.Event()
+        self._has_ended, self._is_judged = threading.Event(), threading.Event()
+        self._changed: str | None = None  # the name of a part that was
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         for device in {part.tensor.device for part, _ in parts if part.tensor.is_cuda}:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))  # the last step is still being worked on
 
     def run(self) -> None:
-        """Copy all; CheckpointError where one was changed before it was copied."""
+        """Copy all."""
         try:
-            for (part, into), version in zip(self._parts, self._versions, strict=True):
+            for part, into in self._parts:
                 stream = self._streams.get(part.tensor.device)
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     put_bytes(part, into)
-                if version_of(part.tensor) != version:
-                    raise CheckpointError(
-                        f"{part.name} was changed in place while it was being copied for this checkpoint; change "
-                        "parameters and optimizer state within `with trainer.mutate():`, which waits for that, or give "
-                        "the trainer overlap_saving=False"
-                    )
         finally:
-            self.end()
+            self._has_ended.set()
+
+    def wait(self) -> None:
+        """Return once what is copied may change; in the training's thread, where no change is half done now."""
+        self._has_ended.wait()
+        for (part, _), version in zip(self._parts, self._versions, strict=True):
+            if self._changed is None and version_of(part.tensor) != version:
+                self._changed = part.name
+        self._is_judged.set()
 
     def end(self) -> None:
         """Nobody is to wait for it any more."""
         self._has_ended.set()
+        self._is_judged.set()
 
-    def wait(self) -> None:
-        """Return once what is copied may change."""
-        self._has_ended.wait()
+    def make_sure(self, seconds: float) -> None:
+        """CheckpointError where something was changed meanwhile, or nobody has come to ``wait`` for so long."""
+        if not self._is_judged.wait(seconds):
+            raise CheckpointError(f"no step has ended within {seconds:g} seconds since this checkpoint was copied")
+        if self._changed is not None:
+            raise CheckpointError(
+                f"{self._changed} was changed in place while it was being copied for this checkpoint; change "
+                "parameters and optimizer state within `with trainer.mutate():`, which waits for that, or give "
+                "the trainer overlap_saving=False"
+            )

@@ -6,13 +6,13 @@ That is compared by digests. The whole of it goes round once, and again when it 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from elastic_ext.fsdp.state import Held
+from elastic_ext.fsdp.state import Held, local_of
 from elastic_ext.ranks import Ranks
 
 from .collecting import OwnBuffers, ToSave
@@ -24,8 +24,6 @@ from .meta import StateMeta
 from .together import gather_or_raise
 
 __all__ = ["Meeting", "Meetings", "Met"]
-
-_STEPPED = ("parameter", "like")  # kinds of tensors that change in optimizer.step()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +106,12 @@ class Meeting:
         if len({each["buffers"] for each in said}) > 1:
             digests = gather_or_raise(self._ranks, self._collect_own, f"comparing buffers for checkpoint {name}")
         agreed, rank = self._meetings.agree(self._inventories, digests, name), self._ranks.rank
+        stepped = {_place_of(local_of(parameter)) for parameter in self._what.stepped}
         return Met(
             contents=self._contents,
-            parts={kind: list(_parts(agreed.metas[kind], held, rank)) for kind, held in self._contents.by_kind()},
+            parts={
+                kind: list(_parts(agreed.metas[kind], held, rank, stepped)) for kind, held in self._contents.by_kind()
+            },
             descriptions=agreed.data,
             values={key: value for each in said for key, value in each["values"].items()},
             generation=str(said[0]["generation"]),
@@ -127,10 +128,16 @@ class Meeting:
         return checksum_of(b"\n".join(self._inventories[kind].to_json() for kind in KINDS))
 
 
-def _parts(meta: StateMeta, held: Sequence[Held], rank: int) -> Iterator[Part]:
+def _parts(meta: StateMeta, held: Sequence[Held], rank: int, stepped: Collection[int]) -> Iterator[Part]:
     for each in held:
         if each.is_alias_of is not None:
             continue
         part = meta.tensors[each.name].layout.boxes[rank]
         if not part.is_empty:
-            yield Part(each.name, each.dtype, each.tensor, each.box, part, each.kind in _STEPPED)
+            is_stepped = each.kind == "like" or (each.kind == "parameter" and _place_of(each.tensor) in stepped)
+            yield Part(each.name, each.dtype, each.tensor, each.box, part, is_stepped)
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins."""
+    return tensor.untyped_storage().data_ptr()

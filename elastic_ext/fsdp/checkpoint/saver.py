@@ -90,6 +90,7 @@ class Saver:
             storage.restart_clock()
             storage.within(lambda: make_folder(folder, name, generation, draft.lineage), _beginning(name))
 
+        self.drop_held()
         agree_on(self._ranks, ask)  # before anything is done
         try:
             met = self._meet(name, what, ask, make if rank == 0 else None)
@@ -142,7 +143,7 @@ class Saver:
         """
         staging = self._staging
         assert staging is not None
-        after = self._under_way
+        after = self._under_way or self._last
         met = self._meet_after_the_last(name, what, ask, on_failed, waits=waits)
         if met is None:
             return None
@@ -157,6 +158,12 @@ class Saver:
                 copying.run()
                 staging.keep(held, lambda: writing.record(draft))
 
+        def write() -> dict[str, list[object]]:
+            rows = writing.write(shards)
+            if copying is not None:
+                copying.make_sure(seconds)
+            return rows
+
         def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
             writing.commit(draft, of_ranks)
 
@@ -168,7 +175,7 @@ class Saver:
             seconds=seconds,
             copy=copy,
             make_folder=lambda: make_folder(folder, name, met.generation, draft.lineage),
-            write=lambda: writing.write(shards),
+            write=write,
             commit=commit,
             discard=writing.discard,
             on_made=lambda: staging.forget(met.generation),
@@ -185,16 +192,17 @@ class Saver:
             copying = self._copying = Copying(later) if later else None
             if copying is None:
                 staging.keep(held, lambda: writing.record(draft))
-        except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
-            save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
-        except BaseException:
-            save.fail(CheckpointError("it was interrupted while what is saved was being copied"))
-            raise
-        else:
             if starts:
                 save.start()
             else:
                 self._held = save
+        except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
+            self._give_up_copying()
+            save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
+        except BaseException:
+            self._give_up_copying()
+            save.fail(CheckpointError("it was interrupted while what is saved was being copied"))
+            raise
         return writing.path
 
     @property
@@ -215,6 +223,12 @@ class Saver:
             return None
         save.join(seconds)
         return save.path if save.is_made else None
+
+    def _give_up_copying(self) -> None:
+        """Nobody is to wait for what does not come."""
+        if self._copying is not None:
+            self._copying.end()
+            self._copying = None
 
     def drop_held(self) -> None:
         """Nothing is written any more of what was held."""
@@ -247,6 +261,7 @@ class Saver:
         save = self._under_way
         if save is None:
             return
+        self.fence()
         self._wait_for(save)
         self._conclude(save, gather_or_raise(self._ranks, lambda: _failure_in(save), f"saving {save.path}"))
 
@@ -293,6 +308,7 @@ class Saver:
 
         It ``hurries`` where they may be gone, and waits for them no longer than a while.
         """
+        self.fence()
         save, self._under_way = self._under_way, None
         if save is not None:
             if hurries:
@@ -367,6 +383,7 @@ class Saver:
         last = self._under_way
         if last is None:
             return self._meet(name, what, ask, None)
+        self.fence()
         meeting = self._meetings.of(what)
         while True:
             answers = agree_and_gather(
