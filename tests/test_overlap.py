@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -151,8 +152,8 @@ def test_the_same_on_ranks(ranks: RankPool, tmp_path: Path, way: str) -> None:
 class Loop:
     """A trainer that saves after its first step, and is in the next one's forward pass when it has been made."""
 
-    def __init__(self, tmp_path: Path, **arguments: Any) -> None:
-        self.model = nn.Linear(6, 5).double()
+    def __init__(self, tmp_path: Path, model: nn.Linear | None = None) -> None:
+        self.model = nn.Linear(6, 5).double() if model is None else model
         self.trainer = trainer_of(
             tmp_path,
             self.model,
@@ -160,9 +161,9 @@ class Loop:
             shared_storage_path=tmp_path / "storage",
             checkpoint_interval=CheckpointInterval(steps=1),
             overlap_saving=True,
-            **arguments,
         )
-        self.optimizer = self.trainer.prepare(SGD(self.model.parameters(), lr=0.1))
+        trained = [part for part in self.model.parameters() if part.requires_grad]
+        self.optimizer = self.trainer.prepare(SGD(trained, lr=0.1))
 
     def pass_through(self) -> None:
         inputs, targets = make_data(4)
@@ -193,6 +194,38 @@ def test_a_change_in_place_that_nobody_was_told_of_is_an_error_that_names_the_pa
     with pytest.raises(CheckpointError, match=r"bias was changed in place while it was being copied.*trainer\.mutate"):
         loop.trainer.close()
     assert not list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/COMMIT"))
+
+
+class Averaging(nn.Linear):
+    """A parameter that no optimizer has follows the others in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 5)
+        self.double()
+        self.key = nn.Parameter(torch.zeros(5, 6, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.key.data.add_(1.0)
+        return super().forward(inputs)
+
+
+def test_a_parameter_that_no_optimizer_has_is_copied_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    model = Averaging()
+    loop = Loop(tmp_path, model)
+    gate.open()
+    loop.take()
+    gate.close()
+    with loop.trainer.step():
+        loop.pass_through()
+        gate.open()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.trainer.close()
+    (path,) = (tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/model_param.*")
+    assert torch.equal(load_file(path)["key"], torch.full((5, 6), 1.0, dtype=torch.float64))
 
 
 def test_mutate_waits_and_costs_nothing_where_nothing_is_copied(
