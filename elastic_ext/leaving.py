@@ -217,9 +217,8 @@ def _leave_forks_alone(leaving: weakref.ref[Leaving]) -> None:
         found = leaving()
         if found is not None:
             found.give_back()
-            if (
-                signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-            ):  # sent to a whole group, it would end loaders' workers
+            # Sent to a whole process group, as schedulers do, it would end the workers of loaders.
+            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         in_parent()
 
