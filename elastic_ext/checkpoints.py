@@ -1,6 +1,7 @@
 """Checkpoints: a trainer's own: when one is saved, and which one a run resumes from.
 
-What goes into one is in training_state.py; how it comes to lie in files, and back, is fsdp/checkpoint's affair.
+What goes into one is in training_state.py, how a run goes on from one in resuming.py. How it comes to lie in files, and
+back, is fsdp/checkpoint's affair.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ import contextlib
 import json
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from .config import ElasticConfig
 from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
 from .follow import ConfigFollower
-from .fsdp.checkpoint.checkpointer import ShardCheckpointer
 from .fsdp.checkpoint.collecting import ToSave
+from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
+from .fsdp.checkpoint.retain import Retention
+from .fsdp.checkpoint.together import first_says
 from .interval import CheckpointInterval
 from .overlap import Overlap
-from .rewinding import Rewinding
+from .resuming import Resuming
 from .training_state import PASSES_BY_ITSELF, Moment, Resumed, TrainingState
 
 __all__ = ["Checkpoints", "Resume", "WhenSaveFails", "WhenSaving", "checkpoints_for"]
@@ -42,7 +44,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        checkpointer: ShardCheckpointer,
+        job: JobCheckpoints,
         state: TrainingState,
         *,
         startup: Mapping[str, object],
@@ -53,15 +55,15 @@ class Checkpoints:
         overlap: Overlap,
         leaves_on_signals: bool,
     ) -> None:
-        self._checkpointer = checkpointer
+        self._job = job
         self._state = state
         self._counts = state.counts
-        self._startup = startup
         self._given = interval or CheckpointInterval()
         self._interval = self._given
         self._warns = when_save_fails == "warn"
         self._when_saving = when_saving
         self._how = how_to_resume
+        self._resuming = Resuming(job, state, startup, falls_back=how_to_resume != "strict")
         self._overlap: Overlap = overlap
         self.leaves_on_signals = leaves_on_signals
         """SIGTERM and SIGUSR1 end training with a checkpoint."""
@@ -111,11 +113,11 @@ class Checkpoints:
     @property
     def is_copying(self) -> bool:
         """Whether ``fence`` has something to wait for."""
-        return self._checkpointer.is_copying
+        return self._job.live.is_copying
 
     def fence(self) -> None:
         """Return once parameters and optimizers may change."""
-        self._checkpointer.fence()
+        self._job.live.fence()
 
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
@@ -129,10 +131,10 @@ class Checkpoints:
         """
         if self._saved_at == self._counts.global_step or not self._is_ready:
             return
-        if not self._checkpointer.saves_in_background:
+        if not self._job.live.can_save:
             return
         now = time.monotonic()
-        if not self._checkpointer.first_says(now - self._held_at > _SPARING * self._held_seconds):
+        if not first_says(self._job.ranks, now - self._held_at > _SPARING * self._held_seconds, "agreeing on a copy"):
             return
         with self._warning():
             self._save(f"step_{self._counts.global_step}", self._state.moment(), waits=False, starts=False)
@@ -140,14 +142,14 @@ class Checkpoints:
 
     def has_newest(self) -> bool:
         """Whether ``write_newest`` has something to write, or has nothing left to write."""
-        return self._checkpointer.is_holding or self._saved_at == self._counts.global_step
+        return self._job.live.is_holding or self._saved_at == self._counts.global_step
 
     def write_newest(self, seconds: float) -> str:
         """Have a checkpoint of what was copied last, without the other ranks; what became of that, in words.
 
         Another thread than training's may call this.
         """
-        path = self._checkpointer.write_held(seconds)
+        path = self._job.live.write_held(seconds)
         if path is None and self._path is not None and self._saved_at == self._counts.global_step:
             return f"{self._path} has all there is"
         if path is not None:
@@ -162,18 +164,18 @@ class Checkpoints:
         self._due = None  # it is this very step
         path, name = self._path, f"step_{self._counts.global_step}"
         if path is None or self._saved_at != self._counts.global_step:
-            return self._save_and_wait(name)
-        change = self._checkpointer.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
+            return self._save_and_wait(name, self._state.moment())
+        change = self._job.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
         if change is None:
             return path
         try:
-            return self._save_and_wait(name)
+            return self._save_and_wait(name, self._state.moment())
         except CheckpointExists as error:
             raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
     def try_out(self) -> None:
         """Find out now what could not be saved later."""
-        self._checkpointer.try_out(lambda: self._state.collect({}))
+        self._job.try_out(lambda: self._state.collect({}))
 
     def make_ready(self) -> None:
         """Make the memory for saving in the background, once, as soon as there is an interval to save at."""
@@ -182,7 +184,7 @@ class Checkpoints:
             why_not = self._state.why_not_overlap(self._overlap)
             self._overlaps = why_not is None
             _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
-            self._checkpointer.make_ready(ToSave(self._state.model, self._state.collect))
+            self._job.live.make_ready(ToSave(self._state.model, self._state.collect))
 
     def end(self) -> None:
         """Training has ended well on all ranks: what is being saved is, or is an error."""
@@ -190,43 +192,60 @@ class Checkpoints:
 
     def close(self) -> None:
         """Let another run of the job have the folder."""
-        self._checkpointer.close()
-
-    def _save_and_wait(self, name: str) -> Path:
-        path = self._save(name, self._state.moment(), in_background=False)
-        assert path is not None
-        return path
+        self._job.close(hurries=sys.exc_info()[1] is not None)
 
     def _save(
         self,
         name: str,
         moment: Moment,
         *,
-        in_background: bool = True,
         waits: bool = True,
         overlaps: bool = False,
         starts: bool = True,
     ) -> Path | None:
-        counts = self._counts
-        path = self._checkpointer.save_contents(
+        """Begin to save, where that goes on while training does; else save. None where another save is under way."""
+        if not self._job.live.can_save:
+            return self._save_and_wait(name, moment)
+        path = self._job.save_live(
             name,
-            ToSave(
-                self._state.model,
-                partial(self._state.collect, moment=moment),
-                self._state.stepped() if overlaps else (),
-            ),
-            step=counts.global_step,
-            epoch=counts.epoch,
+            self._to_save(moment, overlaps=overlaps),
+            partial(self._in_words, name),
+            step=self._counts.global_step,
+            epoch=self._counts.epoch,
             about=self._state.about(),
             on_failed=self._note_failure,
-            in_background=in_background,
             waits=waits,
             overlaps=overlaps,
             starts=starts,
         )
         if path is not None and starts:
-            self._saved_at, self._path = counts.global_step, path
+            self._note(path)
         return path
+
+    def _save_and_wait(self, name: str, moment: Moment) -> Path:
+        self._settle()
+        counts = self._counts
+        path = self._job.save(
+            name,
+            self._to_save(moment),
+            partial(self._in_words, name),
+            step=counts.global_step,
+            epoch=counts.epoch,
+            about=self._state.about(),
+        )
+        self._note(path)
+        return path
+
+    def _to_save(self, moment: Moment, *, overlaps: bool = False) -> ToSave:
+        collect = partial(self._state.collect, moment=moment)
+        return ToSave(self._state.model, collect, self._state.stepped() if overlaps else ())
+
+    def _in_words(self, name: str) -> str:
+        return f"save {name} at step {self._counts.global_step} of epoch {self._counts.epoch}"
+
+    def _note(self, path: Path) -> None:
+        """There is, or will be, a checkpoint of now."""
+        self._saved_at, self._path = self._counts.global_step, path
 
     def _save_or_warn(
         self, name: str, moment: Moment, *, is_epoch: bool = False, waits: bool = False, overlaps: bool = False
@@ -269,7 +288,7 @@ class Checkpoints:
     def _settle(self) -> None:
         """Wait for what is being saved; where it failed, there is no such checkpoint."""
         try:
-            self._checkpointer.wait()
+            self._job.live.settle()
         except CheckpointError as error:
             self._note_failure(error)
 
@@ -296,86 +315,38 @@ class Checkpoints:
             )
         self._has_told_of_epochs = True
 
-    # ---- resuming ----
+    # ---- going on from a checkpoint ----
 
     def resume(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
         """Take the job's folder, and go on from its newest checkpoint, unless that is never to be done."""
-        self._checkpointer.claim()
+        self._job.run.claim()
         return self._how != "never" and self.load(take_up)
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
-        """Go on from the newest checkpoint, if there is one; ``take_up`` is given its config.
-
-        One that is damaged is passed over for the one before it, unless resuming is "strict".
-        """
+        """Go on from the newest checkpoint, if there is one; ``take_up`` is given its config."""
         self._due = None
-        resumed = self._checkpointer.restore(self._state, falls_back=self._how != "strict")
-        if resumed is None:
-            return False
-        self._counts.load_state_dict(resumed.state["counts"])
-        take_up(resumed.state["config"])
-        self._saved_at, self._path = self._counts.global_step, resumed.path
-        self._last_epoch = self._counts.epoch
-        if self._state.rank == 0:
-            self._tell(resumed)
-        self._state.take_up(resumed)
-        return True
-
-    # ---- going back ----
+        resumed = self._resuming.load(take_up)
+        if resumed is not None:
+            self._stand_at(resumed.path)
+        return resumed is not None
 
     def load_earlier(
         self, step: int | None, *, skips: bool, is_torn: bool, more: str, on_begin: Callable[[], None]
     ) -> Resumed:
-        """Load the checkpoint of ``step``, or the newest before the present step; ``go_back`` comes next.
-
-        ``on_begin`` is called before anything is touched. One that is damaged is passed over for the one before it,
-        unless it is asked for, or resuming is "strict". ``more`` is what else has to be the same on all ranks.
-        """
+        """Load an earlier checkpoint, as ``Resuming.load_earlier`` does; ``go_back`` comes next."""
         self._due = None
-        self._checkpointer.drop_held()
+        self._job.live.drop_held()
         self._settle()
-        into = Rewinding(self._state, replays=not skips, on_begin=on_begin)
-        before = self._counts.global_step + is_torn  # what is torn was to come after it
-        more = f"{', passing over the samples since' if skips else ''}{more}"
-        return self._checkpointer.go_back(into, step, before=before, more=more, falls_back=self._how != "strict")
+        return self._resuming.load_earlier(step, skips=skips, is_torn=is_torn, more=more, on_begin=on_begin)
 
     def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
         """Go on from what was loaded, under the config ``in_force``."""
-        if self._state.rank == 0:
-            then = ElasticConfig.from_dict(resumed.state["config"]["config"]).label
-            _logger.info(
-                "going back from step %d to %s, saved %s at step %d%s%s",
-                self._counts.global_step,
-                resumed.path,
-                resumed.commit.saved_at,
-                resumed.commit.global_step,
-                ", passing over the samples since" if skips else "",
-                "" if then == in_force.label else f"; {in_force.label} stays in force, it was saved under {then}",
-            )
-        self._state.go_back(resumed, skips=skips)
-        self._saved_at, self._path = self._counts.global_step, resumed.path
-        self._last_epoch = self._counts.epoch
+        self._resuming.go_back(resumed, in_force, skips=skips)
+        self._stand_at(resumed.path)
 
-    def _tell(self, resumed: Resumed) -> None:
-        """One line of what is not as it was when the checkpoint was saved, and of what the script says in vain."""
-        commit = resumed.commit
-        was = {**commit.about, "torch": commit.versions.get("torch")}
-        now = {**self._state.about(), "torch": torch.__version__}
-        differs = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
-        config = ElasticConfig.from_dict(resumed.state["config"]["config"])
-        differs += [
-            f"{path} stays {config.get(path)}, the script's is {value}"
-            for path, value in self._startup.items()
-            if config.get(path) != value
-        ]
-        _logger.log(
-            logging.WARNING if differs else logging.INFO,
-            "resuming from %s, saved %s at step %d: %s",
-            resumed.path,
-            commit.saved_at,
-            commit.global_step,
-            ", ".join(differs) or "nothing has changed since",
-        )
+    def _stand_at(self, path: Path) -> None:
+        self._note(path)
+        self._last_epoch = self._counts.epoch
 
 
 def checkpoints_for(
@@ -395,13 +366,12 @@ def checkpoints_for(
     storage, job = arguments.pop("storage"), arguments.pop("job")
     if storage is None:
         return None
-    checkpointer = ShardCheckpointer(
-        storage,
-        job=job,
-        ranks=ranks,
-        timeout_seconds=follower.settings.timeout_seconds,
-        in_background=arguments.pop("in_background"),
-        keep_last=arguments.pop("keep_last"),
-        keep_every=arguments.pop("keep_every"),
+    job_checkpoints = JobCheckpoints(
+        Path(storage),
+        job,
+        ranks,
+        storage_seconds=follower.settings.timeout_seconds / 2,
+        retention=Retention(keep_last=arguments.pop("keep_last"), keep_every=arguments.pop("keep_every")),
+        num_copies=int(arguments.pop("in_background")),
     )
-    return Checkpoints(checkpointer, state, startup=startup, **arguments)
+    return Checkpoints(job_checkpoints, state, startup=startup, **arguments)

@@ -43,7 +43,7 @@ def without_memory(rank: int, storage: Path) -> list[str]:
     errors = []
     with checkpointer_of(storage, in_background=True) as checkpointer:
         checkpointer.load(model, optimizer)
-        staging: Any = checkpointer._saver._staging
+        staging: Any = checkpointer._job.live._staging
         if rank == 1:
             hold, staging.hold = staging.hold, lambda *_: bytearray(1 << 60)
         checkpointer.save(2, model, optimizer, extra_of(2))
@@ -70,7 +70,7 @@ def interrupted(rank: int, storage: Path) -> str:
     model, optimizer = make_state()
     with checkpointer_of(storage, in_background=True) as checkpointer:
         checkpointer.load(model, optimizer)
-        staging: Any = checkpointer._saver._staging
+        staging: Any = checkpointer._job.live._staging
         hold = staging.hold
         if rank == 1:
             staging.hold = lambda *_: signal.default_int_handler(signal.SIGINT, None)
@@ -229,7 +229,7 @@ def test_old_checkpoints_that_are_removed_slowly_are_a_warning(
             checkpointer.save(2, model, optimizer)
             gate.wait_until_reached()
             assert not checkpointer.is_saving()
-        storage: Any = checkpointer._storage
+        storage: Any = checkpointer._job._storage
         storage.seconds, seconds = 0.1 if in_background else _SHORT_SECONDS, storage.seconds
         if not in_background:
             checkpointer.save(2, model, optimizer)

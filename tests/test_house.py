@@ -141,6 +141,8 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint.export": 2,
     "fsdp.checkpoint.exportfolder": 2,
     "fsdp.checkpoint.exportplan": 2,
+    "fsdp.checkpoint.jobcheckpoints": 2,
+    "fsdp.checkpoint.livesaver": 2,
     "fsdp.checkpoint.loader": 2,
     "fsdp.checkpoint.memory": 2,
     "fsdp.checkpoint.opened": 2,
@@ -171,7 +173,7 @@ LAYERS: Mapping[str, int] = {
     "ckpt.summary": 3,
     "ckpt.terminal": 3,
     "ckpt.verify": 3,
-    "rewinding": 3,
+    "resuming": 3,
     "saving": 3,
     "training_state": 3,
     "session": 3,
@@ -203,6 +205,8 @@ USES_TORCH = frozenset(
         "fsdp.checkpoint.dcpincoming",
         "fsdp.checkpoint.dcpreader",
         "fsdp.checkpoint.dcpwriter",
+        "fsdp.checkpoint.jobcheckpoints",
+        "fsdp.checkpoint.livesaver",
         "fsdp.checkpoint.loader",
         "fsdp.checkpoint.memory",
         "fsdp.checkpoint.opened",
@@ -232,7 +236,7 @@ USES_TORCH = frozenset(
         "ranks",
         "rates",
         "overlap",
-        "rewinding",
+        "resuming",
         "saving",
         "session",
         "sharing",
@@ -275,7 +279,7 @@ PUBLIC_NAMES = [
     "follow_config",
 ]
 
-READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "settings"})
+READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.jobcheckpoints", "settings"})
 WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
@@ -286,8 +290,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.checkpoint.background:BackgroundSave.start": "forgets a thread that did not start, and raises again",
     "fsdp.checkpoint.background:BackgroundSave._run": "the top of a thread: kept for who asks, and told to the others",
     "steps:Steps._do_first": "what was handed out for the step is given back, and raises again",
-    "fsdp.checkpoint.saver:Saver.save_in_background": "the others are to hear of it too, and raises again",
-    "fsdp.checkpoint.saver:Saver._wait_for": "has the save's thread wait no longer, and raises again",
+    "fsdp.checkpoint.livesaver:LiveSaver.save": "the others are to hear of it too, and raises again",
+    "fsdp.checkpoint.livesaver:LiveSaver._wait_for": "has the save's thread wait no longer, and raises again",
     "fsdp.checkpoint.dcpreader:DcpFolder._loaded": "torch.load raises errors of pickle, which is not imported here",
     "fsdp.checkpoint.dcpreader:_read_metadata": "the same of torch's reader",
     "fsdp.checkpoint.saver:Saver.save": "takes away what is left of a save that failed, and raises again",

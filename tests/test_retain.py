@@ -489,7 +489,7 @@ def test_the_library_marks_what_it_loads(tmp_path: Path) -> None:
 
     with ShardCheckpointer(tmp_path, job="job") as checkpointer:
         path = checkpointer.save(1, torch.nn.Linear(2, 2))
-        checkpointer.restore(Looking(), falls_back=True)
+        checkpointer._job.restore(Looking(), falls_back=True)
         assert [[reader.pid for reader in readers] for readers in seen] == [[os.getpid()]] * 2
         assert readers_of(path) == []
 

@@ -9,73 +9,43 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.ranks import Ranks
 
-from .background import PATIENCE_SECONDS, BackgroundSave
+from .background import BackgroundSave
 from .collecting import ToSave
 from .commit import Commit
-from .contents import VALUES, FileKind
-from .copying import Copying
-from .hostmemory import free_bytes, why_no_room
+from .contents import VALUES
 from .jobfolder import JobFolder
-from .letters import Letters, OwnStore, ToldOfFailure
 from .lineage import Chain
 from .meeting import Meetings, Met
 from .memory import Part, part_of
 from .retain import Retention
 from .shardwriter import Piece
-from .staging import Staging
 from .storage import Storage
-from .together import agree_and_gather, agree_on, failure_of, gather_or_raise, joined_failure
+from .together import agree_and_gather, agree_on
 from .writing import Shard, Writing, give_up, make_folder
 
-__all__ = ["Saver"]
+__all__ = ["Saver", "beginning"]
 
 _logger = logging.getLogger(__name__)
-
-_SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
-
-
-def _nothing() -> None:
-    """Nobody is to be told."""
-
-
-def _raise_it(error: CheckpointError) -> None:
-    raise error
 
 
 class Saver:
     """One rank's part in saving."""
 
-    def __init__(
-        self, ranks: Ranks, storage: Storage, *, staging: Staging | None = None, retention: Retention | None = None
-    ) -> None:
+    def __init__(self, ranks: Ranks, storage: Storage, *, retention: Retention) -> None:
+        self.meetings = Meetings(ranks)
+        """Of these ranks, before each save."""
+        self.late: BackgroundSave | None = None
+        """One that was given up, and whose thread may still write from the memory that is kept."""
         self._ranks = ranks
         self._storage = storage
-        self._staging = staging
         self._retention = retention
-        self._meetings = Meetings(ranks)
-        self._under_way: BackgroundSave | None = None
-        self._on_end: Callable[[], None] = _nothing  # of that one
-        self._copying: Copying | None = None
-        self._held: BackgroundSave | None = None  # copied, and not to be written unless somebody asks
-        self._written_late: BackgroundSave | None = None  # that somebody has asked for
-        self._last: BackgroundSave | None = None  # that is known to be made
-        self._lock = threading.Lock()
-        self._late: BackgroundSave | None = None  # given up, and its thread may still write from the kept memory
-        self._store = ranks.store or OwnStore()
-
-    @property
-    def can_save_in_background(self) -> bool:
-        """Whether there is memory for it, and a store by which the ranks' threads can tell each other how it goes."""
-        return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
 
     def save(self, folder: JobFolder, name: str, what: ToSave, draft: Commit, *, ask: Callable[[], str]) -> Path:
         """Write the checkpoint ``name``; on return it exists, for every rank. All ranks call this between two steps.
@@ -88,13 +58,12 @@ class Saver:
 
         def make(generation: str) -> None:
             storage.restart_clock()
-            storage.within(lambda: make_folder(folder, name, generation, draft.lineage), _beginning(name))
+            storage.within(lambda: make_folder(folder, name, generation, draft.lineage), beginning(name))
 
-        self.drop_held()
         agree_on(self._ranks, ask)  # before anything is done
         try:
-            met = self._meet(name, what, ask, make if rank == 0 else None)
-            writing = self._writing(folder, name, met)
+            met = self.meet(name, what, ask, make if rank == 0 else None)
+            writing = self.writing(folder, name, met)
             doing = f"writing checkpoint {name}"
 
             def write() -> dict[str, list[object]]:
@@ -118,245 +87,21 @@ class Saver:
             self._retain_in_time(folder, draft.lineage)
         return writing.path
 
-    def save_in_background(
-        self,
-        folder: JobFolder,
-        name: str,
-        what: ToSave,
-        draft: Commit,
-        *,
-        ask: Callable[[], str],
-        on_end: Callable[[], None],
-        on_failed: Callable[[CheckpointError], None] = _raise_it,
-        waits: bool = True,
-        overlaps: bool = False,
-        starts: bool = True,
-    ) -> Path | None:
-        """Begin to write the checkpoint ``name``; on return nothing of what it holds is needed any more.
-
-        Unless it ``starts`` it is copied, and left to ``write_held``, until the next save. But if it ``overlaps``: then
-        parameters, and what optimizers keep of their shape, are until ``fence`` returns.
-
-        How it went is what ``settle`` tells, or the next call of this, which waits for the one before; ``on_failed``
-        takes the error of that one, on all ranks. None, and nothing is begun, where another is under way and this is
-        not to be waited for. ``on_end`` is called when it is known that this one exists.
-        """
-        staging = self._staging
-        assert staging is not None
-        after = self._under_way or self._last
-        met = self._meet_after_the_last(name, what, ask, on_failed, waits=waits)
-        if met is None:
-            return None
-        writing = self._writing(folder, name, met)
-        seconds = self._storage.seconds
-        letters = Letters(self._store, name=met.generation, rank=self._ranks.rank, seconds=seconds)
-        shards: dict[FileKind, Shard] = {}
-        later: list[tuple[Part, memoryview]] = []
-
-        def copy() -> None:
-            if copying is not None:
-                copying.run()
-                staging.keep(held, lambda: writing.record(draft))
-
-        def write() -> dict[str, list[object]]:
-            rows = writing.write(shards)
-            if copying is not None:
-                copying.make_sure(seconds)
-            return rows
-
-        def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-            writing.commit(draft, of_ranks)
-
-        save = BackgroundSave(
-            writing.path,
-            letters,
-            rank=self._ranks.rank,
-            num_ranks=self._ranks.world_size,
-            seconds=seconds,
-            copy=copy,
-            make_folder=lambda: make_folder(folder, name, met.generation, draft.lineage),
-            write=write,
-            commit=commit,
-            discard=writing.discard,
-            on_made=lambda: staging.forget(met.generation),
-            after=after,
-            clear=lambda: self._retain(folder, draft.lineage),
-        )
-        self.drop_held()
-        if starts:
-            self._under_way, self._on_end = save, on_end
-        try:
-            held = staging.hold(met.parts, later if overlaps else None)
-            for kind, staged in held.items():
-                shards[kind] = Shard(staged.pieces, staged.data)
-            copying = self._copying = Copying(later) if later else None
-            if copying is None:
-                staging.keep(held, lambda: writing.record(draft))
-            if starts:
-                save.start()
-            else:
-                self._held = save
-        except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
-            self._give_up_copying()
-            save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
-        except BaseException:
-            self._give_up_copying()
-            save.fail(CheckpointError("it was interrupted while what is saved was being copied"))
-            raise
-        return writing.path
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether something was copied that is not written."""
-        return self._held is not None
-
-    def write_held(self, seconds: float) -> Path | None:
-        """Have what was copied last written, from any thread, on all ranks; its folder, if it is there in time."""
-        with self._lock:
-            save, self._held = self._held, None
-            if save is not None:
-                self._written_late = save
-                save.start()
-                save.hurry(seconds)
-        save = save or self._under_way or self._last
-        if save is None:
-            return None
-        save.join(seconds)
-        return save.path if save.is_made else None
-
-    def _give_up_copying(self) -> None:
-        """Nobody is to wait for what does not come."""
-        if self._copying is not None:
-            self._copying.end()
-            self._copying = None
-
-    def drop_held(self) -> None:
-        """Nothing is written any more of what was held."""
-        with self._lock:
-            self._held = None
-        if self._written_late is not None:
-            self._written_late.join(None)
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether something may still be being copied that ``fence`` waits for."""
-        return self._copying is not None
-
-    def fence(self) -> None:
-        """Return once nothing is needed any more of what is being saved."""
-        if self._copying is not None:
-            self._copying.wait()
-            self._copying = None
-
-    def is_busy(self) -> bool:
-        """Whether a save is under way on any rank; all ranks call this."""
-        is_own = self._under_way is not None and _is_running(self._under_way)
-        return sum(self._ranks.sum([int(is_own)], "seeing whether a save is under way")) > 0
-
-    def settle(self) -> None:
-        """Return once nothing is under way; raise on all ranks where what was under way has failed on one of them.
-
-        PeerLostError at once where a rank is gone.
-        """
-        save = self._under_way
-        if save is None:
-            return
-        self.fence()
-        self._wait_for(save)
-        self._conclude(save, gather_or_raise(self._ranks, lambda: _failure_in(save), f"saving {save.path}"))
-
-    def _conclude(self, save: BackgroundSave, failures: Sequence[Mapping[str, Any] | None]) -> None:
-        """It is over on all ranks, and ``failures`` is what they say of it: raise where there are any."""
-        self._under_way = None
-        save.burn_letters()
-        failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
-        if failed:
-            raise joined_failure(failed, f"saving {save.path}", len(failures))
-        if save.error is not None:
-            raise save.error
-        self._last = save
-        self._on_end()
-
-    def _wait_for(self, save: BackgroundSave) -> None:
-        """Until it is over on all ranks, or there is no time left on one: then nobody waits for it any more."""
-        deadline, slice_seconds = time.monotonic() + self._storage.seconds, _SHORT_SECONDS
-        doing = f"saving {save.path}"
-        while True:
-            save.join(slice_seconds)
-            is_late = not save.is_over and time.monotonic() > deadline
-            try:
-                num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
-            except BaseException:
-                self._under_way, self._late = None, save
-                save.give_up(f"it was given up while {doing}")
-                raise
-            if num_late and save.is_made:
-                _logger.warning("%s is saved; old checkpoints are still being removed", save.path)
-                self._late = save
-            elif num_late:
-                save.give_up(
-                    f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
-                    "allow it more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
-                )
-                self._late = save
-            if num_late or not num_waiting:
-                return
-            slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
-
-    def end(self, *, hurries: bool = False) -> None:
-        """Wait for what is under way, without the other ranks; what fails has been logged.
-
-        It ``hurries`` where they may be gone, and waits for them no longer than a while.
-        """
-        self.fence()
-        save, self._under_way = self._under_way, None
-        if save is not None:
-            if hurries:
-                save.hurry(PATIENCE_SECONDS)
-            save.join(self._storage.seconds)
-            save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
-        if self._staging is not None:
-            self._staging.close()
-
-    def make_ready(self, what: ToSave) -> None:
-        """Begin to make room for ``what`` is to be saved, off training's way; with all ranks.
-
-        Where there is no room on one of their machines, nothing is saved in the background.
-        """
-        staging = self._staging
-        if staging is None:
-            return
-        met, host = self._meet("to come", what, lambda: "make ready for saving", None), self._ranks.host
-        wants = gather_or_raise(
-            self._ranks, lambda: [host, staging.num_missing(met.parts), free_bytes()], "looking for memory to save from"
-        )
-        why_not = why_no_room((host, wanted, free) for host, wanted, free in wants)
-        if why_not is None:
-            staging.make_ready(met.parts)
-            return
-        self._staging = None
-        staging.close()
-        if self._ranks.rank == 0:
-            _logger.warning(
-                "there is too little memory to copy what is saved (%s): training waits while checkpoints are written",
-                why_not,
-            )
-
-    def _retain(self, folder: JobFolder, chain: Chain) -> None:
+    def retain(self, folder: JobFolder, chain: Chain) -> None:
         """On the first rank, after a commit: remove the checkpoints that are not to be kept any more."""
-        if self._retention is not None:
+        if self._retention.keep_last is not None:
             folder.retain(self._retention, chain)
 
     def _retain_in_time(self, folder: JobFolder, chain: Chain) -> None:
         """The same while the other ranks go on; what the storage does not do in time it does later."""
-        if self._retention is not None:
+        if self._retention.keep_last is not None:
             self._storage.restart_clock()
             try:
-                self._storage.within(lambda: self._retain(folder, chain), "removing old checkpoints")
+                self._storage.within(lambda: self.retain(folder, chain), "removing old checkpoints")
             except CheckpointError as error:
                 _logger.warning("old checkpoints are still being removed: %s", error)
 
-    def _writing(self, folder: JobFolder, name: str, met: Met) -> Writing:
+    def writing(self, folder: JobFolder, name: str, met: Met) -> Writing:
         """What this rank is to write."""
         is_first = self._ranks.rank == 0
         state = {**met.contents.state, VALUES: met.values}
@@ -370,50 +115,14 @@ class Saver:
             state=json.dumps(state, allow_nan=False).encode() if is_first else b"",
         )
 
-    def _meet_after_the_last(
-        self,
-        name: str,
-        what: ToSave,
-        ask: Callable[[], str],
-        on_failed: Callable[[CheckpointError], None],
-        *,
-        waits: bool,
-    ) -> Met | None:
-        """``_meet`` once nothing is under way any more; in one exchange with hearing of how that went."""
-        last = self._under_way
-        if last is None:
-            return self._meet(name, what, ask, None)
-        self.fence()
-        meeting = self._meetings.of(what)
-        while True:
-            answers = agree_and_gather(
-                self._ranks,
-                ask,
-                lambda: [_is_running(last), last.seconds > self._storage.seconds, _failure_in(last), meeting.begin()],
-                _beginning(name),
-            )
-            if not any(is_running for is_running, *_ in answers):
-                break
-            if not waits and not any(is_late for _, is_late, *_ in answers):
-                return None
-            self._wait_for(last)
-        try:
-            self._conclude(last, [failure for *_, failure, _ in answers])
-        except CheckpointError as error:
-            on_failed(error)
-        ask()  # again, now that it is known what there is: it raises on all ranks alike
-        if self._late is not None:  # the others are to hear of that too
-            return self._meet(name, what, ask, None)
-        return meeting.end(name, [said for *_, said in answers])
-
-    def _meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> Met:
+    def meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> Met:
         """Collect what this rank has, do what is given, by the save's generation, and hear of what the others have."""
-        doing = _beginning(name)
-        meeting = self._meetings.of(what)
+        doing = beginning(name)
+        meeting = self.meetings.of(what)
 
         def begin() -> dict[str, Any]:
-            self._storage.refuse_if(self._late is not None and not self._late.is_over, doing)
-            self._late = None
+            self._storage.refuse_if(self.late is not None and not self.late.is_over, doing)
+            self.late = None
             said = meeting.begin()
             if and_then is not None:
                 and_then(said["generation"])
@@ -422,19 +131,8 @@ class Saver:
         return meeting.end(name, agree_and_gather(self._ranks, ask, begin, doing))
 
 
-def _beginning(name: str) -> str:
+def beginning(name: str) -> str:
     return f"beginning checkpoint {name}"
-
-
-def _is_running(save: BackgroundSave) -> bool:
-    """On this rank, for as long as somebody waits for it: one that has failed may still be taking its files away."""
-    return not (save.is_over or save.is_made or save.is_given_up)
-
-
-def _failure_in(save: BackgroundSave) -> dict[str, object] | None:
-    """What a rank says of it, where it has failed there and not because another one has said so."""
-    error = save.error
-    return None if error is None or isinstance(error, ToldOfFailure) else failure_of(error)
 
 
 def _piece(part: Part) -> Piece:

@@ -18,7 +18,7 @@ from elastic_ext.errors import (
 )
 from elastic_ext.ranks import Ranks
 
-__all__ = ["agree_and_gather", "agree_on", "failure_of", "gather_or_raise", "joined_failure"]
+__all__ = ["agree_and_gather", "agree_on", "failure_of", "first_says", "gather_or_raise", "joined_failure"]
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +57,11 @@ def agree_and_gather(ranks: Ranks, ask: Callable[[], str], act: Callable[[], obj
     answers = _exchanged(ranks, answer, doing)
     _raise_unless_asked_alike(answers, raised)
     return _given(answers, raised, doing)
+
+
+def first_says(ranks: Ranks, opinion: bool, doing: str) -> bool:
+    """The first rank's opinion, on all ranks. Every rank calls this."""
+    return ranks.sum([int(opinion and ranks.rank == 0)], doing)[0] > 0
 
 
 def _add_what_it_asks(answer: dict[str, object], ask: Callable[[], str]) -> Exception | None:

@@ -1,0 +1,254 @@
+"""JobCheckpoints: one rank's hand in the checkpoints of a job, whatever they are of.
+
+All ranks make it, and call it alike. What a checkpoint holds is given by whoever calls it: checkpointer.py for a
+script, a trainer for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, SupportsIndex, TypeVar
+
+import torch
+from torch import nn
+
+from elastic_ext.errors import CheckpointError, CheckpointNotFound
+from elastic_ext.ranks import Ranks
+
+from .collecting import Collect, ToSave, own_buffers
+from .commit import Commit
+from .comparing import first_change
+from .contents import Contents
+from .jobfolder import JobFolder
+from .jobname import job_name
+from .listing import Found
+from .livesaver import LiveSaver, raise_it
+from .opened import Opened
+from .restorer import Destination, Restorer
+from .retain import Retention
+from .run import Run
+from .saver import Saver
+from .shelf import Shelf
+from .staging import Staging
+from .storage import Storage
+from .together import agree_on, gather_or_raise
+from .versions import versions
+
+__all__ = ["JobCheckpoints", "as_count"]
+
+_logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_MOST = 10**18
+
+
+class JobCheckpoints:
+    """The checkpoints of ``job`` under ``root``.
+
+    By default the job is ELASTIC_EXT_JOB, the launcher's run id, or the script. What touches the storage may take
+    ``storage_seconds``. ``num_copies`` of what is saved are kept in memory, so that training goes on meanwhile; with
+    0 it waits.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        job: str | None,
+        ranks: Ranks,
+        *,
+        storage_seconds: float,
+        retention: Retention,
+        num_copies: int,
+    ) -> None:
+        self.ranks = ranks
+        self.root = root.absolute()
+        named = job if job is not None else os.environ.get("ELASTIC_EXT_JOB") or None
+        names = gather_or_raise(
+            ranks,
+            lambda: job_name(named, os.environ.get("TORCHELASTIC_RUN_ID"), _script()),
+            "naming the job",
+        )
+        self.name = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
+        """Of the job."""
+        self._storage = Storage(ranks, timeout_seconds=storage_seconds)
+        self._saver = Saver(ranks, self._storage, retention=retention)
+        staging = self._staging(num_copies) if num_copies > 0 else None
+        self.live = LiveSaver(ranks, self._storage, self._saver, staging)
+        """What saves while training goes on."""
+        self.run = Run(ranks, self._storage, self.root, self.name)
+        """This life of the job."""
+        self.restorer = Restorer(ranks, self._storage, self.run)
+        """What loads; nothing is under way by then."""
+        self._versions = versions()
+
+    # ---- saving ----
+
+    def try_out(self, collect: Callable[[], Contents]) -> None:
+        """Raise on all ranks where one of them could not collect its contents for a checkpoint."""
+
+        def act() -> None:
+            for inventory in collect().inventories().values():
+                inventory.to_json()
+
+        gather_or_raise(self.ranks, act, "seeing what a checkpoint would hold")
+
+    def save(
+        self,
+        name: str,
+        what: ToSave,
+        ask: Callable[[], str],
+        *,
+        step: int,
+        epoch: int,
+        about: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Save ``what`` as the checkpoint ``name``, while training waits; on return it exists. Gives its folder.
+
+        ``ask`` says what this rank is asked for, as ``agree_on`` takes it. What went on before is over by now.
+        """
+        began = time.perf_counter()
+        self.live.drop_held()
+        folder, draft = self._begin(ask, step=step, epoch=epoch, about=about)
+        path = self._saver.save(folder, name, what, draft, ask=ask)
+        self.run.note_save(step)
+        if self.ranks.rank == 0:
+            _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
+        return path
+
+    def save_live(
+        self,
+        name: str,
+        what: ToSave,
+        ask: Callable[[], str],
+        *,
+        step: int,
+        epoch: int,
+        about: Mapping[str, Any] | None = None,
+        on_failed: Callable[[CheckpointError], None] = raise_it,
+        waits: bool = True,
+        overlaps: bool = False,
+        starts: bool = True,
+    ) -> Path | None:
+        """Begin to save ``what`` while training goes on; see ``LiveSaver.save`` for how, and for what None says."""
+        folder, draft = self._begin(ask, step=step, epoch=epoch, about=about)
+        return self.live.save(
+            folder,
+            name,
+            what,
+            draft,
+            ask=ask,
+            on_end=lambda: self.run.note_save(step),
+            on_failed=on_failed,
+            waits=waits,
+            overlaps=overlaps,
+            starts=starts,
+        )
+
+    def close(self, *, hurries: bool = False) -> None:
+        """Let another run of the job have the folder, once what is being saved is.
+
+        It ``hurries`` where other ranks may be gone, and waits for them no longer than a while.
+        """
+        self.live.end(hurries=hurries)
+        self.run.leave()
+
+    # ---- loading ----
+
+    def change_since(self, path: Path, model: nn.Module, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
+        """What is not as the checkpoint in ``path`` has it, on any rank; None where saving would give the same again.
+
+        ``passes_over`` is what does not matter, as ``first_change`` takes it.
+        """
+        self.live.settle()
+        agree_on(self.ranks, lambda: f"save again what {path.name} has")
+        own = own_buffers(model, self.ranks)
+
+        def compare() -> str | None:
+            try:
+                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
+            except CheckpointNotFound:
+                return "anything"
+            with Opened(found, self._storage) as opened:
+                return first_change(opened, collect(own), rank=self.ranks.rank, passes_over=passes_over)
+
+        answers = self._storage.together(compare, f"comparing {path} with what is here", is_patient=False)
+        return next((change for change in answers if change is not None), None)
+
+    def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
+        """What ``into`` gives of the newest good checkpoint; None where the job has none."""
+        self.live.settle()
+        agree_on(self.ranks, lambda: "load the newest checkpoint")
+        return self.restorer.restore(into, None, falls_back=falls_back)
+
+    def go_back(
+        self, into: Destination[_Result], step: int | None, *, before: int, falls_back: bool, more: str
+    ) -> _Result:
+        """What ``into`` gives of the checkpoint of ``step``, or of the newest one, or good one, ``before`` a step.
+
+        Only those that led to where this run is are asked. What is saved from here on goes on from that one, and is the
+        work of another run. ``more`` is what else has to be the same on all ranks, in words.
+        """
+        self.live.settle()
+
+        def ask() -> str:
+            which = "the newest checkpoint" if step is None else f"the checkpoint of step {as_count('step', step)}"
+            return f"go back to {which}{more}"
+
+        agree_on(self.ranks, ask)
+        asked = None if step is None else operator.index(step)
+        candidates = self.run.behind(step=asked, before=before)
+        result = self.restorer.restore_first(into, candidates, falls_back=falls_back and step is None)
+        assert result is not None
+        self.run.claim()
+        return result
+
+    def _begin(
+        self, ask: Callable[[], str], *, step: int, epoch: int, about: Mapping[str, Any] | None
+    ) -> tuple[JobFolder, Commit]:
+        """The job's folder, and what COMMIT is to say there."""
+        if not self.run.is_claimed:
+            agree_on(self.ranks, ask)  # claiming is no answer to who is asked for something else
+        folder = self.run.claim()
+        draft = Commit(
+            generation="not-begun",
+            lineage=self.run.chain,
+            global_step=step,
+            epoch=epoch,
+            num_ranks=self.ranks.world_size,
+            metas={},
+            states={},
+            shards={},
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            versions=self._versions,
+            about=dict(about or {}),
+        )
+        return folder, draft
+
+    def _staging(self, num_copies: int) -> Staging:
+        """Memory of this process's own, or in the folder of an agent, if there is one."""
+        folder = os.environ.get("ELASTIC_EXT_STAGING_DIR")
+        if not folder:
+            return Staging(is_pinned=torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        owner = f"{self.root}/{self.name}"
+        return Staging(shelf=Shelf(Path(folder).absolute(), owner, rank=self.ranks.rank, num_slots=num_copies))
+
+
+def _script() -> str | None:
+    """The file that is run, None where there is none; an absolute path, whatever folder the process has gone to."""
+    return getattr(sys.modules.get("__main__"), "__file__", None)
+
+
+def as_count(what: str, given: object) -> int:
+    """An integer of Python's or numpy's as Python's own; ValueError where it cannot be a count."""
+    if isinstance(given, SupportsIndex) and not isinstance(given, bool):
+        count = operator.index(given)
+        if 0 <= count < _MOST:
+            return count
+    raise ValueError(f"{what} is {given!r}; allowed: an integer from 0 to {_MOST - 1}")
