@@ -70,6 +70,8 @@ class Boundary:
     """Some rank, or a config, asked for a checkpoint; true at one boundary."""
     leave: bool
     """Some rank was told to end; stays true from then on."""
+    copy: bool
+    """Some rank asked for a copy of what there is; true at one boundary."""
 
 
 class Agreement:
@@ -111,7 +113,7 @@ class Agreement:
         self._applied: Applied | None = None  # since the last boundary
         self._save = False  # asked for by all ranks since the last boundary
         self._stop_wanted = self._save_wanted = self._stopping = False
-        self._leave_wanted = self._leaving = False
+        self._leave_wanted = self._leaving = self._copy_wanted = self._copy = False
         self._resumed_version: int | None = None
         self._started = False
         self._broken: RanksError | None = None
@@ -173,6 +175,11 @@ class Agreement:
         self._leave_wanted = True
         self.rouse()
 
+    def request_copy(self) -> None:
+        """Have ``copy`` be true on all ranks at one boundary, within two agreements. Any rank may call it."""
+        self._copy_wanted = True
+        self.rouse()
+
     def request_save(self) -> None:
         """Have ``save`` be true on all ranks at one boundary, within two agreements. Any rank may call it."""
         self._save_wanted = True
@@ -196,11 +203,17 @@ class Agreement:
                 raise
         elif self._num_boundaries % _IDLE_SAMPLING == 0:
             self._pace.note_idle(self._clock() - now)
-        applied, save = self._applied, self._save
-        self._applied, self._save = None, False
+        applied, save, copy = self._applied, self._save, self._copy
+        self._applied, self._save, self._copy = None, False, False
         self._become_quiet()
         return Boundary(
-            step=step, config=self.config, applied=applied, stop=self._stopping, save=save, leave=self._leaving
+            step=step,
+            config=self.config,
+            applied=applied,
+            stop=self._stopping,
+            save=save,
+            leave=self._leaving,
+            copy=copy,
         )
 
     def pass_quietly(self, now: float, step: int, backwards: int) -> bool:
@@ -226,7 +239,9 @@ class Agreement:
         """Until there is more to do at a boundary than to count it. First set, then look: one may be roused between."""
         rounds, next_agreement = self._rounds, self._pulsed_boundary + self.every
         self._quiet_until = next_agreement if self._ranks.world_size > 1 else math.inf
-        has_question = self._save_wanted or rounds.proposing or (self._stop_wanted and not self._stopping)
+        has_question = (
+            self._save_wanted or self._copy_wanted or rounds.proposing or (self._stop_wanted and not self._stopping)
+        )
         has_question |= self._leave_wanted and not self._leaving
         if has_question or self._pulse is not None or rounds.scheduled is not None or rounds.has_new_file:
             self.rouse()
@@ -314,6 +329,7 @@ class Agreement:
             stop=self._stop_wanted and not self._stopping,
             save=self._save_wanted,
             leave=self._leave_wanted and not self._leaving,
+            copy=self._copy_wanted,
             pacing=not self._told_interval / _RETELL <= wanted <= self._told_interval * _RETELL,
             refusal=self._source.refusal or "",
         )
@@ -321,6 +337,8 @@ class Agreement:
             return  # nobody else is there to be told of nothing
         if word.save:
             self._save_wanted = False
+        if word.copy:
+            self._copy_wanted = False
         self._word = word
         self._pulse = self._ranks.start_sum([word.pulse], "agreeing")
 
@@ -336,6 +354,7 @@ class Agreement:
         self._stopping |= agreed.stop
         self._leaving |= agreed.leave
         self._save |= agreed.save
+        self._copy |= agreed.copy
         self.every = agreed.interval
         self._told_interval = word.wanted_interval
         self._lag.note(agreed.lowest_held, agreed.highest_held, self._clock())

@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 Resume = Literal["auto", "strict", "never"]
 WhenSaveFails = Literal["raise", "warn"]
 WhenSaving = Literal["wait", "skip", "error"]
-_SPARING = 50  # times as long as copying takes lies between two copies that nobody may need
+_SPARING = 100  # times as long as copying takes lies between two copies that nobody may need
 
 
 class Checkpoints:
@@ -68,7 +68,8 @@ class Checkpoints:
         self.leaves_on_signals = leaves_on_signals
         """SIGTERM and SIGUSR1 end training with a checkpoint."""
         self._overlaps = False
-        self._held_at, self._held_seconds = -math.inf, 0.0
+        self._held_at = self._copied_at = -math.inf  # at an epoch's end, and whenever
+        self._copy_seconds = 0.0
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
         self._num_skipped = 0
         self._saved_at: int | None = None  # the global step of the last save that there is
@@ -129,16 +130,27 @@ class Checkpoints:
 
         But not where that would take up much of the time, nor while something is still being written.
         """
-        if self._saved_at == self._counts.global_step or not self._is_ready:
+        if not self._is_ready or not self._job.live.can_save:
             return
-        if not self._job.live.can_save:
-            return
-        now = time.monotonic()
-        if not first_says(self._job.ranks, now - self._held_at > _SPARING * self._held_seconds, "agreeing on a copy"):
-            return
+        if first_says(self._job.ranks, self._may_copy(self._held_at), "agreeing on a copy"):
+            self.copy()
+            self._held_at = time.monotonic()
+
+    def wants_copy(self) -> bool:
+        """Whether it is time to copy what there is, for a training that is told to end, and costs little of it."""
+        return self._is_ready and self._may_copy(self._copied_at)
+
+    def _may_copy(self, since: float) -> bool:
+        is_needed = self._saved_at != self._counts.global_step and self._job.live.is_free
+        return is_needed and time.monotonic() - since > _SPARING * self._copy_seconds
+
+    def copy(self) -> None:
+        """Copy what there is, to be written if training is told to end before the next copy; with all ranks."""
+        began = time.monotonic()
         with self._warning():
             self._save(f"step_{self._counts.global_step}", self._state.moment(), waits=False, starts=False)
-        self._held_at, self._held_seconds = now, time.monotonic() - now
+        self._copied_at = time.monotonic()
+        self._copy_seconds = self._copied_at - began
 
     def has_newest(self) -> bool:
         """Whether ``write_newest`` has something to write, or has nothing left to write."""
@@ -149,12 +161,12 @@ class Checkpoints:
 
         Another thread than training's may call this.
         """
-        path = self._job.live.write_held(seconds)
+        path, step = self._job.live.write_held(seconds), self._counts.global_step
         if path is None and self._path is not None and self._saved_at == self._counts.global_step:
             return f"{self._path} has all there is"
         if path is not None:
-            return f"{path} is what there is to go on from: it was copied when an epoch ended"
-        return "what was copied when an epoch ended is not saved in the time that there is"
+            return f"{path} is what there is to go on from; training has come to step {step}"
+        return f"what was copied is not saved in the time that there is, and training has come to step {step}"
 
     def save_now(self) -> Path:
         """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.

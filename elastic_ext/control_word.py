@@ -96,6 +96,8 @@ class ControlWord:
     stop: bool = False
     save: bool = False
     leave: bool = False
+    copy: bool = False
+    """It is time to copy what there is, in case that training is told to end."""
     pacing: bool = False
     """Its wanted interval is another than it last told."""
     refusal: str = ""
@@ -112,7 +114,8 @@ class ControlWord:
     @property
     def has_news(self) -> bool:
         """Whether the others should read this word."""
-        return self.fresh or self.proposing or self.asking or self.stop or self.save or self.leave or self.pacing
+        asks = self.stop or self.save or self.leave or self.copy
+        return asks or self.fresh or self.proposing or self.asking or self.pacing
 
     @property
     def pulse(self) -> int:
@@ -184,3 +187,7 @@ class AgreedWord:
     @property
     def leave(self) -> bool:
         return any(word.leave for word in self.words)
+
+    @property
+    def copy(self) -> bool:
+        return any(word.copy for word in self.words)

@@ -297,6 +297,10 @@ class ConfigFollower:
         """Have ``boundary().leave`` be true on all ranks, within two agreements; from a signal's handler too."""
         self._agreement.request_leave()
 
+    def request_copy(self) -> None:
+        """Have ``boundary().copy`` be true on all ranks at one boundary, within two agreements."""
+        self._agreement.request_copy()
+
     def request_stop(self) -> None:
         """Have ``boundary().stop`` be true on all ranks, within two agreements. Any rank may call it."""
         self._agreement.request_stop()

@@ -46,7 +46,7 @@ class Saving:
         self._on_leave = on_leave
         self._save_at = math.inf  # the next global step with something to save
         self._leaving = self._listening() if checkpoints.leaves_on_signals else None
-        self._must_leave = False
+        self._must_leave = self._must_copy = False
         self._fences: list[RemovableHandle] = []  # on optimizers, while a checkpoint is being copied
 
     def start(self) -> None:
@@ -68,6 +68,8 @@ class Saving:
         if boundary is not None:
             self.plan()
             is_asked_for = boundary.save
+            if self._leaving is not None:
+                self._note_copy(boundary)
             if boundary.leave and self._leaving is not None:
                 self._must_leave = True
                 self._steps.do_first(self._leave)
@@ -76,6 +78,19 @@ class Saving:
             self.plan()
             self.checkpoints.note_due(is_asked_for=is_asked_for)
             self._steps.do_first(self._begin_due_in_step)
+
+    def _note_copy(self, boundary: Boundary) -> None:
+        """Copy what there is before the next step, if the first rank has found that it is time to."""
+        if boundary.copy:
+            self._must_copy = True
+            self._steps.do_first(self._copy)
+        elif self._follower.ranks.rank == 0 and self.checkpoints.wants_copy():
+            self._follower.request_copy()
+
+    def _copy(self) -> None:
+        if self._must_copy:  # and the epoch has not ended instead
+            self._must_copy = False
+            self.checkpoints.copy()
 
     def begin_due(self) -> None:
         """Save what is due, if anything is, or end, if some rank was told to; between two steps, on all ranks."""
@@ -86,6 +101,7 @@ class Saving:
     def end_epoch(self) -> None:
         """An epoch has ended: save that, or keep a copy, should training be told to end before the next step."""
         self.checkpoints.end_epoch()
+        self._must_copy = False
         if self._leaving is not None:
             self.checkpoints.hold()
 

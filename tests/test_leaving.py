@@ -40,7 +40,7 @@ trainer = ElasticTrainer(
     model,
     micro_batch_size=2,
     shared_storage_path=folder + "/storage",
-    checkpoint_interval=CheckpointInterval(steps=1000),
+    checkpoint_interval=None if where == "within" else CheckpointInterval(steps=1000),
     run_dir=f"{folder}/{rank}",
     job="job",
     save_on_signals=where != "off",
@@ -69,6 +69,9 @@ with trainer:
                     if where == "within":
                         say("within")
                         time.sleep(100)
+                if where == "evaluation" and trainer._session.checkpoints.has_newest():
+                    say("evaluation")
+                    time.sleep(100)
         if where == "end":
             os.kill(os.getpid(), signal.SIGTERM)
             break
@@ -187,7 +190,20 @@ def test_outside_of_steps_what_the_last_epoch_came_to_is_saved(tmp_path: Path, n
         assert job.end() == [EXIT_STATUS] * num_ranks, job.text
         assert time.monotonic() - began < 20
         assert job.saved == {"step_7": 7}, job.text
-        assert "it was copied when an epoch ended" in job.text
+        assert "is what there is to go on from" in job.text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_in_the_middle_of_an_epoch_what_was_copied_of_it_last_is_saved(tmp_path: Path, num_ranks: int) -> None:
+    with job_in(tmp_path, num_ranks, "evaluation", seconds=8.0) as job:
+        job.wait_for("evaluation")
+        job.processes[-1].send_signal(signal.SIGTERM)
+        assert job.end() == [EXIT_STATUS] * num_ranks, job.text
+        [(name, step)] = job.saved.items()
+        assert name == f"step_{step}"
+        assert "what there is to go on from" in job.text
+    with job_in(tmp_path, num_ranks, "steps") as job:
+        job.wait_for(f"at {step}")
 
 
 def test_a_handler_of_the_users_own_stays_and_so_does_everything_if_they_say_so(tmp_path: Path) -> None:

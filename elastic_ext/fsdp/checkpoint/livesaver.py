@@ -68,6 +68,12 @@ class LiveSaver:
         """Whether there is memory for it, and a store by which the ranks' threads can tell each other how it goes."""
         return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether a save that begins now on this rank has its memory at once, and no other to wait for."""
+        is_made = self._staging is not None and not self._staging.is_being_made
+        return self.can_save and is_made and (self._under_way is None or not _is_running(self._under_way))
+
     def save(
         self,
         folder: JobFolder,
@@ -149,6 +155,8 @@ class LiveSaver:
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             self._give_up_copying()
             save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
+            if not starts:
+                _logger.warning("what there is was not copied: %s", save.error)
         except BaseException:
             self._give_up_copying()
             save.fail(CheckpointError("it was interrupted while what is saved was being copied"))

@@ -52,6 +52,11 @@ class Staging:
         self._finish()
         return sum(memory.numel() for memory in self._slots.values())
 
+    @property
+    def is_being_made(self) -> bool:
+        """Whether ``hold`` would wait for memory."""
+        return self._thread is not None and self._thread.is_alive()
+
     def num_missing(self, parts: Mapping[FileKind, Sequence[Part]]) -> int:
         """How many bytes of memory ``make_ready`` would make for ``parts``."""
         num_bytes = sum(_room_of(own) for own in parts.values())
