@@ -14,6 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from . import pipelines
 from .accelerator import Accelerated, is_prepared
+from .fsdp.checkpoint.hostmemory import num_copies
 from .fsdp.checkpoint.retain import Retention
 from .interval import CheckpointInterval
 
@@ -44,9 +45,16 @@ def check_choice(name: str, value: object, allowed: Sequence[str | bool]) -> Non
 
 
 def check_checkpoints(
-    interval: CheckpointInterval | None, path: str | Path | None, *, keep_last: int | None, keep_every: int | None
+    interval: CheckpointInterval | None,
+    path: str | Path | None,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    in_background: bool,
+    keep_previous: bool,
 ) -> None:
     Retention(keep_last=keep_last, keep_every=keep_every)  # ValueError for what cannot be
+    num_copies(in_background=in_background, keep_previous=keep_previous)
     if interval is not None and not isinstance(interval, CheckpointInterval):
         raise ValueError(f"checkpoint_interval is {interval!r}; allowed: a CheckpointInterval, or None")
     if path is not None and not isinstance(path, (str, Path)):

@@ -21,6 +21,7 @@ from .config import ElasticConfig
 from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
 from .follow import ConfigFollower
 from .fsdp.checkpoint.collecting import ToSave
+from .fsdp.checkpoint.hostmemory import num_copies
 from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
 from .fsdp.checkpoint.retain import Retention
 from .fsdp.checkpoint.together import first_says
@@ -384,6 +385,8 @@ def checkpoints_for(
         ranks,
         storage_seconds=follower.settings.timeout_seconds / 2,
         retention=Retention(keep_last=arguments.pop("keep_last"), keep_every=arguments.pop("keep_every")),
-        num_copies=int(arguments.pop("in_background")),
+        num_copies=num_copies(
+            in_background=arguments.pop("in_background"), keep_previous=arguments.pop("keep_previous")
+        ),
     )
     return Checkpoints(job_checkpoints, state, startup=startup, **arguments)

@@ -100,6 +100,7 @@ class ElasticTrainer:
         resume: Resume = "auto",
         when_save_fails: WhenSaveFails = "raise",
         save_in_background: bool = True,
+        keep_previous: bool = False,
         when_saving: WhenSaving = "wait",
         overlap_saving: Overlap = "auto",
         save_on_signals: bool = False,
@@ -119,7 +120,14 @@ class ElasticTrainer:
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
         check_choice("when_saving", when_saving, ("wait", "skip", "error"))
         check_choice("overlap_saving", overlap_saving, ("auto", True, False))
-        check_checkpoints(checkpoint_interval, shared_storage_path, keep_last=keep_last, keep_every=keep_every)
+        check_checkpoints(
+            checkpoint_interval,
+            shared_storage_path,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            in_background=save_in_background,
+            keep_previous=keep_previous,
+        )
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
         self._accelerated = None if accelerator is None else Accelerated(accelerator)
         self._rule: BatchRule = learning_rate_rule
@@ -140,6 +148,7 @@ class ElasticTrainer:
             "interval": checkpoint_interval,
             "when_save_fails": when_save_fails,
             "in_background": save_in_background,
+            "keep_previous": keep_previous,
             "when_saving": when_saving,
             "overlap": overlap_saving,
             "leaves_on_signals": save_on_signals,

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_ext.fsdp.checkpoint import saver
+from elastic_ext.fsdp.checkpoint import livesaver
 from elastic_ext.fsdp.checkpoint.hostmemory import free_bytes, why_no_room
 from tests.ranks import RankPool
 from tests.saving import checkpointer_of, extra_of, make_state, newest_of
@@ -31,6 +31,11 @@ def test_a_container_may_have_less_than_its_machine(tmp_path: Path) -> None:
     assert free_bytes(tmp_path) == 1_250_000
     (tmp_path / "memory.current").write_text("6000000\n")
     assert free_bytes(tmp_path) == 0
+    (tmp_path / "first" / "memory").mkdir(parents=True)
+    (tmp_path / "first" / "memory" / "memory.limit_in_bytes").write_text("5000000\n")
+    (tmp_path / "first" / "memory" / "memory.usage_in_bytes").write_text("4000000\n")
+    (tmp_path / "first" / "memory" / "memory.stat").write_text("inactive_file 9\ntotal_inactive_file 500000\n")
+    assert free_bytes(tmp_path / "first") == 1_500_000
     assert abs(free_bytes(tmp_path / "none") - psutil.virtual_memory().available) < GB
 
 
@@ -39,7 +44,7 @@ def save_without_room(rank: int, storage: Path) -> bool:
     model, optimizer = make_state()
     with pytest.MonkeyPatch.context() as monkeypatch:
         if rank == 1:
-            monkeypatch.setattr(saver, "free_bytes", lambda: 0)
+            monkeypatch.setattr(livesaver, "free_bytes", lambda: 0)
         with checkpointer_of(storage, in_background=True) as checkpointer:
             checkpointer.prepare(model, optimizer)
             in_background = checkpointer.saves_in_background

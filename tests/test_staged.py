@@ -25,7 +25,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from elastic_ext import CheckpointInterval, ElasticTrainer
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint import staging as staging_module
@@ -754,8 +756,29 @@ def test_without_an_agent_memory_is_this_processs_own(tmp_path: Path, monkeypatc
             staging: Any = checkpointer._job.live._staging
             sizes.append(staging.num_bytes)
     assert sizes[0] == sizes[1] > 0
-    with pytest.raises(ValueError, match="keep_previous is True and in_background False"):
+    with pytest.raises(ValueError, match="keep_previous is True, and nothing is saved in the background"):
         ShardCheckpointer(tmp_path, job=JOB, keep_previous=True)
+
+
+@pytest.mark.parametrize("keep_previous", [False, True])
+def test_a_trainer_has_its_agent_keep_one_copy_or_two(
+    keep_previous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    monkeypatch.setenv(_STAGING_DIR, str(shelf))
+    model = nn.Linear(64, 64)
+    arguments: dict[str, Any] = {"shared_storage_path": tmp_path / "storage", "job": JOB, "run_dir": tmp_path / "run"}
+    arguments |= {"checkpoint_interval": CheckpointInterval(steps=1), "keep_previous": keep_previous}
+    with ElasticTrainer(model, micro_batch_size=1, **arguments) as trainer:
+        optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            with trainer.step():
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+        assert len({path for path in shelf.rglob("*") if path.stat().st_size > 64 * 64 * 4}) == 1 + keep_previous
+    with pytest.raises(ValueError, match="keep_previous is True, and nothing is saved in the background"):
+        ElasticTrainer(model, shared_storage_path=tmp_path, save_in_background=False, keep_previous=True)
 
 
 def maps_of(shelf: Path) -> int:

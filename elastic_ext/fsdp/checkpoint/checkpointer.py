@@ -28,6 +28,7 @@ from elastic_ext.ranks import Ranks
 
 from .collecting import Collect, ToSave, contents_of
 from .contents import Contents
+from .hostmemory import num_copies
 from .jobcheckpoints import JobCheckpoints, as_count
 from .loader import Loader
 from .opened import Opened
@@ -83,8 +84,7 @@ class ShardCheckpointer:
         keep_every: int | None = None,
     ) -> None:
         retention = Retention(keep_last=keep_last, keep_every=keep_every)
-        if keep_previous and not in_background:
-            raise ValueError("keep_previous is True and in_background False, which copies nothing; give both, or none")
+        copies = num_copies(in_background=in_background, keep_previous=keep_previous)
         if storage_timeout_seconds is None:
             storage_timeout_seconds = timeout_seconds / 2
         if not 0 < storage_timeout_seconds < timeout_seconds:
@@ -102,7 +102,7 @@ class ShardCheckpointer:
                 self._ranks,
                 storage_seconds=storage_timeout_seconds,
                 retention=retention,
-                num_copies=1 + keep_previous if in_background else 0,
+                num_copies=copies,
             )
             undoing.pop_all()
 
