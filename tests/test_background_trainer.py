@@ -19,7 +19,7 @@ _END_SECONDS = 120.0  # for a script, on a busy machine
 
 
 def checkpointer_in(small: Small) -> Any:
-    return small.trainer._session.checkpoints._checkpointer
+    return small.trainer._session.checkpoints._job
 
 
 # --- another one is under way ---------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_old_checkpoints_that_are_being_removed_leave_out_no_new_one(
 def test_memory_is_made_when_there_is_an_interval(tmp_path: Path) -> None:
     small = Small(tmp_path, checkpoint_interval=None)
     with small.trainer:
-        staging = checkpointer_in(small)._saver._staging
+        staging = checkpointer_in(small).live._staging
         small.take(2)
         small.trainer.save_checkpoint()
         assert staging.num_bytes == 0

@@ -1,0 +1,80 @@
+"""Cursor: how far an epoch has come, as one number, and the micro-batches that come next. Pure.
+
+A position counts samples of the epoch in the order that all ranks share; steps take them in turn, micro-step by
+micro-step, and in each of them rank by rank. So what lies before a position is all that was taken, whatever the number
+of ranks was, and whatever it will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastic_ext.accumulate import BatchPlan
+
+__all__ = ["Chunk", "Cursor", "chunks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One micro-batch of one rank: the samples at positions from ``start`` to before ``stop``."""
+
+    start: int
+    stop: int
+    passes: int
+    """The position that the micro-step ends at, on all ranks."""
+    ends_step: bool
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+def chunks(plan: BatchPlan, rank: int, *, position: int, num_samples: int | None) -> Iterator[Chunk]:
+    """The micro-batches of ``rank`` from a step's beginning at ``position`` to the end of the epoch.
+
+    ``num_samples`` is the epoch's; None where it never ends.
+    """
+    while True:
+        step = plan.next_step(None if num_samples is None else num_samples - position)
+        if step is None:
+            return
+        last = step.num_micro_steps - 1
+        for number, sizes in enumerate(zip(*step.micro_batches, strict=True)):
+            start = position + sum(sizes[:rank])
+            position += sum(sizes)
+            yield Chunk(start, start + sizes[rank], position, ends_step=number == last)
+
+
+class Cursor:
+    """The position of one rank's loader in one epoch; what was handed out counts once it is passed."""
+
+    def __init__(self, num_samples: int | None, *, position: int = 0) -> None:
+        if position < 0 or (num_samples is not None and position > num_samples):
+            raise ValueError(f"the position is {position}; allowed: 0 to {num_samples}, the samples of the epoch")
+        self.num_samples = num_samples
+        self.passed = position
+        """All samples before it are consumed, and none after it is."""
+        self.handed = position
+        """All samples before it are handed out, on the ranks together."""
+
+    @property
+    def remaining(self) -> int | None:
+        """Samples that nothing has passed."""
+        return None if self.num_samples is None else self.num_samples - self.passed
+
+    def hand_out(self, chunk: Chunk) -> None:
+        """It goes to the loop; the other ranks hand out theirs of the same micro-step."""
+        self.handed = chunk.passes
+
+    def commit(self) -> bool:
+        """What was handed out is consumed; whether that is something."""
+        has_moved = self.passed != self.handed
+        self.passed = self.handed
+        return has_moved
+
+    def rollback(self) -> bool:
+        """What was handed out since the last commit comes again; whether that is something."""
+        has_moved = self.passed != self.handed
+        self.handed = self.passed
+        return has_moved

@@ -1,0 +1,157 @@
+"""Order: which sample of an epoch comes at which position. It depends on a seed and the epoch's number alone. Pure.
+
+A *position* counts the samples of an epoch from 0, over all ranks; an *index* is what the dataset calls a sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Drawn", "InTurn", "Order", "Shuffled"]
+
+_MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
+_NUM_ROUNDS = 8
+_BLOCK = 4096  # positions that are computed together: each by itself would take a hundred times as long
+_SORTED, _ROUNDS = 1, 2  # the numbers of the algorithms: what one of them gives never changes
+_MOST_SAMPLES = 1 << 48
+
+_Words = npt.NDArray[np.uint64]
+
+
+class Order(Protocol):
+    """An epoch's samples, each at its position."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def indices(self, start: int, stop: int) -> list[int]:
+        """The indices at positions from ``start`` to before ``stop``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this order is: plain values, equal where the order is."""
+
+
+class InTurn:
+    """As they lie in the dataset."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = _checked(num_samples)
+
+    def indices(self, start: int, stop: int) -> list[int]:
+        return list(range(start, min(stop, self.num_samples)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": "in turn", "num_samples": self.num_samples}
+
+
+class Shuffled:
+    """A permutation that ``seed`` and ``epoch`` choose, computed where it is asked for and kept nowhere.
+
+    Of many samples it is a bijection with a key: rounds that mix one half of a position's bits into the other, again
+    until the result is an index. Of few it is a sorted list of random numbers.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
+        self.num_samples = _checked(num_samples)
+        self._seed, self._epoch = seed, epoch
+        self._algorithm = _SORTED if num_samples <= _MOST_SORTED else _ROUNDS
+        self._sorted: npt.NDArray[np.int64] | None = None
+        num_bits = max(num_samples - 1, 1).bit_length()
+        self._low_bits = num_bits // 2
+        self._high_bits = num_bits - self._low_bits
+        self._kept: tuple[int, list[int]] = -1, []  # the last block, and which it is
+        self._keys = _keys(seed, epoch, _NUM_ROUNDS)
+
+    def indices(self, start: int, stop: int) -> list[int]:
+        stop = min(stop, self.num_samples)
+        if stop <= start:
+            return []
+        if self._algorithm == _SORTED:
+            if self._sorted is None:
+                numbers = np.arange(self.num_samples, dtype=np.uint64)
+                self._sorted = np.argsort(_mixed(numbers, self._keys[0]), kind="stable")
+            return list(self._sorted[start:stop].tolist())
+        found: list[int] = []
+        for block in range(start // _BLOCK, -(-stop // _BLOCK)):
+            first = block * _BLOCK
+            found += self._block(block)[max(start - first, 0) : stop - first]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "order": "shuffled",
+            "algorithm": self._algorithm,
+            "num_samples": self.num_samples,
+            "seed": self._seed,
+            "epoch": self._epoch,
+        }
+
+    def _block(self, block: int) -> list[int]:
+        if self._kept[0] != block:
+            stop = min((block + 1) * _BLOCK, self.num_samples)  # walks that begin outside may never come in
+            found = self._permuted(np.arange(block * _BLOCK, stop, dtype=np.uint64))
+            while (outside := found >= self.num_samples).any():
+                found[outside] = self._permuted(found[outside])
+            self._kept = block, found.tolist()
+        return self._kept[1]
+
+    def _permuted(self, positions: _Words) -> _Words:
+        """Of all numbers with as many bits."""
+        low_bits = np.uint64(self._low_bits)
+        low_mask = np.uint64((1 << self._low_bits) - 1)
+        high_mask = np.uint64((1 << self._high_bits) - 1)
+        high, low = positions >> low_bits, positions & low_mask
+        for number, key in enumerate(self._keys):
+            if number % 2 == 0:
+                high = high ^ (_mixed(low, key) & high_mask)
+            else:
+                low = low ^ (_mixed(high, key) & low_mask)
+        permuted: _Words = (high << low_bits) | low
+        return permuted
+
+
+class Drawn:
+    """What a sampler gave, kept as it came."""
+
+    def __init__(self, indices: Iterable[Any]) -> None:
+        drawn = list(indices)
+        is_plain = all(type(index) is int and -(1 << 63) <= index < 1 << 63 for index in drawn)
+        self._indices: Any = np.array(drawn, dtype=np.int64) if is_plain else drawn
+        self.num_samples = len(drawn)
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        part = self._indices[start:stop]
+        return list(part.tolist()) if isinstance(part, np.ndarray) else list(part)
+
+    def state_dict(self) -> dict[str, Any]:
+        told = self._indices.tobytes() if isinstance(self._indices, np.ndarray) else repr(self._indices).encode()
+        digest = hashlib.blake2b(told, digest_size=16).hexdigest()
+        return {"order": "drawn", "num_samples": self.num_samples, "digest": digest}
+
+
+def _checked(num_samples: int) -> int:
+    if not 0 <= num_samples <= _MOST_SAMPLES:
+        raise ValueError(f"the dataset has {num_samples} samples; allowed: 0 to {_MOST_SAMPLES}")
+    return num_samples
+
+
+def _keys(seed: int, epoch: int, num_keys: int) -> _Words:
+    """Numbers that look random, the same wherever they are made."""
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=64).digest()
+    told = b"".join(
+        hashlib.blake2b(digest, digest_size=8, person=b"%d" % number).digest() for number in range(num_keys)
+    )
+    return np.frombuffer(told, dtype="<u8").astype(np.uint64)
+
+
+def _mixed(words: _Words, key: np.uint64) -> _Words:
+    """Each word as one that looks random, another one for each key; overflow is cut off, as it is meant to be."""
+    mixed: _Words = (words ^ key) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = mixed ^ (mixed >> np.uint64(32))
+    return mixed

@@ -1,0 +1,91 @@
+"""One number says how far an epoch has come: from there any ranks go on, and no sample is lost or repeated."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ext.accumulate import BatchPlan
+from elastic_ext.data.cursor import Chunk, Cursor, chunks
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> BatchPlan:
+    num_ranks = draw(st.integers(1, 5))
+    weights = draw(st.none() | st.lists(st.floats(0.5, 2), min_size=num_ranks, max_size=num_ranks).map(tuple))
+    batch, micro_batch = draw(st.integers(num_ranks, 40)), draw(st.integers(1, 12))
+    drop_last = draw(st.booleans())
+    try:
+        return BatchPlan(
+            global_batch=batch, num_ranks=num_ranks, micro_batch=micro_batch, weights=weights, drop_last=drop_last
+        )
+    except ValueError:  # shares that cannot be cut so
+        return BatchPlan(global_batch=batch, num_ranks=num_ranks, micro_batch=micro_batch, drop_last=drop_last)
+
+
+@given(num_samples=st.integers(0, 200), data=st.data())
+def test_ranks_and_sizes_that_change_take_every_sample_once(num_samples: int, data: st.DataObject) -> None:
+    position, taken = 0, list[int]()
+    while True:
+        plan = data.draw(plans())
+        cursors = [Cursor(num_samples, position=position) for _ in range(plan.num_ranks)]
+        streams = [chunks(plan, rank, position=position, num_samples=num_samples) for rank in range(plan.num_ranks)]
+        num_steps, is_rolled_back = data.draw(st.integers(0, 3)), data.draw(st.booleans())
+        handed: list[int] = []
+        for micro_step in zip(*streams, strict=True):
+            for cursor, chunk in zip(cursors, micro_step, strict=True):
+                assert chunk.num_samples > 0
+                handed += range(chunk.start, chunk.stop)
+                cursor.hand_out(chunk)
+            assert len({(chunk.passes, chunk.ends_step) for chunk in micro_step}) == 1
+            if micro_step[0].ends_step:
+                for cursor in cursors:
+                    cursor.commit()
+                taken += handed
+                handed = []
+                num_steps -= 1
+                if num_steps < 0:
+                    break
+        else:
+            left = num_samples - cursors[0].passed
+            assert left < plan.num_ranks or (plan.drop_last and left < plan.global_batch)
+            assert taken == list(range(num_samples - left))
+            return
+        if is_rolled_back:
+            for cursor in cursors:
+                cursor.rollback()
+        assert {cursor.passed for cursor in cursors} == {len(taken)}
+        position = cursors[0].passed
+
+
+def test_what_is_cut_at_a_step_goes_on_as_it_would_have() -> None:
+    plan = BatchPlan(global_batch=7, num_ranks=2, micro_batch=2)
+    whole = list(chunks(plan, 1, position=0, num_samples=40))
+    for number, chunk in enumerate(whole):
+        if chunk.ends_step:
+            assert list(chunks(plan, 1, position=chunk.passes, num_samples=40)) == whole[number + 1 :]
+
+
+def test_an_epoch_that_never_ends_goes_on() -> None:
+    plan = BatchPlan(global_batch=4, num_ranks=2, micro_batch=2)
+    found = list(itertools.islice(chunks(plan, 0, position=0, num_samples=None), 3))
+    assert found == [Chunk(start, start + 2, start + 4, ends_step=True) for start in (0, 4, 8)]
+    assert Cursor(None).remaining is None
+
+
+def test_what_is_not_committed_comes_again() -> None:
+    cursor = Cursor(10)
+    assert not cursor.commit() and not cursor.rollback()
+    cursor.hand_out(Chunk(0, 2, 4, ends_step=False))
+    assert cursor.rollback() and (cursor.handed, cursor.remaining) == (0, 10)
+    cursor.hand_out(Chunk(0, 2, 4, ends_step=True))
+    assert cursor.commit() and not cursor.rollback() and cursor.remaining == 6
+
+
+@pytest.mark.parametrize("position", [-1, 11])
+def test_a_position_outside_the_epoch_is_refused(position: int) -> None:
+    with pytest.raises(ValueError, match=f"the position is {position}; allowed: 0 to 10"):
+        Cursor(10, position=position)
