@@ -115,6 +115,7 @@ LAYERS: Mapping[str, int] = {
     "gradients": 2,
     "optimizer": 2,
     "optimizer_state": 2,
+    "scheduler": 2,
     "overlap": 2,
     "snapshot": 2,
     "fsdp": 2,
