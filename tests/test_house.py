@@ -184,6 +184,7 @@ LAYERS: Mapping[str, int] = {
     "steps": 3,
     "taking_part": 3,
     "trainer": 3,
+    "undoing": 3,
     # 4: the entry points
     "cli": 4,
 }
