@@ -74,6 +74,7 @@ LAYERS: Mapping[str, int] = {
     "hooks": 1,
     "internals": 1,
     "pipelines": 1,
+    "positions": 1,
     "scaling": 1,
     "sharing": 1,
     "sources": 1,
