@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     )
     from .follow import ConfigFollower, follow_config
     from .interval import CheckpointInterval
-    from .optimizer import ElasticLRScheduler, ElasticOptimizer
+    from .optimizer import ElasticOptimizer
     from .rounds import Proposal
+    from .scheduler import ElasticLRScheduler
     from .sources import MicroBatchSource
     from .trainer import ElasticTrainer
     from .watch import ConfigWatcher
@@ -73,7 +74,7 @@ _HOMES = {
     "ConfigWatcher": "watch",
     "ElasticConfig": "config",
     "ElasticError": "errors",
-    "ElasticLRScheduler": "optimizer",
+    "ElasticLRScheduler": "scheduler",
     "ElasticOptimizer": "optimizer",
     "ElasticScaler": "amp",
     "ElasticTrainer": "trainer",

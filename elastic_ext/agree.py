@@ -14,36 +14,30 @@ pulse, begun at one boundary and read at the next; ``every`` boundaries lie betw
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from .appliers import Applied, Applier, Appliers
 from .config import ElasticConfig
 from .control_word import AgreedWord, ControlWord, Purpose
-from .decide import Lag, Pace, Place, start_differences
-from .errors import ElasticError, RanksDisagreeError, RanksError
+from .decide import Lag, Place
+from .errors import ElasticError, RanksError
+from .exchange import Exchange
+from .pacing import Every, Pacing
 from .rounds import ConfigSource, Proposal, Rounds
 
 if TYPE_CHECKING:
-    from .ranks import PendingSum, Ranks
+    from .ranks import Ranks
 
 __all__ = ["Agreement", "Boundary", "Every"]
 
 _logger = logging.getLogger(__name__)
 
-_NUM_MEASUREMENTS = 16
-_MEASUREMENT_SECONDS = 0.002
 _IDLE_SAMPLING = 8  # one in so many boundaries without an agreement is timed
-_RETELL = 1.5  # how much a wanted interval must change to be worth telling
-_GROWTH = (
-    2  # how much longer an interval may become at once: a burst of short steps must not silence a run of long ones
-)
 
 _DOING = {
     Purpose.END: "waiting for the others at the end",
@@ -51,8 +45,6 @@ _DOING = {
     Purpose.REWIND: "waiting for the others to go back to a checkpoint",
 }
 _RETRYING = "going on after a step that failed here, when ranks may have been exchanging its gradients"
-
-Every = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,21 +87,18 @@ class Agreement:
         self.appliers = Appliers(ranks)
         self._rounds = Rounds(ranks, source, self.appliers, base, warns=warns)
         self._lag = Lag(patience_seconds=lag_warning_seconds)
-        self._pace = Pace(pulse_seconds=0.0)
-        self._told_interval = self.every
+        self._pacing = Pacing(ranks, every)
+        self._is_pacing = self._pacing.is_needed
+        self._note_step = self._pacing.note_step  # bound once: most boundaries do little else
         self._clock = clock
-        self._passed_at: float | None = None
-        self._spent_seconds = 0.0  # on the agreement under way
         self.step = 0
         """How many steps lie behind; set it before ``start`` where a run is resumed."""
         self._num_boundaries = self._num_backwards = 0
         self.count_schedules: Callable[[], int] = lambda: 0
         """How often schedules have stepped on this rank, to compare."""
         self._quiet_until: float = 0  # at the boundaries before there is nothing to do or to tell
-        self._is_pacing = every == "auto" and ranks.world_size > 1
         self._pulsed_boundary = 0
-        self._word: ControlWord | None = None
-        self._pulse: PendingSum | None = None
+        self._exchange = Exchange(ranks)
         self._applied: Applied | None = None  # since the last boundary
         self._save = False  # asked for by all ranks since the last boundary
         self._stop_wanted = self._save_wanted = self._stopping = False
@@ -145,9 +134,9 @@ class Agreement:
         """Agree on the start-up config and put the file found now, if every rank finds one, over it."""
         self._started = True
         try:
-            self._make_sure_of_the_same_start()
-            if self._asked_every == "auto":
-                self._pace = Pace(pulse_seconds=_pulse_seconds(self._ranks))
+            mine = self._rounds.startup_values | {"agree_every_steps": self._asked_every, "steps behind": self.step}
+            self._exchange.compare_start(mine)
+            self._pacing.measure()
             applied = self._rounds.start(self._place)
         except RanksError as error:
             self._broken = error
@@ -195,14 +184,14 @@ class Agreement:
         self.step, self._num_backwards = step, backwards
         self._rounds.warn_of_stale_file()
         is_agreement = self._num_boundaries == 1 or self._num_boundaries - self._pulsed_boundary >= self.every
-        if self._pulse is not None or is_agreement or self._rounds.is_due(step):
+        if self._exchange.word is not None or is_agreement or self._rounds.is_due(step):
             try:
                 self._take_part(now, is_agreement=is_agreement)
             except RanksError as error:
                 self._broken = error
                 raise
         elif self._num_boundaries % _IDLE_SAMPLING == 0:
-            self._pace.note_idle(self._clock() - now)
+            self._pacing.note_idle(self._clock() - now)
         applied, save, copy = self._applied, self._save, self._copy
         self._applied, self._save, self._copy = None, False, False
         self._become_quiet()
@@ -228,7 +217,7 @@ class Agreement:
         if self._is_pacing:
             self._note_step(now)
             if num_boundaries % _IDLE_SAMPLING == 0:
-                self._pace.note_idle(self._clock() - now)
+                self._pacing.note_idle(self._clock() - now)
         return True
 
     def rouse(self) -> None:
@@ -243,13 +232,8 @@ class Agreement:
             self._save_wanted or self._copy_wanted or rounds.proposing or (self._stop_wanted and not self._stopping)
         )
         has_question |= self._leave_wanted and not self._leaving
-        if has_question or self._pulse is not None or rounds.scheduled is not None or rounds.has_new_file:
+        if has_question or self._exchange.word is not None or rounds.scheduled is not None or rounds.has_new_file:
             self.rouse()
-
-    def _note_step(self, now: float) -> None:
-        if self._passed_at is not None:
-            self._pace.note_step(now - self._passed_at)
-        self._passed_at = now
 
     def end(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
         """Come to an end, or to a step that is taken again, with all ranks.
@@ -260,7 +244,7 @@ class Agreement:
         self._raise_if_unusable()
         try:
             self.rouse()
-            if self._pulse is not None:
+            if self._exchange.word is not None:
                 self._read_pulse()
             self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges, lost)
         except RanksError as error:
@@ -271,7 +255,7 @@ class Agreement:
 
     def close(self) -> None:
         """Give up the agreement under way: as long as it is held, its connections stay open and peers wait."""
-        self._word = self._pulse = None
+        self._exchange.drop()
         self.rouse()
 
     def _raise_if_unusable(self) -> None:
@@ -280,26 +264,18 @@ class Agreement:
         if not self._started:
             raise ElasticError("start() was not called; call it on every rank before the first step, or use `with`")
 
-    def _make_sure_of_the_same_start(self) -> None:
-        mine = self._rounds.startup_values | {"agree_every_steps": self._asked_every, "steps behind": self.step}
-        answers = [json.loads(data) for data in self._ranks.gather(json.dumps(mine).encode(), "starting")]
-        differences = start_differences(answers)
-        if differences:
-            raise RanksDisagreeError(f"ranks start with different values; give all ranks the same: {differences}")
-
     def _take_part(self, now: float, *, is_agreement: bool) -> None:
         """What a boundary has to do beyond counting: read a pulse, apply what is due, start a pulse."""
-        if self._pulse is not None:
+        if self._exchange.word is not None:
             self._read_pulse()
-            self._spent_seconds += self._clock() - now
+            self._pacing.note_reading(self._clock() - now)
         if self._rounds.is_due(self.step):
             self._make_sure_of_the_same_place(Purpose.APPLY, "applying a scheduled config")
             self._take(self._rounds.apply_scheduled(self.step))
         if is_agreement:
             began = self._clock()
             self._start_pulse(began)
-            self._pace.note_agreement(self._spent_seconds + self._clock() - began)
-            self._spent_seconds = 0.0
+            self._pacing.note_beginning(self._clock() - began)
 
     @property
     def _place(self) -> Place:
@@ -316,9 +292,7 @@ class Agreement:
         rounds = self._rounds
         held_version, is_fresh = rounds.tell()
         self._pulsed_boundary = self._num_boundaries
-        wanted = self.every
-        if self._asked_every == "auto":
-            wanted = min(self._pace.interval(), self.every * _GROWTH)
+        wanted, is_pacing = self._pacing.want(self.every)
         word = replace(
             self._make_word(Purpose.ROUTINE),
             held_version=held_version,
@@ -330,7 +304,7 @@ class Agreement:
             save=self._save_wanted,
             leave=self._leave_wanted and not self._leaving,
             copy=self._copy_wanted,
-            pacing=not self._told_interval / _RETELL <= wanted <= self._told_interval * _RETELL,
+            pacing=is_pacing,
             refusal=self._source.refusal or "",
         )
         if self._ranks.world_size == 1 and not word.has_news:
@@ -339,16 +313,11 @@ class Agreement:
             self._save_wanted = False
         if word.copy:
             self._copy_wanted = False
-        self._word = word
-        self._pulse = self._ranks.start_sum([word.pulse], "agreeing")
+        self._exchange.start(word)
 
     def _read_pulse(self) -> None:
         """Read the pulse under way, and do together what the words behind it ask for."""
-        assert self._word is not None
-        assert self._pulse is not None
-        word, pulse = self._word, self._pulse
-        self._word = self._pulse = None
-        agreed = self._exchange_unless_alike(word, pulse.result(), "agreeing")
+        agreed = self._exchange.read()
         if agreed is None:
             return
         self._stopping |= agreed.stop
@@ -356,27 +325,16 @@ class Agreement:
         self._save |= agreed.save
         self._copy |= agreed.copy
         self.every = agreed.interval
-        self._told_interval = word.wanted_interval
+        self._pacing.mark_told()
         self._lag.note(agreed.lowest_held, agreed.highest_held, self._clock())
         if agreed.proposing or (agreed.fresh and agreed.lowest_held > self.config.version):
             self._take(self._rounds.hold(self._place))
         elif agreed.asking:
             self._name_laggards(agreed)
 
-    def _exchange_unless_alike(self, word: ControlWord, pulses: list[int], doing: str) -> AgreedWord | None:
-        """Every rank's word, or None where all pulses say that there is no need. Raises if ranks have come apart."""
-        if pulses == [word.pulse * self._ranks.world_size] and not word.has_news:
-            return None
-        words = self._ranks.gather(word.to_bytes(), doing)
-        agreed = AgreedWord(words=tuple(ControlWord.from_bytes(data) for data in words))
-        if agreed.differing:
-            raise RanksDisagreeError(f"ranks differ in {', '.join(agreed.differing)}: {agreed.account}")
-        return agreed
-
     def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str, exchanges: int = 0, lost: int = 0) -> None:
         """Raise on all ranks unless all are here."""
-        word = replace(self._make_word(purpose), exchanges=exchanges, lost=lost)
-        self._exchange_unless_alike(word, self._ranks.sum([word.pulse], doing), doing)
+        self._exchange.compare(replace(self._make_word(purpose), exchanges=exchanges, lost=lost), doing)
 
     def _make_word(self, purpose: Purpose) -> ControlWord:
         """A word without news."""
@@ -394,31 +352,6 @@ class Agreement:
     def _name_laggards(self, agreed: AgreedWord) -> None:
         """Have rank 0 warn of the ranks that lack a version which others hold."""
         self._lag.mark_named()
-        behind = [
-            f"{peer} has version {word.held_version}" + (f" ({word.refusal})" if word.refusal else "")
-            for peer, word in zip(self._ranks.names, agreed.words, strict=True)
-            if word.held_version < agreed.highest_held
-        ]
+        behind = agreed.laggards(self._ranks.names)
         if self._ranks.rank == 0 and behind:
             _logger.warning("version %d waits for %s; training goes on", agreed.highest_held, "; ".join(behind))
-
-
-def _pulse_seconds(ranks: Ranks) -> float:
-    """The CPU seconds that one pulse takes in all of this process's threads, measured; the largest over the ranks.
-
-    As in training, the threads that carry it have slept before: that makes it dearer than pulses in a row.
-    """
-    if ranks.world_size == 1:
-        return 0.0
-    doing = "measuring an agreement"
-    pause = threading.Event()
-    nanoseconds = []
-    for _ in range(_NUM_MEASUREMENTS):
-        pause.wait(_MEASUREMENT_SECONDS)
-        began = time.process_time_ns()
-        pulse = ranks.start_sum([0], doing)
-        pause.wait(_MEASUREMENT_SECONDS)
-        pulse.result()
-        nanoseconds.append(time.process_time_ns() - began)
-    mine = sorted(nanoseconds)[_NUM_MEASUREMENTS // 2]
-    return max(int(data) for data in ranks.gather(str(mine).encode(), doing)) / 1e9

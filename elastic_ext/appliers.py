@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +19,7 @@ from .strict_json import shown
 if TYPE_CHECKING:
     from .ranks import Ranks
 
-__all__ = ["Applied", "Applier", "Appliers"]
+__all__ = ["Applied", "Applier", "Appliers", "FunctionApplier"]
 
 
 class Applier(Protocol):
@@ -36,6 +37,21 @@ class Applier(Protocol):
 
         An exception here ends the run on all ranks.
         """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionApplier:
+    """Two functions as an applier; without ``checking`` it refuses nothing."""
+
+    section: str
+    checking: Callable[[ElasticConfig], str | None] | None
+    applying: Callable[[ElasticConfig, ElasticConfig], None]
+
+    def check(self, new: ElasticConfig) -> str | None:
+        return None if self.checking is None else self.checking(new)
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        self.applying(old, new)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

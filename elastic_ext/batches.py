@@ -5,26 +5,18 @@ The cutting itself is in accumulate.py; what a loader must offer, in sources.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .accumulate import BatchPlan, StepPlan
 from .appliers import Applier
 from .config import ElasticConfig
-from .sources import FixedBatches, MicroBatchSource, ResumableSource, RewindableSource
+from .positions import Positions
+from .sources import FixedBatches, MicroBatchSource
 
 __all__ = ["Batches", "RankStep"]
 
 _FIXED_KEYS = ("num_workers", "prefetch_factor", "pin_memory")
-_CANNOT_GO_BACK = (
-    "this dataloader cannot go back to where the checkpoint was saved: a loop over it that is under way goes on with "
-    "its next batches, and one that comes begins anew; a MicroBatchSource with state_dict() and load_state_dict() can"
-)
-_GOES_BACK_LATER = (
-    "the samples since the checkpoint come again in the loop over the dataloader that comes: leave a loop that is "
-    "under way, and begin another; a MicroBatchSource with rewind() hands them out again in the same loop"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +51,8 @@ class Batches:
         self.is_resuming = False
         """A state is being loaded, whose global batch counts where the script gave none."""
         self.loader = loader
+        self.positions = Positions(loader)
+        """How the loader goes on from a position, or back to one."""
         self._fixed = None if self.source is not None or loader is None else FixedBatches.of(loader)
         if micro_batch_size is not None and (self.source is not None or self._fixed is not None):
             raise ValueError(
@@ -202,42 +196,7 @@ class Batches:
 
     def position(self) -> dict[str, Any]:
         """Where the epoch stands, as plain values; a source that can go on from there says more of it."""
-        source = self.source
-        held = source.state_dict() if isinstance(source, ResumableSource) else None
-        return {"num_batches": self._num_taken, "source": held}
-
-    def resume(self, position: Mapping[str, Any]) -> str | None:
-        """Go on from a position; gives why the epoch begins anew instead, where it does."""
-        held, source = position["source"], self.source
-        if held is not None and isinstance(source, ResumableSource):
-            source.load_state_dict(held)
-            return None
-        if self.loader is None or (held is None and not position["num_batches"]):
-            return None
-        done = "in the middle of an epoch" if held is not None else f"after {position['num_batches']} of its batches"
-        return (
-            f"the checkpoint was saved {done}, and this dataloader cannot go on there: the epoch begins anew; a "
-            "MicroBatchSource with state_dict() and load_state_dict() can"
-        )
-
-    def can_go_back(self, position: Mapping[str, Any]) -> bool:
-        """Whether what came after a position can come again."""
-        return position["source"] is not None and isinstance(self.source, ResumableSource)
-
-    def go_back(self, position: Mapping[str, Any]) -> str | None:
-        """Have what came after a position come again, between two steps; gives what has to be known where it may not.
-
-        A loader with sizes of its own goes on as if nothing had happened.
-        """
-        held, source = position["source"], self.source
-        if not self.can_go_back(position):
-            return None if self.loader is None else _CANNOT_GO_BACK
-        if isinstance(source, RewindableSource):
-            source.rewind(held)
-            return None
-        assert isinstance(source, ResumableSource)
-        source.load_state_dict(held)
-        return _GOES_BACK_LATER
+        return {"num_batches": self._num_taken, "source": self.positions.held()}
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why steps cannot be cut as ``new`` says, None where they can."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
@@ -150,6 +151,14 @@ class AgreedWord:
     def account(self) -> str:
         """What each rank is doing and how far it has come, for a person."""
         return "; ".join(f"rank {rank}: {word.progress} ({word.purpose})" for rank, word in enumerate(self.words))
+
+    def laggards(self, names: Sequence[object]) -> list[str]:
+        """Who lacks the version that others hold, by the names of the ranks, and why where that is known."""
+        return [
+            f"{name} has version {word.held_version}" + (f" ({word.refusal})" if word.refusal else "")
+            for name, word in zip(names, self.words, strict=True)
+            if word.held_version < self.highest_held
+        ]
 
     @property
     def lowest_held(self) -> int:

@@ -20,21 +20,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from .agree import Agreement, Boundary, Every
-from .appliers import Applied, Applier
-from .config import ElasticConfig, section_of
+from .appliers import Applied, Applier, FunctionApplier
+from .config import ElasticConfig
 from .control_word import Purpose
 from .errors import ElasticError, RanksError
 from .knobs import Knobs
 from .peers import Trouble
 from .ranks import Ranks
 from .reports import Reports
-from .rounds import Proposal
+from .rounds import NoSource, Proposal
 from .settings import DEFAULT_TIMEOUT_SECONDS, Settings
 from .strict_json import shown
 from .watch import ConfigWatcher
@@ -44,7 +43,6 @@ __all__ = ["ConfigFollower", "follow_config"]
 _logger = logging.getLogger(__name__)
 
 _Default = TypeVar("_Default")
-_GRACE_SECONDS = 2.0
 _DOUBTFUL_SECONDS = 30.0
 _OFF = "ELASTIC_EXT=off: nothing changes while training runs"
 
@@ -131,7 +129,7 @@ class ConfigFollower:
         """What this rank writes of itself."""
         self._agreement = Agreement(
             ranks,
-            self._watcher or _NoSource(),
+            self._watcher or NoSource(),
             base,
             every=agree_every_steps,
             warns=warns,
@@ -156,7 +154,7 @@ class ConfigFollower:
         check: Callable[[ElasticConfig], str | None] | None = None,
     ) -> None:
         """Call ``apply(old, new)`` whenever ``section`` changes; ``check(new)`` may give a reason to refuse it."""
-        self.add(_FunctionApplier(section=section, checking=check or _agree_to_all, applying=apply))
+        self.add(FunctionApplier(section=section, checking=check, applying=apply))
 
     def start(self) -> None:
         """Start following: the file that is there now comes into force, if all ranks find it and none refuses."""
@@ -277,13 +275,8 @@ class ConfigFollower:
     def tell_peers(self, error: BaseException) -> None:
         """Leave word of what ends this rank, and log what is known of the others."""
         board = self._ranks.board
-        if board is None or isinstance(error, RanksError):
-            return
-        text = f"{type(error).__name__}: {error}"
-        board.post(Trouble(kind="failed", progress=self._ranks.progress(), text=text))
-        if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
-            troubles = board.gather(_GRACE_SECONDS)
-            _logger.error("of the other ranks: %s", board.account(troubles, silent="has given no sign so far"))
+        if board is not None and not isinstance(error, RanksError):
+            board.tell_of(error, progress=self._ranks.progress())
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change from inside the job, as a revision: dotted keys and values. On one rank or on all."""
@@ -376,37 +369,8 @@ class ConfigFollower:
 
     def _warn_of_unread(self, applied: Applied) -> None:
         """Name what a version sets and nothing here has asked for: most often a misspelt name."""
-        applying = self._agreement.appliers.sections - {"user"} | {"checkpoint", "tuning"}
-        given = [path for path, (_, value) in applied.changes.items() if value is not None]
-        unread = [path for path in given if section_of(path) not in applying and not self._knobs.was_read(path)]
+        unread = self._knobs.unread(applied, self._agreement.appliers.sections)
         if unread and self._ranks.rank == 0:
             _logger.warning(
                 "%s sets %s, which nothing in this job has asked for so far", applied.new.label, ", ".join(unread)
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FunctionApplier:
-    """Two functions as an applier."""
-
-    section: str
-    checking: Callable[[ElasticConfig], str | None]
-    applying: Callable[[ElasticConfig, ElasticConfig], None]
-
-    def check(self, new: ElasticConfig) -> str | None:
-        return self.checking(new)
-
-    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
-        self.applying(old, new)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _NoSource:
-    """A source that never holds anything."""
-
-    held: None = None
-    refusal: None = None
-
-
-def _agree_to_all(new: ElasticConfig) -> None:
-    return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .config import KEYS, ElasticConfig
+from collections.abc import Set
+
+from .appliers import Applied
+from .config import KEYS, ElasticConfig, section_of
 from .errors import ConfigError, Refusal
 from .strict_json import shown
 
@@ -32,6 +35,12 @@ class Knobs:
     def was_read(self, path: str) -> bool:
         """Whether the script has asked for this dotted key."""
         return path in self._defaults
+
+    def unread(self, applied: Applied, sections: Set[str]) -> list[str]:
+        """The dotted keys that a config sets, that nothing applies and that the script has not read."""
+        applying = sections - {self.section} | {"checkpoint", "tuning"}
+        given = [path for path, (_, value) in applied.changes.items() if value is not None]
+        return [path for path in given if section_of(path) not in applying and not self.was_read(path)]
 
     def check(self, new: ElasticConfig) -> str | None:
         """The knobs whose values would be of another type than the script expects."""

@@ -1,24 +1,25 @@
-"""ElasticOptimizer and ElasticLRScheduler: torch's, taking part in steps and in changes of the config."""
+"""ElasticOptimizer: torch's, taking part in steps and in changes of the config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .accelerator import bare_optimizer
-from .config import ElasticConfig
 from .engine import is_running
 from .errors import StepError
 from .follow import ConfigFollower, follow_config
-from .rates import Rates
+from .rates import OptimizerSettings, Rates
 from .step_state import StepState
 
-__all__ = ["ElasticLRScheduler", "ElasticOptimizer", "OptimizerSettings"]
+if TYPE_CHECKING:
+    from .scheduler import ElasticLRScheduler
+
+__all__ = ["ElasticOptimizer", "OptimizerSettings"]
 
 _GATHERED = (
     "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "
@@ -31,7 +32,6 @@ _UNSHARED = (
 )
 
 Closure = Callable[[], Any]
-_SCHEDULERS_OWN = ("inner", "_optimizer", "_state", "_stepped_in", "_early_in")
 _NEVER = -1
 
 
@@ -296,120 +296,6 @@ class ElasticOptimizer(Optimizer):
             self._is_called = False
         self._end(state)
         return result
-
-
-class ElasticLRScheduler:
-    """``scheduler``, stepping once per step that commits; all else is the scheduler's own."""
-
-    def __init__(self, scheduler: Any, optimizers: Sequence[ElasticOptimizer], *, state: StepState) -> None:
-        self.inner = scheduler
-        """The scheduler that does the work."""
-        target = bare_optimizer(getattr(scheduler, "optimizer", None))
-        found = [optimizer for optimizer in optimizers if target in (optimizer, optimizer.inner)]
-        if not found:
-            raise ValueError(
-                "lr_scheduler belongs to another optimizer than those given to prepare(); give both together"
-            )
-        self._optimizer = found[0]
-        self._optimizer.follows_schedule(self)
-        self._state = state
-        self._stepped_in = self._early_in = _NEVER  # numbers of steps
-
-    def step(self, *arguments: Any, **options: Any) -> None:
-        """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
-        state = self._state
-        if not state.is_inside:
-            if state.index > 0:
-                raise StepError(
-                    "scheduler.step() was called between two micro-steps of a step; call it within "
-                    "`with trainer.step():`, or after a boundary"
-                )
-            self.inner.step(*arguments, **options)
-            state.num_scheduled += 1
-        elif self._stepped_in != state.number:
-            if self._optimizer.has_stepped:
-                self._stepped_in = state.number
-                self.inner.step(*arguments, **options)
-                state.num_scheduled += 1
-            elif state.is_last:
-                self._early_in = state.number
-
-    def get_last_lr(self) -> list[float]:
-        """The effective rates, group by group."""
-        return [float(rate) * self._optimizer.rates.factor for rate in self.inner.get_last_lr()]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What is not this class's own is the scheduler's: ``scheduler.min_lrs = ...`` acts."""
-        object.__setattr__(self if name in _SCHEDULERS_OWN else self.inner, name, value)
-
-    def __repr__(self) -> str:
-        return f"ElasticLRScheduler({self.inner!r})"
-
-    def make_sure_of_order(self) -> None:
-        """Raise where the schedule was asked to step before the optimizer, in this step."""
-        if self._early_in == self._state.number:
-            raise StepError("scheduler.step() was called before optimizer.step(); call it after, in the same step")
-
-
-class OptimizerSettings:
-    """The applier of the section ``optimizer``, for one or several optimizers."""
-
-    section = "optimizer"
-
-    def __init__(self, optimizers: Sequence[ElasticOptimizer]) -> None:
-        self.optimizers = optimizers
-        self._rates = [optimizer.rates.base_rate for optimizer in optimizers]
-        self._decays = [optimizer.rates.base_decay for optimizer in optimizers]
-
-    def startup_values(self) -> dict[str, object]:
-        """What the script gave the first optimizer."""
-        values: dict[str, object] = {}
-        if self._rates[0]:
-            values["optimizer.learning_rate"] = self._rates[0]
-        if self._decays[0] is not None:
-            values["optimizer.weight_decay"] = self._decays[0]
-        return values
-
-    def check(self, new: ElasticConfig) -> str | None:
-        wanted = new.optimizer
-        if wanted.learning_rate is not None and wanted.learning_rate != self._rates[0]:
-            if self._rates[0] is None:
-                return f"{type(self.optimizers[0].inner).__name__} has no learning rate"
-            if self._rates[0] == 0.0:
-                return "the first group's learning rate is 0, so the others have no ratio to it; give it a rate"
-        if wanted.weight_decay is not None and wanted.weight_decay != self._decays[0]:
-            reasons = [optimizer.rates.why_not_decay() for optimizer in self.optimizers]
-            if self._decays[0] == 0.0 and any(self._decays):
-                reasons.append("the first optimizer has no weight decay that others could keep a ratio to")
-            return next((reason for reason in reasons if reason is not None), None)
-        return None
-
-    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
-        rate, decay = new.optimizer.learning_rate, new.optimizer.weight_decay
-        if rate is not None and rate != old.optimizer.learning_rate:
-            for optimizer, base in zip(self.optimizers, self._rates, strict=True):
-                if base:  # an optimizer without a rate, or with rate 0, stays so
-                    optimizer.rates.set_rate(_in_ratio(rate, base, self._rates[0]))
-        if decay is not None and decay != old.optimizer.weight_decay:
-            for optimizer, base in zip(self.optimizers, self._decays, strict=True):
-                optimizer.rates.set_decay(_in_ratio(decay, base, self._decays[0]))
-
-
-def _in_ratio(value: float, base: float | None, first_base: float | None) -> float:
-    if base is None or not first_base or base == first_base:
-        return value
-    return value * (base / first_base)
 
 
 def _is_idle(groups: list[dict[str, Any]]) -> bool:

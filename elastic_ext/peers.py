@@ -18,6 +18,7 @@ __all__ = ["DecidingStore", "NoticeBoard", "PeerName", "Store", "Trouble"]
 _logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_GRACE_SECONDS = 2.0  # for others to say that they failed as well
 _MOST_TEXT = 4000
 
 
@@ -82,6 +83,14 @@ class NoticeBoard:
             self._store.set("trouble", "1")
         except RuntimeError as error:  # what torch's stores raise when the process that holds them is gone
             _logger.debug("peers could not be told of trouble: %s", error)
+
+    def tell_of(self, error: BaseException, *, progress: str) -> None:
+        """Say what ends this rank, which had come so far, and log what is known of the others."""
+        self.post(Trouble(kind="failed", progress=progress, text=f"{type(error).__name__}: {error}"))
+        if isinstance(error, RuntimeError):  # a collective that lost its peer looks like this
+            _logger.error(
+                "of the other ranks: %s", self.account(self.gather(_GRACE_SECONDS), silent="has given no sign so far")
+            )
 
     def troubles(self) -> dict[int, Trouble]:
         """The troubles of the other ranks, by rank."""

@@ -7,14 +7,16 @@ rate and a changed global batch ask for. The factor acts around ``step()`` alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Rates"]
+from .config import ElasticConfig
+
+__all__ = ["OptimizerSettings", "Rates"]
 
 
 class Rates:
@@ -133,6 +135,65 @@ class Rates:
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
+
+
+class _Rated(Protocol):
+    """What is asked of an ``ElasticOptimizer``."""
+
+    rates: Rates
+
+    @property
+    def inner(self) -> Optimizer: ...
+
+
+class OptimizerSettings:
+    """The applier of the section ``optimizer``, for one or several optimizers."""
+
+    section = "optimizer"
+
+    def __init__(self, optimizers: Sequence[_Rated]) -> None:
+        self.optimizers = optimizers
+        self._rates = [optimizer.rates.base_rate for optimizer in optimizers]
+        self._decays = [optimizer.rates.base_decay for optimizer in optimizers]
+
+    def startup_values(self) -> dict[str, object]:
+        """What the script gave the first optimizer."""
+        values: dict[str, object] = {}
+        if self._rates[0]:
+            values["optimizer.learning_rate"] = self._rates[0]
+        if self._decays[0] is not None:
+            values["optimizer.weight_decay"] = self._decays[0]
+        return values
+
+    def check(self, new: ElasticConfig) -> str | None:
+        wanted = new.optimizer
+        if wanted.learning_rate is not None and wanted.learning_rate != self._rates[0]:
+            if self._rates[0] is None:
+                return f"{type(self.optimizers[0].inner).__name__} has no learning rate"
+            if self._rates[0] == 0.0:
+                return "the first group's learning rate is 0, so the others have no ratio to it; give it a rate"
+        if wanted.weight_decay is not None and wanted.weight_decay != self._decays[0]:
+            reasons = [optimizer.rates.why_not_decay() for optimizer in self.optimizers]
+            if self._decays[0] == 0.0 and any(self._decays):
+                reasons.append("the first optimizer has no weight decay that others could keep a ratio to")
+            return next((reason for reason in reasons if reason is not None), None)
+        return None
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        rate, decay = new.optimizer.learning_rate, new.optimizer.weight_decay
+        if rate is not None and rate != old.optimizer.learning_rate:
+            for optimizer, base in zip(self.optimizers, self._rates, strict=True):
+                if base:  # an optimizer without a rate, or with rate 0, stays so
+                    optimizer.rates.set_rate(_in_ratio(rate, base, self._rates[0]))
+        if decay is not None and decay != old.optimizer.weight_decay:
+            for optimizer, base in zip(self.optimizers, self._decays, strict=True):
+                optimizer.rates.set_decay(_in_ratio(decay, base, self._decays[0]))
+
+
+def _in_ratio(value: float, base: float | None, first_base: float | None) -> float:
+    if base is None or not first_base or base == first_base:
+        return value
+    return value * (base / first_base)
 
 
 def _decay_of(group: dict[str, Any]) -> float:

@@ -23,7 +23,7 @@ from .errors import ConfigError, RanksDisagreeError
 if TYPE_CHECKING:
     from .ranks import Ranks
 
-__all__ = ["ConfigSource", "Proposal", "Rounds"]
+__all__ = ["ConfigSource", "NoSource", "Proposal", "Rounds"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +38,14 @@ class ConfigSource(Protocol):
     @property
     def refusal(self) -> str | None:
         """Why there is nothing newer, where something was refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoSource:
+    """A source that never holds anything."""
+
+    held: None = None
+    refusal: None = None
 
 
 @dataclass(slots=True)

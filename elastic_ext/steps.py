@@ -1,7 +1,7 @@
 """Steps: one micro-step after another, until a step commits; or is rolled back, and never happened.
 
-What these words mean is said in trainer.py. Here is what happens on this rank; what all ranks do at a boundary is the
-trainer's, who is told of it.
+What these words mean is said in trainer.py. Here is what happens on this rank, and in undoing.py how a step is taken
+back; what all ranks do at a boundary is the trainer's, who is told of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from .batches import Batches, RankStep
 from .control_word import Purpose
 from .errors import StepError, TornStepError
 from .step_state import StepState
+from .undoing import Retry, Undoing
 
 if TYPE_CHECKING:
     from .amp import ElasticScaler
@@ -73,6 +74,7 @@ class Steps:
         self._optimizers = optimizers
         self._snapshot = snapshot
         self._scaler = scaler
+        self._undoing = Undoing(state, gradients, batches, optimizers, snapshot=snapshot, scaler=scaler)
         self._shares_always = shares_always
         self._counts = counts
         self._pass_boundary = pass_boundary
@@ -84,10 +86,9 @@ class Steps:
         self._keeps_batch = True
         self._num_own_backwards = 0  # of the step under way
         self._is_shared = True  # what the gradients were last told
-        self._was_rolled_back = self._must_meet = self._has_warned = False
-        self._retry = Purpose.RETRY  # how far the step had come that was rolled back last
-        self._num_exchanges = 0  # when the step began; and how many it made, where it was rolled back
-        self._num_lost = 0  # micro-batches that it took and that do not come again
+        self._was_rolled_back = self._must_meet = False
+        self._retry = Retry()  # of the step that was rolled back last
+        self._num_exchanges = 0  # when the step began
         self._owes_boundary = False  # an exception kept this rank from passing it
         self._has_begun = False
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
@@ -176,11 +177,7 @@ class Steps:
             state.is_inside = False
             self._num_own_backwards += state.has_backward
             self._end()
-            self._gradients.drop()
-            for optimizer in self._optimizers:
-                optimizer.forget_zeroing()
-            if self._scaler is not None:
-                self._scaler.forget()
+            self._undoing.forget()
             self._owes_boundary, self._is_like_before = True, False
         elif self.torn is None:
             is_too_early = not state.is_last and _is_of_bare_scaler(error)
@@ -206,27 +203,9 @@ class Steps:
         is_exchanging |= is_called and gradients.sharing.exchanges_always
         self._must_meet |= gradients.are_exchanged and (is_exchanging or not self._batches.can_replay)
         self._was_rolled_back = state.is_inside
-        self._num_exchanges = gradients.sharing.num_exchanges - self._num_exchanges
-        self._retry = Purpose.RETRY_CALLED if is_called else Purpose.RETRY
-        if gradients.awaited:
-            self._retry = Purpose.RETRY_AWAITED
-        if is_called:
-            gradients.sharing.have_shared_buffers()
-        gradients.drop()
-        self._batches.rollback(num_taken)
-        self._num_lost = 0 if self._batches.can_replay else num_taken
-        if self._scaler is not None:
-            self._scaler.rollback()
-        state.begin_anew()
+        self._retry = self._undoing.retry(num_taken, num_exchanges=self._num_exchanges, is_called=is_called)
         self._is_like_before = False
-        if self._snapshot is not None:
-            self._snapshot.restore()
-        if not self._batches.can_replay and not self._has_warned:
-            self._has_warned = True
-            _logger.warning(
-                "a step was rolled back, and its samples do not come again: this dataloader cannot hand them out "
-                "twice; one that implements MicroBatchSource can"
-            )
+        self._undoing.roll_back(num_taken, is_called=is_called)
 
     def do_first(self, act: Callable[[], None]) -> None:
         """Have ``act`` called as the next step begins, before anything of it happens."""
@@ -242,7 +221,7 @@ class Steps:
         """Do between two steps what the other ranks wait for since the last one."""
         self.settle()
         if self._must_meet:
-            self._meet(self._retry, self._num_exchanges, self._num_lost)
+            self._meet(self._retry.purpose, self._retry.num_exchanges, self._retry.num_lost)
             self._must_meet = False
             self._gradients.sharing.wait()
         if self._gradients.awaited:
@@ -262,19 +241,8 @@ class Steps:
 
         ``passes_over`` says that what a torn step has taken does not come again.
         """
-        if self.num_torn:
-            settle_samples = self._batches.commit if passes_over else self._batches.rollback
-            settle_samples(self.num_torn)
+        self._undoing.start_over(self.num_torn, passes_over=passes_over)
         self.num_torn = 0
-        self._gradients.drop()
-        self._gradients.end_step()
-        for optimizer in self._optimizers:
-            optimizer.forget_zeroing()
-        if self._scaler is not None:
-            self._scaler.forget()
-        if self._snapshot is not None:
-            self._snapshot.end_step()
-        self._state.begin_anew()
         self._is_like_before = self.is_doubtful = False
 
     def drop_partial(self, why: str) -> None:
@@ -308,9 +276,7 @@ class Steps:
         if not self._has_begun:
             self._has_begun = True
             if state.keeps_batch:  # gradients from before are no part of a step
-                self._gradients.drop()
-                for optimizer in self._optimizers:
-                    optimizer.forget_zeroing()
+                self._undoing.forget_gradients()
         gradients = self._gradients
         is_watched = gradients.are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
@@ -385,25 +351,14 @@ class Steps:
             raise
 
     def _raise_if_torn(self, error: BaseException | None) -> None:
-        """TornStepError where an optimizer began and did not end, or one of several ended and an exception came."""
-        state = self._state
-        if not state.is_torn and (error is None or state.num_begun == 0 or state.has_committed):
-            return
-        self._tear(
-            f"an optimizer failed in the middle of its step ({state.num_stepped} of {state.num_optimizers} had ended): "
-            f"parameters may be half updated; resume from a checkpoint, or have all ranks call trainer.rewind()",
-            error,
-            can_mend=True,
-        )
+        why = self._undoing.why_torn(error)
+        if why is not None:
+            self._tear(why, error, can_mend=True)
 
     def _raise_if_stuck(self, error: BaseException | None) -> None:
-        """TornStepError where a pass through the model was begun that cannot be taken back."""
-        state = self._state
-        if self.torn is None and state.is_inside and state.has_forward and state.num_begun == 0:
-            why = self._gradients.sharing.why_not_forget()
-            if why is not None:
-                why = f"a step failed after the model was called, and {why}; resume from a checkpoint"
-                self._tear(why, error, can_mend=False)
+        why = None if self.torn is not None else self._undoing.why_stuck()
+        if why is not None:
+            self._tear(why, error, can_mend=False)
 
     def _tear(self, why: str, error: BaseException | None, *, can_mend: bool) -> None:
         """Nothing goes on from here, unless a checkpoint can mend it."""

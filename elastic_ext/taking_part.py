@@ -9,7 +9,8 @@ from .accelerator import Accelerated, bare_optimizer, bare_scheduler
 from .amp import ElasticScaler
 from .arguments import check_not_prepared
 from .given import as_list
-from .optimizer import ElasticLRScheduler, ElasticOptimizer
+from .optimizer import ElasticOptimizer
+from .scheduler import ElasticLRScheduler
 from .step_state import StepState
 
 __all__ = ["TakingPart"]

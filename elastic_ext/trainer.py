@@ -54,8 +54,8 @@ from .errors import ElasticError, StepError
 from .follow import follow_config
 from .gradients import Gradients
 from .interval import CheckpointInterval
-from .optimizer import OptimizerSettings
 from .overlap import Overlap
+from .rates import OptimizerSettings
 from .rounds import Proposal
 from .scaling import BatchRule
 from .session import Session, raise_on_all

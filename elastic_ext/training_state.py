@@ -238,7 +238,7 @@ class TrainingState:
 
     def take_up(self, resumed: Resumed) -> None:
         """Go on where the checkpoint was: the last of all that is done to resume, so that nothing is drawn after it."""
-        why_anew = self._batches.resume(resumed.position)
+        why_anew = self._batches.positions.resume(resumed.position)
         if why_anew is not None and self.rank == 0:
             _logger.warning("%s", why_anew)
         self._restore_random(resumed)
@@ -248,7 +248,7 @@ class TrainingState:
     def why_not_replay(self, opened: Opened) -> str | None:
         """Why the data cannot go back to where a checkpoint was saved, within the epoch under way; None if it can."""
         counts, saved = self.counts, opened.state.get("counts")
-        if not counts.is_in_epoch or saved is None or not self._batches.can_go_back(opened.state["position"]):
+        if not counts.is_in_epoch or saved is None or not self._batches.positions.can_go_back(opened.state["position"]):
             return None
         is_within = saved.get("is_in_epoch", False) or saved["global_step"] == 0
         if is_within and saved["epoch"] == counts.epoch:
@@ -265,12 +265,12 @@ class TrainingState:
         Where they cannot go back within an epoch they go on, too, and the epoch with them. The last of all that is done
         to go back.
         """
-        stays = skips or (self.counts.is_in_epoch and not self._batches.can_go_back(resumed.position))
+        stays = skips or (self.counts.is_in_epoch and not self._batches.positions.can_go_back(resumed.position))
         if stays:
             self.counts.undo(resumed.state["counts"]["global_step"])
         else:
             self.counts.load_state_dict(resumed.state["counts"])
-        told = None if skips else self._batches.go_back(resumed.position)
+        told = None if skips else self._batches.positions.go_back(resumed.position)
         if told is not None and told not in self._told and self.rank == 0:
             self._told.add(told)
             _logger.warning("%s", told)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from elastic_ext.fsdp import Loaded, ShardCheckpointer
 from elastic_ext.fsdp.checkpoint import background
 from elastic_ext.fsdp.checkpoint import storage as of_storage
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
-from elastic_ext.fsdp.checkpoint.listing import is_name
+from elastic_ext.fsdp.checkpoint.listing import Found, is_name
+from elastic_ext.fsdp.checkpoint.verifying import damage_in
 from tests.file_operations import FileOperations, Strike
 from tests.training import Slices, bits_of, make_data, make_model, shared, trainer_of
 
 __all__ = [
+    "FAILING",
     "JOB",
     "Saved",
     "Small",
@@ -42,7 +45,9 @@ __all__ = [
     "fill",
     "garbage_in",
     "go_on",
+    "is_loaded",
     "job_folder",
+    "load_newest",
     "make_state",
     "newest_of",
     "take_over",
@@ -50,6 +55,13 @@ __all__ = [
 ]
 
 JOB = "a-job"
+
+FAILING: Sequence[tuple[int, Strike, str, str]] = (
+    (0, "full", "os.mkdir", "No space left on device"),
+    (1, "full", "os.writev", "No space left on device"),
+    (0, "broken", "/COMMIT", "Input/output error"),
+)
+"""A rank, what happens to the first operation of its save whose words hold this, and what is then said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,9 +183,9 @@ def end_saves() -> None:
             thread.join()
 
 
-def garbage_in(folder: Path) -> list[str]:
-    """What lies in a job's folder and is no part of a checkpoint, nor of what the folder has besides."""
-    found = []
+def garbage_in(storage: Path) -> list[str]:
+    """What lies in the job's folder and is no part of a checkpoint, nor of what the folder has besides."""
+    folder, found = job_folder(storage), []
     for path in sorted(folder.iterdir()):
         if path.name == "meta":
             commits = [read_commit(commit.parent) for commit in folder.glob(f"*/{COMMIT}")]
@@ -195,6 +207,27 @@ def newest_of(storage: Path) -> int:
     """The step of the newest checkpoint that nobody has abandoned."""
     commits = [path for path in job_folder(storage).glob(f"*/{COMMIT}") if is_name(path.parent.name)]
     return max(read_commit(path.parent).global_step for path in commits)
+
+
+def is_loaded(storage: Path, step: int) -> bool:
+    """Whether the checkpoint of a step has, to the last bit, what it was saved with, and is verified."""
+    path = job_folder(storage) / f"step_{step}"
+    assert list(damage_in(Found.read(path))) == []
+    model, optimizer = make_state(seed=5)
+    with checkpointer_of(storage) as checkpointer:
+        loaded: Loaded = checkpointer.load(model, optimizer, path)
+    assert loaded.extra["step"] == step and torch.equal(loaded.extra["order"], torch.arange(step + 5))
+    return loaded.step == step and digest_of(model, optimizer) == digest_at(step)
+
+
+def load_newest(storage: Path, step: int, *, width: int = 16) -> Loaded:
+    """What a process gets that loads the newest checkpoint: that of ``step``, with its bits, and no garbage beside."""
+    assert newest_of(storage) == step and garbage_in(storage) == []
+    model, optimizer = make_state(seed=5, width=width)
+    with checkpointer_of(storage) as checkpointer:
+        loaded: Loaded = checkpointer.load(model, optimizer)
+    assert loaded.step == step and digest_of(model, optimizer) == digest_at(step, width)
+    return loaded
 
 
 def take_over(storage: Path) -> None:

@@ -147,7 +147,7 @@ def kill_and_go_on(ranks: RankPool, folder: Path, job: Job, points: list[Point])
         with checkpointer_of(storage) as checkpointer:
             assert checkpointer.load(model, optimizer).step == before + 1, point
         assert digest_of(model, optimizer) == digest_at(before + 1), point
-        assert garbage_in(job_folder(storage)) == [], point
+        assert garbage_in(storage) == [], point
 
 
 def _newest_in(storage: Path, point: Point, ends: list[End]) -> int:

@@ -26,13 +26,11 @@ from tests.ranks import RankPool
 from tests.saving import (
     Saved,
     checkpointer_of,
-    digest_at,
-    digest_of,
     extra_of,
     fill,
-    garbage_in,
     go_on,
     job_folder,
+    load_newest,
     make_state,
     newest_of,
 )
@@ -132,13 +130,7 @@ def assert_went_on_from_step_1(ends: Sequence[End], storage: Path) -> None:
     """Each rank of the new world loaded step 1 and saved step 2, which is the newest and holds what it should."""
     assert all(isinstance(end.value, Saved) for end in ends), ends
     assert [(end.value.loaded_step, end.value.step) for end in ends] == [(1, 2)] * len(ends)
-    assert newest_of(storage) == 2
-    model, optimizer = make_state(seed=5)
-    with checkpointer_of(storage) as checkpointer:
-        loaded = checkpointer.load(model, optimizer)
-    assert (loaded.step, loaded.num_ranks) == (2, len(ends))
-    assert digest_of(model, optimizer) == digest_at(2)
-    assert garbage_in(job_folder(storage)) == []
+    assert load_newest(storage, 2).num_ranks == len(ends)
 
 
 def save_and_die(_: int, storage: Path, like: str) -> None:

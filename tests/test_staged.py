@@ -33,10 +33,8 @@ from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint import staging as staging_module
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
 from elastic_ext.fsdp.checkpoint.complete import Choice, Completion, Outcome, choose, clear, complete, rows_in
-from elastic_ext.fsdp.checkpoint.listing import Found
 from elastic_ext.fsdp.checkpoint.shelf import MEMORY, Shelf
 from elastic_ext.fsdp.checkpoint.shelved import RECORD, Record, Row, boot_id
-from elastic_ext.fsdp.checkpoint.verifying import damage_in
 from tests.file_operations import FileOperations
 from tests.ranks import RankPool
 from tests.saving import (
@@ -49,6 +47,7 @@ from tests.saving import (
     fill,
     garbage_in,
     go_on,
+    is_loaded,
     job_folder,
     make_state,
     newest_of,
@@ -81,18 +80,7 @@ def whole_files(folder: Path) -> dict[str, bytes]:
 
 def unfinished_in(storage: Path) -> list[str]:
     """What is left of saves that failed, but for descriptions of tensors, which the next save may have."""
-    return [path for path in garbage_in(job_folder(storage)) if "/meta/" not in path]
-
-
-def is_loaded(storage: Path, step: int) -> bool:
-    """Whether the checkpoint of a step has, to the last bit, what it was saved with, and is verified."""
-    path = job_folder(storage) / f"step_{step}"
-    assert list(damage_in(Found.read(path))) == []
-    model, optimizer = make_state(seed=5)
-    with checkpointer_of(storage) as checkpointer:
-        loaded = checkpointer.load(model, optimizer, path)
-    assert loaded.extra["step"] == step and torch.equal(loaded.extra["order"], torch.arange(step + 5))
-    return loaded.step == step and digest_of(model, optimizer) == digest_at(step)
+    return [path for path in garbage_in(storage) if "/meta/" not in path]
 
 
 # --- killed ---------------------------------------------------------------------------------------------------------
@@ -253,7 +241,7 @@ def complete_each(ranks: RankPool, folder: Path, left: list[tuple[Point, Path, P
     for (point, storage, _), step, ends in zip(left, steps, again, strict=True):
         assert [end.error for end in ends] == [None, None], (point, ends)
         assert [end.value.loaded_step for end in ends] == [step, step], point
-        assert garbage_in(job_folder(storage)) == [], point
+        assert garbage_in(storage) == [], point
         assert is_loaded(storage, step + 1), point
     return num_completed
 
@@ -351,7 +339,7 @@ def test_completed_checkpoint_is_like_one_that_was_saved(left: Left, tmp_path: P
     assert (own.metas, own.states, set(own.shards)) == (others.metas, others.states, set(others.shards))
     assert (own.global_step, own.epoch, own.num_ranks, own.versions) == (2, 0, 1, others.versions)
     assert is_loaded(left.storage, 2) and is_loaded(left.storage, 1)
-    assert garbage_in(job_folder(left.storage)) == []
+    assert garbage_in(left.storage) == []
     model, optimizer = make_state()
     with checkpointer_of(left.storage) as checkpointer:
         assert checkpointer.load(model, optimizer).step == 2
@@ -620,7 +608,7 @@ def test_agents_of_several_nodes_complete_together(ranks: RankPool, folder: Path
     for completion in completions:
         completion.close()
     assert path == job_folder(storage) / "step_2" and is_loaded(storage, 2) and is_loaded(storage, 1)
-    assert garbage_in(job_folder(storage)) == []
+    assert garbage_in(storage) == []
     with pytest.raises(CheckpointExists):
         completions[0].begin()
     completions[0].close()

@@ -88,7 +88,7 @@ def save_twice(rank: int, storage: Path, like: str) -> tuple[str, list[str], lis
     with checkpointer_of(storage) as checkpointer:
         checkpointer.claim()  # which clears away what is left of saves that failed
     folder = job_folder(storage)
-    return path.name, sorted(found.parent.name for found in folder.glob(f"*/{COMMIT}")), garbage_in(folder)
+    return path.name, sorted(found.parent.name for found in folder.glob(f"*/{COMMIT}")), garbage_in(storage)
 
 
 @pytest.mark.parametrize("like", ["os.mkdir", "trainer_state", "os.writev", ".COMMIT."])

@@ -1,0 +1,66 @@
+"""Positions: where an epoch's samples stood when a checkpoint was saved, and how a loader goes on there, or back to it.
+
+What a loader must offer for that is in sources.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .sources import ResumableSource, RewindableSource
+
+__all__ = ["Positions"]
+
+_CANNOT_GO_BACK = (
+    "this dataloader cannot go back to where the checkpoint was saved: a loop over it that is under way goes on with "
+    "its next batches, and one that comes begins anew; a MicroBatchSource with state_dict() and load_state_dict() can"
+)
+_GOES_BACK_LATER = (
+    "the samples since the checkpoint come again in the loop over the dataloader that comes: leave a loop that is "
+    "under way, and begin another; a MicroBatchSource with rewind() hands them out again in the same loop"
+)
+
+
+class Positions:
+    """Those of one loader, if there is one; only a MicroBatchSource knows of any itself."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def held(self) -> Any:
+        """What the loader says of where it stands, as plain values; None where it cannot go on from there."""
+        return self._loader.state_dict() if isinstance(self._loader, ResumableSource) else None
+
+    def resume(self, position: Mapping[str, Any]) -> str | None:
+        """Go on from a position; gives why the epoch begins anew instead, where it does."""
+        held, source = position["source"], self._loader
+        if held is not None and isinstance(source, ResumableSource):
+            source.load_state_dict(held)
+            return None
+        if source is None or (held is None and not position["num_batches"]):
+            return None
+        done = "in the middle of an epoch" if held is not None else f"after {position['num_batches']} of its batches"
+        return (
+            f"the checkpoint was saved {done}, and this dataloader cannot go on there: the epoch begins anew; a "
+            "MicroBatchSource with state_dict() and load_state_dict() can"
+        )
+
+    def can_go_back(self, position: Mapping[str, Any]) -> bool:
+        """Whether what came after a position can come again."""
+        return position["source"] is not None and isinstance(self._loader, ResumableSource)
+
+    def go_back(self, position: Mapping[str, Any]) -> str | None:
+        """Have what came after a position come again, between two steps; gives what has to be known where it may not.
+
+        A loader with sizes of its own goes on as if nothing had happened.
+        """
+        held, source = position["source"], self._loader
+        if not self.can_go_back(position):
+            return None if source is None else _CANNOT_GO_BACK
+        if isinstance(source, RewindableSource):
+            source.rewind(held)
+            return None
+        assert isinstance(source, ResumableSource)
+        source.load_state_dict(held)
+        return _GOES_BACK_LATER

@@ -1,0 +1,82 @@
+"""ElasticLRScheduler: a schedule of torch's, stepping with the steps of its optimizer that commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .accelerator import bare_optimizer
+from .errors import StepError
+from .step_state import StepState
+
+if TYPE_CHECKING:
+    from .optimizer import ElasticOptimizer
+
+__all__ = ["ElasticLRScheduler"]
+
+_OWN = ("inner", "_optimizer", "_state", "_stepped_in", "_early_in")
+_NEVER = -1
+
+
+class ElasticLRScheduler:
+    """``scheduler``, stepping once per step that commits; all else is the scheduler's own."""
+
+    def __init__(self, scheduler: Any, optimizers: Sequence[ElasticOptimizer], *, state: StepState) -> None:
+        self.inner = scheduler
+        """The scheduler that does the work."""
+        target = bare_optimizer(getattr(scheduler, "optimizer", None))
+        found = [optimizer for optimizer in optimizers if target in (optimizer, optimizer.inner)]
+        if not found:
+            raise ValueError(
+                "lr_scheduler belongs to another optimizer than those given to prepare(); give both together"
+            )
+        self._optimizer = found[0]
+        self._optimizer.follows_schedule(self)
+        self._state = state
+        self._stepped_in = self._early_in = _NEVER  # numbers of steps
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
+        state = self._state
+        if not state.is_inside:
+            if state.index > 0:
+                raise StepError(
+                    "scheduler.step() was called between two micro-steps of a step; call it within "
+                    "`with trainer.step():`, or after a boundary"
+                )
+            self.inner.step(*arguments, **options)
+            state.num_scheduled += 1
+        elif self._stepped_in != state.number:
+            if self._optimizer.has_stepped:
+                self._stepped_in = state.number
+                self.inner.step(*arguments, **options)
+                state.num_scheduled += 1
+            elif state.is_last:
+                self._early_in = state.number
+
+    def get_last_lr(self) -> list[float]:
+        """The effective rates, group by group."""
+        return [float(rate) * self._optimizer.rates.factor for rate in self.inner.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is not this class's own is the scheduler's: ``scheduler.min_lrs = ...`` acts."""
+        object.__setattr__(self if name in _OWN else self.inner, name, value)
+
+    def __repr__(self) -> str:
+        return f"ElasticLRScheduler({self.inner!r})"
+
+    def make_sure_of_order(self) -> None:
+        """Raise where the schedule was asked to step before the optimizer, in this step."""
+        if self._early_in == self._state.number:
+            raise StepError("scheduler.step() was called before optimizer.step(); call it after, in the same step")
