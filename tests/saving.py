@@ -231,6 +231,7 @@ def _trainer_for(model: nn.Module, rank: int, storage: Path, *, every: int, **ar
         micro_batch_size=4,
         shared_storage_path=storage,
         checkpoint_interval=CheckpointInterval(steps=every),
+        overlap_saving=True,
         **arguments,
     )
 

@@ -96,7 +96,7 @@ def make_job(ranks: RankPool, folder: Path, case: Case) -> Job:
     assert not any(end.error for end in began), began
     shutil.copytree(storage, tried)
     path = None if case.from_path is None else job_folder(tried) / case.from_path
-    arguments: dict[str, Any] = {"overlap_saving": True} if case.overlaps else {"in_background": case.in_background}
+    arguments: dict[str, Any] = {} if case.overlaps else {"in_background": case.in_background}
     trial = Trial(fn=go_on, args=(tried, path, None, "kill", None, arguments))
     (went_on,) = run_trials(ranks, folder / "ends", [trial])
     assert not any(end.error for end in went_on), went_on
