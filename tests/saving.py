@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp import Loaded, ShardCheckpointer
-from elastic_ext.fsdp.checkpoint import background
+from elastic_ext.fsdp.checkpoint import background, copying, livesaver
 from elastic_ext.fsdp.checkpoint import storage as of_storage
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
 from elastic_ext.fsdp.checkpoint.listing import Found, is_name
@@ -34,9 +36,12 @@ from tests.training import Slices, bits_of, make_data, make_model, shared, train
 __all__ = [
     "FAILING",
     "JOB",
+    "MOMENTS",
+    "Moment",
     "Saved",
     "Small",
     "begin_job",
+    "begin_training",
     "checkpointer_of",
     "digest_at",
     "digest_of",
@@ -52,16 +57,23 @@ __all__ = [
     "newest_of",
     "take_over",
     "train",
+    "train_on",
 ]
 
 JOB = "a-job"
 
+<<<<<<< HEAD
 FAILING: Sequence[tuple[int, Strike, str, str]] = (
     (0, "full", "os.mkdir", "No space left on device"),
     (1, "full", "os.writev", "No space left on device"),
     (0, "broken", "/COMMIT", "Input/output error"),
 )
 """A rank, what happens to the first operation of its save whose words hold this, and what is then said."""
+=======
+Moment = Literal["a pass", "the first copy", "the fifth copy", "before optimizer.step()", "after it"]
+"""Where no file is touched, and training goes on beside a save."""
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+>>>>>>> ha
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +87,13 @@ class Saved:
     operations: list[str]
 
 
-def make_state(*, seed: int = 0, width: int = 16) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_state(*, seed: int = 0, width: int = 16, fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model, sharded where there are ranks, and its optimizer, which has state already."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 5))
     if dist.is_initialized():
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     for part in model.parameters():
         optimizer.state[part] = {
             "step": torch.tensor(0.0),
@@ -174,6 +186,100 @@ def go_on(
             digest=digest,
             operations=operations.end(),
         )
+
+
+def begin_training(rank: int, storage: Path, num_steps: int) -> dict[int, str]:
+    """``begin_job`` with a trainer."""
+    model, optimizer = make_state(fused=True)
+    digests = {}
+    with _trainer_for(model, rank, storage, every=1) as trainer:
+        stepped = trainer.prepare(optimizer)
+        for step in range(1, num_steps + 1):
+            _take(trainer, model, stepped)
+            fill(model, optimizer, step)
+            digests[step] = digest_of(model, optimizer)
+    return digests
+
+
+def train_on(
+    rank: int,
+    storage: Path,
+    _: Path | None = None,
+    victim: int | None = None,
+    strike: Strike = "kill",
+    at: int | Moment | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> Saved:
+    """``go_on`` with a trainer: the step after the newest is copied beside the one after that."""
+    vars(livesaver)["PATIENCE_SECONDS"] = 1.0  # with who is dead; in a process that ends with this
+    model, optimizer = make_state(seed=9, fused=True)
+    step = newest_of(storage) + 1
+    with _trainer_for(model, rank, storage, every=step, **(arguments or {})) as trainer:
+        stepped = trainer.prepare(optimizer)
+        loaded_step, loaded_digest = trainer.global_step, digest_of(model, optimizer)
+        _take(trainer, model, stepped)
+        fill(model, optimizer, step)
+        digest = digest_of(model, optimizer)
+        if rank == victim and isinstance(at, str):
+            _die_at(at, model, optimizer)
+        operations = FileOperations(storage, strike, at if rank == victim and isinstance(at, int) else None)
+        _take(trainer, model, stepped)
+        fill(model, optimizer, step + 100)
+    return Saved(
+        loaded_step=loaded_step,
+        loaded_digest=loaded_digest,
+        step=step,
+        digest=digest,
+        operations=operations.end(),
+    )
+
+
+def _trainer_for(model: nn.Module, rank: int, storage: Path, *, every: int, **arguments: Any) -> Any:
+    folder = storage.with_name(f"{storage.name}-runs")  # where no operation is counted
+    folder.mkdir(exist_ok=True)
+    return trainer_of(
+        folder,
+        model,
+        rank=rank,
+        job=JOB,
+        micro_batch_size=4,
+        shared_storage_path=storage,
+        checkpoint_interval=CheckpointInterval(steps=every),
+        overlap_saving=True,
+        **arguments,
+    )
+
+
+def _take(trainer: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    inputs, targets = make_data(4, torch.float32)
+    with trainer.step():
+        nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _die_at(moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """This process ends there, in the step to come."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "a pass":
+        model.register_forward_pre_hook(die)
+    elif moment == "before optimizer.step()":
+        optimizer.register_step_pre_hook(die)
+    elif moment == "after it":
+        optimizer.register_step_post_hook(die)
+    else:
+        copies, put = iter(range(5)), vars(copying)["put_bytes"]
+        last = 0 if moment == "the first copy" else 4
+
+        def put_or_die(*arguments: Any) -> None:
+            if next(copies) == last:
+                die()
+            put(*arguments)
+
+        vars(copying)["put_bytes"] = put_or_die
 
 
 def end_saves() -> None:

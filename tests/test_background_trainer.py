@@ -18,7 +18,7 @@ from tests.saving import Small, end_saves
 _END_SECONDS = 120.0  # for a script, on a busy machine
 
 
-def checkpointer_in(small: Small) -> Any:
+def checkpoints_of(small: Small) -> Any:
     return small.trainer._session.checkpoints._job
 
 
@@ -47,7 +47,7 @@ def test_what_is_due_while_storage_hangs_for_too_long_is_an_error_and_not_left_o
     gate = Gate(small.storage, like="os.mkdir")
     small.take(5)
     assert "step_4 is not saved, since" in caplog.text
-    checkpointer_in(small)._storage.seconds = 0.0  # the one under way has taken longer by now
+    checkpoints_of(small)._storage.seconds = 0.0  # the one under way has taken longer by now
     small.take()
     with pytest.raises(CheckpointError, match="took longer than 0 seconds"):
         small.take()
@@ -58,7 +58,7 @@ def test_what_is_due_while_storage_hangs_for_too_long_is_an_error_and_not_left_o
 def test_a_save_by_hand_that_hangs_yet_holds_up_what_is_due(tmp_path: Path) -> None:
     small = Small(tmp_path)
     gate = Gate(small.storage, like="os.mkdir")
-    storage = checkpointer_in(small)._storage
+    storage = checkpoints_of(small)._storage
     seconds, storage.seconds = storage.seconds, 0.1
     with pytest.raises(CheckpointError, match="took longer than"):
         small.trainer.save_checkpoint()
@@ -94,7 +94,7 @@ def test_old_checkpoints_that_are_being_removed_leave_out_no_new_one(
 def test_memory_is_made_when_there_is_an_interval(tmp_path: Path) -> None:
     small = Small(tmp_path, checkpoint_interval=None)
     with small.trainer:
-        staging = checkpointer_in(small).live._staging
+        staging = checkpoints_of(small).live._staging
         small.take(2)
         small.trainer.save_checkpoint()
         assert staging.num_bytes == 0
