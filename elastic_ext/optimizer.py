@@ -19,7 +19,7 @@ from .step_state import StepState
 if TYPE_CHECKING:
     from .scheduler import ElasticLRScheduler
 
-__all__ = ["ElasticOptimizer", "OptimizerSettings"]
+__all__ = ["ElasticOptimizer"]
 
 _GATHERED = (
     "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "

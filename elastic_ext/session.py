@@ -26,9 +26,9 @@ from .errors import ElasticError, RanksDisagreeError, RanksError, StepError
 from .follow import ConfigFollower
 from .gradients import Gradients
 from .metrics import Measures
-from .optimizer import OptimizerSettings
 from .optimizer_state import can_materialise, materialise
 from .progress import Progress
+from .rates import OptimizerSettings
 from .saving import Saving
 from .scaling import BatchRule, rate_factor
 from .steps import Steps

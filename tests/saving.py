@@ -62,18 +62,15 @@ __all__ = [
 
 JOB = "a-job"
 
-<<<<<<< HEAD
 FAILING: Sequence[tuple[int, Strike, str, str]] = (
     (0, "full", "os.mkdir", "No space left on device"),
     (1, "full", "os.writev", "No space left on device"),
     (0, "broken", "/COMMIT", "Input/output error"),
 )
 """A rank, what happens to the first operation of its save whose words hold this, and what is then said."""
-=======
 Moment = Literal["a pass", "the first copy", "the fifth copy", "before optimizer.step()", "after it"]
 """Where no file is touched, and training goes on beside a save."""
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
->>>>>>> ha
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,157 @@
+"""ElasticDistributedSampler: an epoch's samples in an order that no number of ranks changes, and this rank's of them.
+
+    sampler = ElasticDistributedSampler(dataset, seed=1)        # ranks as torch.distributed has them
+    sampler.set_epoch(3)
+    state = sampler.state_dict()                                # one position, the same on all ranks
+    ElasticDistributedSampler(dataset, num_replicas=5, rank=0).load_state_dict(state)
+
+An ElasticDataLoader takes the order from it, and cuts it as steps are cut. By itself, as the sampler of another loader,
+it gives its ranks samples in turn: from a position on the first to rank 0, the next to rank 1, and around again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from .order import Drawn, InTurn, Order, Shuffled
+
+__all__ = ["ElasticDistributedSampler"]
+
+
+class ElasticDistributedSampler(Sampler[Any]):
+    """The samples of ``dataset``, or of ``sampler``, which draws the same ones wherever it is asked.
+
+    ``sampler`` may be any that a seed makes repeatable: its ``generator`` is seeded from ``seed`` and the epoch, its
+    ``set_epoch`` called. Such an order is kept as a list; ``shuffle`` by itself keeps none, whatever the size.
+
+    Where the last samples are not enough for all ranks some have one more, unless ``drop_last`` leaves them out, or
+    ``pad`` gives the others samples of the epoch's beginning again; ``num_padded`` says how many.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        sampler: Iterable[Any] | None = None,
+        pad: bool = False,
+    ) -> None:
+        if (dataset is None) == (sampler is None):
+            raise ValueError("give a dataset, or a sampler whose order is shared out, and not both")
+        if pad and drop_last:
+            raise ValueError("pad and drop_last are both True: the last samples are completed or left out; give one")
+        joined = dist.is_available() and dist.is_initialized()
+        self.num_replicas = (dist.get_world_size() if joined else 1) if num_replicas is None else num_replicas
+        self.rank = (dist.get_rank() if joined else 0) if rank is None else rank
+        if type(self.num_replicas) is not int or not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank is {self.rank} of {self.num_replicas} replicas; allowed: 0 to num_replicas - 1")
+        self.dataset = dataset
+        self.sampler = sampler
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.pad = pad
+        self.epoch = 0
+        self.position = 0
+        """All ranks have taken the samples before it, and none after it."""
+        self._taken = 0  # by this rank, of the iteration under way
+        self._order: Order | None = None
+
+    @property
+    def order(self) -> Order:
+        """The epoch's; drawn anew where the dataset has another length now."""
+        if self._order is not None and (self.dataset is None or self._order.num_samples == len(self.dataset)):
+            return self._order
+        if self.sampler is not None:
+            self._order = self._drawn(self.sampler)
+        elif self.dataset is not None:
+            size = len(self.dataset)
+            self._order = Shuffled(size, seed=self.seed, epoch=self.epoch) if self.shuffle else InTurn(size)
+        assert self._order is not None
+        return self._order
+
+    @property
+    def num_padded(self) -> int:
+        """Samples that come twice in what is left of the epoch, so that all ranks have as many."""
+        return -self._num_left() % self.num_replicas if self.pad and self._num_left() else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.position = self._taken = 0
+            self._order = None
+
+    def __len__(self) -> int:
+        """How many samples this rank has left of the epoch."""
+        left = self._num_left()
+        if self.drop_last:
+            return left // self.num_replicas
+        if self.pad:
+            return -(-left // self.num_replicas)
+        return max(left - self.rank + self.num_replicas - 1, 0) // self.num_replicas
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.order
+        if self.position + self._taken * self.num_replicas >= order.num_samples:  # it came to its end before
+            self.position = 0
+        else:
+            self.position += self._taken * self.num_replicas
+        self._taken = 0
+        start, num_left = self.position, self._num_left()
+        for number in range(len(self)):
+            place = start + (number * self.num_replicas + self.rank) % num_left
+            self._taken += 1
+            yield order.indices(place, place + 1)[0]
+
+    def state_dict(self, num_taken: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands once every rank has taken ``num_taken`` samples of the iteration under way.
+
+        By default all that were asked for; a loader with workers asks for more than it has handed out.
+        """
+        taken = self._taken if num_taken is None else num_taken
+        position = min(self.position + taken * self.num_replicas, self.order.num_samples)
+        return {"epoch": self.epoch, "position": position, "order": self.order.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with however many ranks; ValueError where this order is another one."""
+        saved = dict(state["order"])
+        before = self.epoch, self.seed
+        self.epoch, self.seed, self._order = int(state["epoch"]), saved.get("seed", self.seed), None
+        if self.order.state_dict() != saved:
+            told = self.order.state_dict()
+            self.epoch, self.seed = before
+            self._order = None
+            raise ValueError(
+                f"the state is of the order {saved}, and this sampler gives {told}; give it the dataset and the "
+                "arguments with which the state was saved"
+            )
+        self.position, self._taken = int(state["position"]), 0
+
+    def _num_left(self) -> int:
+        return max(self.order.num_samples - self.position, 0)
+
+    def _drawn(self, sampler: Any) -> Drawn:
+        if hasattr(sampler, "num_replicas") or hasattr(sampler, "num_processes"):
+            raise ValueError(
+                f"{type(sampler).__name__} shares its samples out by itself; give the sampler whose order it shares"
+            )
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epoch)
+        if hasattr(sampler, "generator"):
+            sampler.generator = torch.Generator().manual_seed(_seed_of(self.seed, self.epoch))
+        return Drawn(sampler)
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    first = Shuffled(1 << 47, seed=seed, epoch=epoch)
+    return int(first.indices(0, 1)[0])
