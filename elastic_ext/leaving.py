@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
 
+from .loader_workers import spare_loader_workers
 from .peers import DecidingStore
 
 __all__ = ["EXIT_STATUS", "SIGNALS", "THREAD_NAME", "Leaving"]
@@ -75,6 +76,8 @@ class Leaving:
             self._writer.setblocking(False)
             self._exchange_fd(-1, self._writer.fileno())
             _leave_forks_alone(weakref.ref(self))
+            if signal.SIGTERM in self._handlers:
+                spare_loader_workers(self, is_over=self._is_over.is_set)
         self._thread.start()
 
     def stop(self) -> None:
