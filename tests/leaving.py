@@ -63,9 +63,11 @@ class Job:
         self.lines: list[list[str]] = [[] for _ in self.processes]
         self._begun: list[psutil.Process] = []  # by these processes, as far as they are known
 
-    def wait_for(self, line: str, *, times: int = 1) -> None:
-        """Until all have printed it, so often."""
-        for process, lines in zip(self.processes, self.lines, strict=True):
+    def wait_for(self, line: str, *, times: int = 1, of: int | None = None) -> None:
+        """Until all have printed it, or one of them, so often."""
+        for number, (process, lines) in enumerate(zip(self.processes, self.lines, strict=True)):
+            if of is not None and number != of:
+                continue
             assert process.stdout is not None
             left = times
             for text in process.stdout:
