@@ -92,7 +92,6 @@ trainer = ElasticTrainer(
     checkpoint_interval=CheckpointInterval(steps=3 if where in ("background", "rewinding") else 1000),
     run_dir=f"{folder}/{rank}",
     job="job",
-    save_on_signals=True,
 )
 try:
     with trainer:
@@ -166,7 +165,7 @@ def test_torchrun_that_is_told_to_end_ends_its_workers_with_a_checkpoint_and_goe
 def test_torchrun_says_143_of_workers_of_which_one_was_sent_sigusr1(tmp_path: Path) -> None:
     with in_place(tmp_path, num_ranks=2, launched=True) as job:
         job.wait_for("steps", times=2)
-        (pid,) = job.told(r"^pid of rank 1: (\d+)$") or [0]
+        (pid,) = job.told(r"^pid of rank 1: (\d+)$")
         os.kill(int(pid), signal.SIGUSR1)
         assert job.end() == [1]
         assert sorted(job.told(r"^rank (\d) ends: SystemExit\(143\)$")) == ["0", "1"], job.text
@@ -263,27 +262,27 @@ def test_ranks_that_are_all_sent_it_end_with_one_checkpoint_of_one_step(tmp_path
         job.send(signal.SIGTERM, to=0)
         job.send(signal.SIGTERM, to=1)
         assert job.end() == [EXIT_STATUS] * 2, job.text
-        ((name, step),) = job.saved.items()
+        (step,) = job.saved.values()
         assert [len([line for line in lines if " had " in line]) for lines in job.lines] == [step] * 2
 
 
 @pytest.mark.parametrize(
-    ("where", "stuck", "said"),
+    ("stuck", "said"),
     [
-        ("steps", 1, "the ranks' store does not answer"),  # which rank 0 has
-        pytest.param("steps", 0, "nothing is saved", marks=pytest.mark.slow),
+        (1, "the ranks' store does not answer"),  # which rank 0 has
+        pytest.param(0, "nothing is saved", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_waits_for_one_that_stands_still_ends_in_the_time_it_has(
-    tmp_path: Path, where: str, stuck: int, said: str
+    tmp_path: Path, stuck: int, said: str
 ) -> None:
-    with in_place(tmp_path, where, num_ranks=2, seconds=4.0) as job:
+    with in_place(tmp_path, num_ranks=2, seconds=4.0) as job:
         job.wait_for("steps")
         job.send(signal.SIGSTOP, to=1 - stuck)
         began = time.monotonic()
         job.send(signal.SIGTERM, to=stuck)
         assert job.processes[stuck].wait(30) == EXIT_STATUS
-        assert time.monotonic() - began < 4.0 + 2.0
+        assert time.monotonic() - began < 20  # of which 4 are the time it has
         job.processes[1 - stuck].kill()
         job.end()
         assert said in "\n".join(job.lines[stuck])
