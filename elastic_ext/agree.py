@@ -228,10 +228,8 @@ class Agreement:
         """Until there is more to do at a boundary than to count it. First set, then look: one may be roused between."""
         rounds, next_agreement = self._rounds, self._pulsed_boundary + self.every
         self._quiet_until = next_agreement if self._ranks.world_size > 1 else math.inf
-        has_question = (
-            self._save_wanted or self._copy_wanted or rounds.proposing or (self._stop_wanted and not self._stopping)
-        )
-        has_question |= self._leave_wanted and not self._leaving
+        has_question = self._save_wanted or self._copy_wanted or rounds.proposing or self._has_to_tell_of_leaving
+        has_question |= self._stop_wanted and not self._stopping
         if has_question or self._exchange.word is not None or rounds.scheduled is not None or rounds.has_new_file:
             self.rouse()
 
@@ -257,6 +255,15 @@ class Agreement:
         """Give up the agreement under way: as long as it is held, its connections stay open and peers wait."""
         self._exchange.drop()
         self.rouse()
+
+    @property
+    def leaving(self) -> bool:
+        """Some rank was told to end; the same on every rank, after each boundary and each end."""
+        return self._leaving
+
+    @property
+    def _has_to_tell_of_leaving(self) -> bool:
+        return self._leave_wanted and not self._leaving
 
     def _raise_if_unusable(self) -> None:
         if self._broken is not None:
@@ -302,7 +309,7 @@ class Agreement:
             asking=self._ranks.rank == 0 and self._lag.is_due(now),
             stop=self._stop_wanted and not self._stopping,
             save=self._save_wanted,
-            leave=self._leave_wanted and not self._leaving,
+            leave=self._has_to_tell_of_leaving,
             copy=self._copy_wanted,
             pacing=is_pacing,
             refusal=self._source.refusal or "",
@@ -334,7 +341,10 @@ class Agreement:
 
     def _make_sure_of_the_same_place(self, purpose: Purpose, doing: str, exchanges: int = 0, lost: int = 0) -> None:
         """Raise on all ranks unless all are here."""
-        self._exchange.compare(replace(self._make_word(purpose), exchanges=exchanges, lost=lost), doing)
+        word = replace(self._make_word(purpose), exchanges=exchanges, lost=lost, leave=self._has_to_tell_of_leaving)
+        agreed = self._exchange.compare(word, doing)
+        if agreed is not None:
+            self._leaving |= agreed.leave
 
     def _make_word(self, purpose: Purpose) -> ControlWord:
         """A word without news."""

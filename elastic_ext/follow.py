@@ -195,6 +195,11 @@ class ConfigFollower:
         """How many steps lie between two agreements now."""
         return self._agreement.every
 
+    @property
+    def is_leaving(self) -> bool:
+        """Some rank was told to end; the same on every rank, after each boundary and at each end of an epoch."""
+        return self._agreement.leaving
+
     @overload
     def knob(self, name: str) -> Any: ...
     @overload

@@ -22,8 +22,9 @@ import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
+from .loader_workers import spare_loader_workers
 from .peers import DecidingStore
 
 __all__ = ["EXIT_STATUS", "SIGNALS", "THREAD_NAME", "Leaving"]
@@ -34,6 +35,7 @@ EXIT_STATUS = 143
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 THREAD_NAME = "elastic_ext leaving"
 _POLL_SECONDS = 0.25
+_SILENT_SECONDS = 6.0  # of a rank that ought to have given a sign within one
 _MARGIN = 0.1  # of the time there is, to end in
 
 _How = Literal["in steps", "from memory"]
@@ -50,8 +52,11 @@ class Leaving:
         request: Callable[[], None],
         can_write: Callable[[], bool],
         write: Callable[[float], str],
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self._store = store
+        self._own_sign, self._signs = f"leaving/{rank}", [f"leaving/{each}" for each in range(world_size)]
         self._seconds = seconds * (1 - _MARGIN)
         self._margin = seconds * _MARGIN
         self._request = request
@@ -60,11 +65,14 @@ class Leaving:
         self._asked_at: float | None = None
         self._signal = ""
         self._is_over = threading.Event()
-        self._must_exit = self._has_told = self._has_warned = self._is_deaf = False
+        self._must_exit = self._has_told = self._has_warned = self._is_deaf = self._is_in_steps = False
         self._handlers: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()  # where signals are seen while the main thread is deep in C
         self._main = threading.main_thread().ident
-        self._thread = threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True)
+        # Two: the store may not answer for very long, as where the machine that has it is gone.
+        self._threads = [
+            threading.Thread(target=target, name=THREAD_NAME, daemon=True) for target in (self._listen, self._watch)
+        ]
 
     def start(self) -> None:
         """Take the signals that nobody else takes, and listen for other ranks that were sent one."""
@@ -75,7 +83,10 @@ class Leaving:
             self._writer.setblocking(False)
             self._exchange_fd(-1, self._writer.fileno())
             _leave_forks_alone(weakref.ref(self))
-        self._thread.start()
+            if signal.SIGTERM in self._handlers:
+                spare_loader_workers(self, is_over=self._is_over.is_set)
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Give the signals back."""
@@ -83,11 +94,12 @@ class Leaving:
         if threading.current_thread() is not threading.main_thread():
             return  # which alone can give them back: a signal that comes yet finds that this is over
         self.give_back()
-        if self._thread.ident is not None:
-            with contextlib.suppress(OSError):
-                self._writer.send(b"\0")
-            self._thread.join(_POLL_SECONDS * 8)
-        if not self._thread.is_alive():
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(_POLL_SECONDS * 8)
+        if not any(thread.is_alive() for thread in self._threads):
             self._reader.close()
             self._writer.close()
 
@@ -133,20 +145,30 @@ class Leaving:
             self._signal, self._asked_at = what, time.monotonic()
             self._request()
 
+    def _listen(self) -> None:
+        """Note what is sent to this rank, and see that it ends by that, whatever becomes of the store."""
+        while not self._is_over.is_set():
+            if select.select([self._reader], [], [], _POLL_SECONDS)[0]:
+                for number in self._reader.recv(64):
+                    if number in self._handlers:
+                        self._note(signal.Signals(number).name)
+            if self._asked_at is None or self._is_over.is_set():
+                continue
+            if self._is_deaf:
+                self._exit()
+            late = time.monotonic() - self._asked_at
+            if late > self._seconds + self._margin / 2 and not self._is_in_steps and not self._must_exit:
+                _logger.error("%.0f seconds after %s the ranks' store does not answer", late, self._signal)
+                _exit_at_once()
+
     def _watch(self) -> None:
         try:
-            while not self._is_over.is_set():
-                if select.select([self._reader], [], [], _POLL_SECONDS)[0]:
-                    for number in self._reader.recv(64):
-                        if number in self._handlers:
-                            self._note(signal.Signals(number).name)
+            while not self._is_over.wait(_POLL_SECONDS):
                 self._look()
         except RuntimeError as error:  # the store is gone, with the process that had it
             self._is_deaf = True  # what is sent to this rank ends it at once
             if not self._is_over.is_set():
                 _logger.debug("signals sent to other ranks are not heard of any more: %s", error)
-                if self._asked_at is not None:
-                    self._exit()
 
     def _look(self) -> None:
         if self._asked_at is None and self._store.check(["leaving/asked"]):
@@ -156,6 +178,7 @@ class Leaving:
         if not self._has_told:
             self._has_told = True
             self._store.set("leaving/asked", "1")
+            self._store.set(self._own_sign, "1")
             _logger.info("%s: the step is finished and saved, and training ends", self._signal)
         late = time.monotonic() - self._asked_at
         how = self._decided()
@@ -163,6 +186,10 @@ class Leaving:
             how = self._decide("from memory")
         if how == "from memory":
             self._leave(self._seconds - late)
+        elif how is None and late > _SILENT_SECONDS and not self._store.check(self._signs):
+            if self._decide("from memory") == "from memory":
+                _logger.error("%.0f seconds after %s a rank gives no sign: nothing is saved", late, self._signal)
+                self._exit()  # a launcher that restarts the job waits for it
         elif how is None and late > self._seconds:
             self._decide("from memory")
             _logger.error("%.0f seconds after %s no step has ended: nothing is saved", late, self._signal)
@@ -187,20 +214,24 @@ class Leaving:
         if self._main is not None and signal.getsignal(signal.SIGTERM) == self._take and not self._is_over.is_set():
             signal.pthread_kill(self._main, signal.SIGTERM)
         if not self._is_over.wait(self._margin):  # it does not come back from where it is
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_STATUS)
+            _exit_at_once()
 
     def _decided(self) -> _How | None:
-        return _as_how(self._store.get("leaving/how")) if self._store.check(["leaving/how"]) else None
+        return self._learn(self._store.get("leaving/how")) if self._store.check(["leaving/how"]) else None
 
     def _decide(self, how: _How) -> _How:
         """What was decided: this, unless something else was before."""
-        return _as_how(self._store.compare_set("leaving/how", "", how))
+        return self._learn(self._store.compare_set("leaving/how", "", how))
+
+    def _learn(self, said: bytes) -> _How:
+        self._is_in_steps = said == b"in steps"
+        return "in steps" if self._is_in_steps else "from memory"
 
 
-def _as_how(said: bytes) -> _How:
-    return "in steps" if said == b"in steps" else "from memory"
+def _exit_at_once() -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_STATUS)
 
 
 def _leave_forks_alone(leaving: weakref.ref[Leaving]) -> None:

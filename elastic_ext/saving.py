@@ -103,6 +103,8 @@ class Saving:
         self.checkpoints.end_epoch()
         self._must_copy = False
         if self._leaving is not None:
+            if self._follower.is_leaving:  # not after the first step of the next: most loaders begin that anew
+                self._leave()
             self.checkpoints.hold()
 
     def give_up_due(self, *, is_well: bool) -> None:
@@ -149,6 +151,8 @@ class Saving:
             request=follower.request_leave,
             can_write=self.checkpoints.has_newest,
             write=self.checkpoints.write_newest,
+            rank=follower.ranks.rank,
+            world_size=follower.ranks.world_size,
         )
 
     def _begin_due_in_step(self) -> None:

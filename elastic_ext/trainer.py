@@ -80,7 +80,8 @@ class ElasticTrainer:
     ``learning_rate_rule`` says how rates follow a global batch that changes. With ``rollback="full"`` a step that is
     rolled back gives back random states and buffers too. ``sync_every_micro_step`` shares gradients in every
     micro-step instead of the last. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by
-    default on rank 0, if it writes to a terminal.
+    default on rank 0, if it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a
+    checkpoint, unless ``save_on_signals`` is False or the script handles them itself.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ElasticTrainer:
         keep_previous: bool = False,
         when_saving: WhenSaving = "wait",
         overlap_saving: Overlap = "auto",
-        save_on_signals: bool = False,
+        save_on_signals: bool = True,
         keep_last: int | None = None,
         keep_every: int | None = None,
         accelerator: Any = None,

@@ -57,6 +57,7 @@ LAYERS: Mapping[str, int] = {
     "pacing": 1,
     "peers": 1,
     "leaving": 1,
+    "loader_workers": 1,
     "ranks": 1,
     "rounds": 1,
     "rates": 1,

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
 from elastic_ext.fsdp.checkpoint.letters import OwnStore
 from elastic_ext.leaving import EXIT_STATUS, Leaving
+from tests.leaving import Job, started
 
 LOOP = """
 import hashlib, logging, os, signal, sys, threading, time
@@ -85,82 +82,10 @@ say("going on")
 """
 
 
-class Job:
-    """Processes of one training, and what they print."""
-
-    def __init__(self, folder: Path, num_ranks: int, where: str, *, num_steps: int, seconds: float) -> None:
-        self.folder = folder
-        script = folder / "loop.py"
-        script.write_text(LOOP)
-        environ = {
-            **os.environ,
-            "WORLD_SIZE": str(num_ranks),
-            "ELASTIC_EXT_SHUTDOWN_SECONDS": str(seconds),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()) if num_ranks > 1 else "0",
-        }
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(folder), where, str(num_steps)],
-                env={**environ, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
-        self.lines: list[list[str]] = [[] for _ in self.processes]
-
-    def wait_for(self, line: str) -> None:
-        """Until all have printed it."""
-        for process, lines in zip(self.processes, self.lines, strict=True):
-            assert process.stdout is not None
-            for text in process.stdout:
-                lines.append(text.rstrip())
-                if lines[-1] == line:
-                    break
-            else:
-                raise AssertionError("\n".join(lines))
-
-    def end(self) -> list[int]:
-        """Their exit statuses; what they have printed besides is in ``lines``."""
-        for process, lines in zip(self.processes, self.lines, strict=True):
-            output, _ = process.communicate(timeout=60)
-            lines += output.splitlines()
-        return [process.returncode for process in self.processes]
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line for lines in self.lines for line in lines)
-
-    @property
-    def saved(self) -> dict[str, int]:
-        found = sorted(self.folder.glob(f"storage/fsdp_checkpoint/*/*/{COMMIT}"))
-        return {path.parent.name: read_commit(path.parent).global_step for path in found}
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-@contextmanager
 def job_in(
     folder: Path, num_ranks: int, where: str = "steps", *, num_steps: int = 10_000, seconds: float = 60.0
-) -> Iterator[Job]:
-    job = Job(folder, num_ranks, where, num_steps=num_steps, seconds=seconds)
-    try:
-        yield job
-    finally:
-        for process in job.processes:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+) -> AbstractContextManager[Job]:
+    return started(folder, LOOP, where, str(num_steps), num_ranks=num_ranks, seconds=seconds)
 
 
 @pytest.mark.parametrize(("num_ranks", "number"), [(1, signal.SIGUSR1), (1, signal.SIGTERM), (2, signal.SIGTERM)])
