@@ -48,9 +48,9 @@ class Exchange:
         self.drop()
         return self._read_unless_alike(word, pulse.result(), "agreeing")
 
-    def compare(self, word: ControlWord, doing: str) -> None:
-        """Begin a pulse and wait for it: raise on all ranks unless all are here."""
-        self._read_unless_alike(word, self._ranks.sum([word.pulse], doing), doing)
+    def compare(self, word: ControlWord, doing: str) -> AgreedWord | None:
+        """As ``start`` and ``read``, at once: raise on all ranks unless all are here."""
+        return self._read_unless_alike(word, self._ranks.sum([word.pulse], doing), doing)
 
     def drop(self) -> None:
         """Give up the pulse under way."""
