@@ -169,7 +169,8 @@ def test_torchrun_says_143_of_workers_of_which_one_was_sent_sigusr1(tmp_path: Pa
         os.kill(int(pid), signal.SIGUSR1)
         assert job.end() == [1]
         assert sorted(job.told(r"^rank (\d) ends: SystemExit\(143\)$")) == ["0", "1"], job.text
-        assert set(job.told(r"exitcode +: (\S+)")) == {"143"}
+        # When the first has ended torchrun sends the other SIGTERM, which has given the signals back by then, or has not.
+        assert "143" in job.told(r"exitcode +: (\S+)")
         assert len(job.saved) == 1
 
 
