@@ -169,7 +169,7 @@ def test_torchrun_says_143_of_workers_of_which_one_was_sent_sigusr1(tmp_path: Pa
         os.kill(int(pid), signal.SIGUSR1)
         assert job.end() == [1]
         assert sorted(job.told(r"^rank (\d) ends: SystemExit\(143\)$")) == ["0", "1"], job.text
-        # When the first has ended torchrun sends the other SIGTERM, which has given the signals back by then, or has not.
+        # When one has ended torchrun sends the other SIGTERM, which may have given the signals back by then.
         assert "143" in job.told(r"exitcode +: (\S+)")
         assert len(job.saved) == 1
 
