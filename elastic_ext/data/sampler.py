@@ -61,9 +61,9 @@ class ElasticDistributedSampler(Sampler[Any]):
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
-        self.position = 0
-        """All ranks have taken the samples before it, and none after it."""
-        self._taken = 0  # by this rank, of the iteration under way
+        self._start = 0  # the position at which the iteration under way began
+        self._taken = 0  # by this rank since
+        self._goes_on_at = 0  # the next one begins
         self._order: Order | None = None
 
     @property
@@ -88,11 +88,11 @@ class ElasticDistributedSampler(Sampler[Any]):
         """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self.position = self._taken = 0
+            self._start = self._taken = self._goes_on_at = 0
             self._order = None
 
     def __len__(self) -> int:
-        """How many samples this rank has left of the epoch."""
+        """How many samples the next iteration gives this rank: of an epoch, or of what a state has left of one."""
         left = self._num_left()
         if self.drop_last:
             return left // self.num_replicas
@@ -102,28 +102,25 @@ class ElasticDistributedSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         order = self.order
-        if self.position + self._taken * self.num_replicas >= order.num_samples:  # it came to its end before
-            self.position = 0
-        else:
-            self.position += self._taken * self.num_replicas
-        self._taken = 0
-        start, num_left = self.position, self._num_left()
-        for number in range(len(self)):
+        num_left, num_own = self._num_left(), len(self)
+        start = self._start = self._goes_on_at
+        self._taken = self._goes_on_at = 0
+        for number in range(num_own):
             place = start + (number * self.num_replicas + self.rank) % num_left
             self._taken += 1
             yield order.indices(place, place + 1)[0]
 
     def state_dict(self, num_taken: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands once every rank has taken ``num_taken`` samples of the iteration under way.
+        """Where the epoch stands once every rank has taken ``num_taken`` samples of the last iteration.
 
         By default all that were asked for; a loader with workers asks for more than it has handed out.
         """
         taken = self._taken if num_taken is None else num_taken
-        position = min(self.position + taken * self.num_replicas, self.order.num_samples)
+        position = min(self._start + taken * self.num_replicas, self.order.num_samples)
         return {"epoch": self.epoch, "position": position, "order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with however many ranks; ValueError where this order is another one."""
+        """Have the next iteration go on from there, with however many ranks; ValueError where its order is another."""
         saved = dict(state["order"])
         before = self.epoch, self.seed
         self.epoch, self.seed, self._order = int(state["epoch"]), saved.get("seed", self.seed), None
@@ -135,10 +132,11 @@ class ElasticDistributedSampler(Sampler[Any]):
                 f"the state is of the order {saved}, and this sampler gives {told}; give it the dataset and the "
                 "arguments with which the state was saved"
             )
-        self.position, self._taken = int(state["position"]), 0
+        position, self._taken = int(state["position"]), 0
+        self._start = self._goes_on_at = 0 if position == self.order.num_samples else position
 
     def _num_left(self) -> int:
-        return max(self.order.num_samples - self.position, 0)
+        return self.order.num_samples - self._goes_on_at
 
     def _drawn(self, sampler: Any) -> Drawn:
         if hasattr(sampler, "num_replicas") or hasattr(sampler, "num_processes"):
