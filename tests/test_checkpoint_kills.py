@@ -125,7 +125,7 @@ def points_of(job: Job) -> list[Point]:
             if words.startswith("os.fsync") and words.endswith(".tmp")
         ]
         if job.go_on is train_on:
-            points += [Point(rank=rank, at=moment, strike="kill", words=f"in {moment}") for moment in MOMENTS]
+            points += [Point(rank=rank, at=moment, strike="kill", words=moment) for moment in MOMENTS]
     return points
 
 
