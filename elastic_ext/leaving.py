@@ -128,6 +128,11 @@ class Leaving:
         """Whether it is to be done in steps; on one rank, once all have finished the same one."""
         return self._decide("in steps") == "in steps"
 
+    def go_from_memory(self) -> None:
+        """Training cannot go on, as where the signal has ended what it needs: return when this process exits anyway."""
+        if self._decide("from memory") == "from memory":
+            self.wait()
+
     def wait(self) -> None:
         """Another thread does it; until it has this process exit."""
         self._is_over.wait(self._seconds + self._margin)

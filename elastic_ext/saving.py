@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .agree import Boundary
 from .checkpoints import Checkpoints
-from .errors import CheckpointError, CheckpointFenced
+from .errors import CheckpointError, CheckpointFenced, in_words
 from .follow import ConfigFollower
 from .fsdp.checkpoint.letters import OwnStore
 from .leaving import EXIT_STATUS, Leaving
@@ -120,6 +120,14 @@ class Saving:
             _logger.warning(
                 "the checkpoint that was due is not saved: training ended before the loop was done with the step"
             )
+
+    def leave_failed(self, error: BaseException) -> None:
+        """Training was told to end, and fails: then what was copied last is saved, as where no step ends in time."""
+        is_asked = self._leaving is not None and self._leaving.is_asked
+        if is_asked and isinstance(error, Exception) and self.checkpoints.has_newest():
+            assert self._leaving is not None
+            _logger.warning("training was told to end, and came to this: %s", in_words(error))
+            self._leaving.go_from_memory()
 
     def end(self) -> None:
         """Training has ended well on all ranks: what is being saved is; and where one was told to end, all exit."""

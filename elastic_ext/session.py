@@ -295,6 +295,8 @@ class Session:
         """Tell the other ranks of an exception, once."""
         if not self._is_exception_told:
             self._is_exception_told = True
+            if self._saving is not None:
+                self._saving.leave_failed(error)
             self.follower.tell_peers(error)
 
     def _compare_loaders(self) -> None:

@@ -14,7 +14,7 @@ from elastic_ext.leaving import EXIT_STATUS
 from tests.leaving import Job, started
 
 LOOP = """
-import hashlib, logging, os, sys, threading
+import hashlib, logging, os, sys, threading, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -110,6 +110,11 @@ try:
                         if trainer.num_steps == len(loader) - 2:
                             pause("last step but one")
                     say(f"epoch {epoch} had {batch[0, 0]:.0f}")
+                    if where == "failing" and trainer._session.checkpoints.has_newest():
+                        say("copied")
+                        while not trainer._session._saving._leaving.is_asked:
+                            time.sleep(0.01)
+                        raise RuntimeError("DataLoader worker is killed")
                     if trainer.global_step == 5:
                         say("steps")
                         say(f"pid of rank {rank}: {os.getpid()}")
@@ -191,6 +196,17 @@ def test_no_worker_of_a_loader_ends_a_training_that_is_told_to_end_nor_outlives_
         assert job.end() == [EXIT_STATUS], job.text
         assert job.left_over() == []
         assert len(job.saved) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_training_that_fails_by_the_signal_has_what_was_copied_last_saved(tmp_path: Path, num_ranks: int) -> None:
+    with in_place(tmp_path, "failing", num_ranks=num_ranks) as job:
+        job.wait_for("copied", of=0)
+        job.send(signal.SIGTERM)
+        assert job.end() == [EXIT_STATUS] * num_ranks, job.text
+        assert "training was told to end, and came to this: RuntimeError: DataLoader worker is killed" in job.text
+        (step,) = job.saved.values()
+    assert begins_at(tmp_path, num_ranks=num_ranks) == [f"{step}, epoch 0"] * num_ranks
 
 
 # ---- in other places of a training ----

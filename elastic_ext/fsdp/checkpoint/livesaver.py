@@ -165,8 +165,8 @@ class LiveSaver:
 
     @property
     def is_holding(self) -> bool:
-        """Whether something was copied that is not written."""
-        return self._held is not None
+        """Whether something was copied that is not written, or only since somebody has asked for it."""
+        return self._held is not None or self._written_late is not None
 
     def write_held(self, seconds: float) -> Path | None:
         """Have what was copied last written, from any thread, on all ranks; its folder, if it is there in time."""
@@ -194,6 +194,7 @@ class LiveSaver:
             self._held = None
         if self._written_late is not None:
             self._written_late.join(None)
+            self._written_late = None
 
     @property
     def is_copying(self) -> bool:
