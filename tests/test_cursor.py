@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.accumulate import BatchPlan
-from elastic_ext.data.cursor import Chunk, Cursor, chunks
+from elastic_ext.data.cursor import Chunk, Cursor, chunks, num_chunks
 
 
 @st.composite
@@ -89,3 +89,8 @@ def test_what_is_not_committed_comes_again() -> None:
 def test_a_position_outside_the_epoch_is_refused(position: int) -> None:
     with pytest.raises(ValueError, match=f"the position is {position}; allowed: 0 to 10"):
         Cursor(10, position=position)
+
+
+@given(num_samples=st.integers(0, 300), plan=plans())
+def test_the_number_of_micro_batches_is_known_beforehand(num_samples: int, plan: BatchPlan) -> None:
+    assert num_chunks(plan, num_samples) == len(list(chunks(plan, 0, position=0, num_samples=num_samples)))

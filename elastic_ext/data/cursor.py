@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from elastic_ext.accumulate import BatchPlan
 
-__all__ = ["Chunk", "Cursor", "chunks"]
+__all__ = ["Chunk", "Cursor", "chunks", "num_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,15 @@ def chunks(plan: BatchPlan, rank: int, *, position: int, num_samples: int | None
             start = position + sum(sizes[:rank])
             position += sum(sizes)
             yield Chunk(start, start + sizes[rank], position, ends_step=number == last)
+
+
+def num_chunks(plan: BatchPlan, num_samples: int) -> int:
+    """How many micro-batches ``chunks`` gives of so many samples."""
+    num_full = num_samples // plan.global_batch
+    if not plan.drop_last:  # the last step has what is left, and what would be too little for a step of its own
+        num_full = max(-(-(num_samples - plan.global_batch - plan.num_ranks + 1) // plan.global_batch), 0)
+    last = plan.next_step(num_samples - num_full * plan.global_batch)
+    return num_full * plan.full_step.num_micro_steps + (0 if last is None else last.num_micro_steps)
 
 
 class Cursor:

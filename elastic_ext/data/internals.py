@@ -15,7 +15,7 @@ import torch
 
 from elastic_ext.errors import ElasticError
 
-__all__ = ["PrivateParts", "private_parts"]
+__all__ = ["PrivateParts", "pinned", "private_parts"]
 
 _PARAMETERS = (
     "dataset_kind",
@@ -79,6 +79,13 @@ class PrivateParts:
     def wrapped(self, worker_id: int) -> Any:
         """The exception that is being handled, wrapped as torch's loop wraps it."""
         return self.wrapper(where=f"in DataLoader worker process {worker_id}")
+
+
+def pinned(batch: Any, device: str = "") -> Any:
+    """``batch`` in page-locked memory, its classes kept; as it is where there is no accelerator."""
+    if not torch.accelerator.is_available():
+        return batch
+    return _found("torch.utils.data._utils.pin_memory", "pin_memory")(batch, device or None)
 
 
 def private_parts() -> PrivateParts:

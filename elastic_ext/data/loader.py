@@ -1,0 +1,226 @@
+"""ElasticDataLoader: torch's DataLoader, whose batch size, workers, prefetching and pinning change between two batches.
+
+    loader = ElasticDataLoader(dataset, batch_size=32, shuffle=True, num_workers=4)
+    trainer = ElasticTrainer(model, loader, global_batch_size=256)      # which tells it sizes and ranks
+
+Where an epoch stands is one position in an order that no number of ranks, workers or samples per batch changes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import weakref
+from collections.abc import Iterator, Mapping
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from elastic_ext.accumulate import BatchPlan
+from elastic_ext.config import ElasticConfig
+
+from .ahead import Ahead
+from .cursor import Cursor, num_chunks
+from .internals import pinned
+from .making import Making
+from .pool import Work
+from .sampler import ElasticDistributedSampler
+
+__all__ = ["ElasticDataLoader"]
+
+_PREFETCH = 2  # as torch has it
+
+
+class ElasticDataLoader(DataLoader[Any]):
+    """Batches of a dataset with samples that are asked for by index; arguments as torch's DataLoader has them.
+
+    ``shuffle`` draws an order from ``seed``, by default that of ``generator``, and the epoch's number: the same on all
+    ranks. A ``sampler`` draws it otherwise; it has to give the same order wherever it is asked, for which its
+    ``generator`` is seeded so. Each loop over the loader is another epoch, unless ``set_epoch`` names one.
+
+    By itself it gives all samples, or those of an ElasticDistributedSampler's rank; with a trainer those of the
+    trainer's rank.
+    """
+
+    section = "dataloader"
+
+    def __init__(self, dataset: Any, batch_size: int | None = 1, *args: Any, seed: int | None = None, **kwargs: Any):
+        if isinstance(dataset, IterableDataset):
+            raise NotImplementedError(
+                "an IterableDataset has no samples to ask for by index; load it with torch's DataLoader"
+            )
+        super().__init__(dataset, batch_size, *args, **kwargs)
+        given = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
+        if given.get("batch_sampler") is not None:
+            raise NotImplementedError(
+                "a batch_sampler makes batches of its own sizes; give a sampler and a batch_size, or use torch's "
+                "DataLoader"
+            )
+        if seed is None:
+            seed = 0 if self.generator is None else self.generator.initial_seed()
+        sampler = given.get("sampler")
+        if isinstance(sampler, ElasticDistributedSampler):
+            self._order = sampler
+        elif sampler is not None:
+            self._order = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
+        else:
+            self._order = ElasticDistributedSampler(dataset, 1, 0, shuffle=bool(given.get("shuffle")), seed=seed)
+        self._plan: BatchPlan | None = None
+        self._rank = self._order.rank
+        self._ahead: Ahead | None = None
+        self._making: Making | None = None  # that is kept from epoch to epoch
+        self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
+        self._position = 0  # that the next loop begins at
+        self._is_begun = False  # a loop over this epoch; the next one is over another
+
+    # ---- a loop ----
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._loop()
+
+    def _loop(self) -> Iterator[Any]:
+        if self._is_begun:
+            self.set_epoch(self._order.epoch + 1)
+        self._is_begun = True
+        making = self._making if self._making is not None else self._new_making()
+        if self.persistent_workers:
+            self._making = making
+        order = self._order.order
+        ahead = Ahead(order, Cursor(order.num_samples, position=self._position), making, self._planned(), self._rank)
+        self._position, self._ahead = 0, ahead
+        try:
+            while True:
+                try:
+                    batch = next(ahead)
+                except StopIteration:
+                    return
+                if self._plan is None:
+                    ahead.commit()
+                yield pinned(batch, self.pin_memory_device) if self.pin_memory else batch
+        finally:
+            ahead.close()
+            if self._making is not making:
+                making.close()
+
+    def __len__(self) -> int:
+        """How many batches the loop that comes has on this rank."""
+        return num_chunks(self._planned(), self._order.order.num_samples - self._position)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Name the epoch that the next loop is over; one that is under way, or was loaded, goes on where it stands."""
+        if epoch != self._order.epoch:
+            self._position = 0
+        self._order.set_epoch(epoch)
+        self._is_begun = False
+
+    # ---- as a trainer sees it ----
+
+    @property
+    def remaining(self) -> int | None:
+        """Samples of the epoch, over all ranks, that no commit has passed."""
+        return self._cursor.remaining
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        """Cut steps like this from the last commit on."""
+        if self.batch_size is None:
+            raise ValueError("batch_size is None, which makes no batches; give a number for a trainer to change")
+        self._plan, self._rank = plan, rank
+        if self._ahead is not None:
+            self._ahead.plan(plan, rank)
+
+    def commit(self) -> None:
+        """What was handed out is consumed."""
+        if self._ahead is not None:
+            self._ahead.commit()
+
+    def rollback(self) -> None:
+        """Hand out again what was handed out since the last commit, in the loop that is under way."""
+        if self._ahead is not None:
+            self._ahead.rollback()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands: what is not consumed comes from there, whatever the ranks, sizes and workers."""
+        return {
+            "epoch": self._order.epoch,
+            "position": self._cursor.passed,
+            "is_over": self._planned().next_step(self._cursor.remaining) is None,
+            "order": self._order.order.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there with the loop that comes; ValueError where this loader's order is another."""
+        self._order.load_state_dict(state)
+        self._ahead = None
+        self._is_begun = bool(state["is_over"])
+        self._position = 0 if self._is_begun else int(state["position"])
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Go on from there in the loop that is under way, or in the one that comes. Called between two steps."""
+        ahead = self._ahead
+        self.load_state_dict(state)
+        if ahead is not None:
+            order = self._order.order
+            ahead.go_to(order, Cursor(order.num_samples, position=int(state["position"])))
+            self._ahead, self._position, self._is_begun = ahead, 0, True
+
+    def check(self, new: ElasticConfig) -> str | None:
+        """Why the workers and their like cannot change so."""
+        if self.persistent_workers and new.dataloader.num_workers == 0:
+            return "num_workers is 0, and persistent_workers keeps some; leave one, or make the loader without it"
+        return None
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        """Have as many workers, and so on; more workers are started beside training."""
+        wanted = new.dataloader
+        if wanted.num_workers is not None:
+            self.num_workers = wanted.num_workers
+        if wanted.prefetch_factor is not None or (self.num_workers and self.prefetch_factor is None):
+            self.prefetch_factor = wanted.prefetch_factor or _PREFETCH
+        if wanted.pin_memory is not None:
+            self.pin_memory = wanted.pin_memory
+        for making in self._makings:
+            making.prefetch_factor = self.prefetch_factor or _PREFETCH
+            making.resize(self.num_workers)
+
+    # ---- ----
+
+    @property
+    def _cursor(self) -> Cursor:
+        """Of the loop under way, or of the last one, or of the one that comes where there was none."""
+        if self._ahead is not None:
+            return self._ahead.cursor
+        return Cursor(self._order.order.num_samples, position=self._position)
+
+    def _planned(self) -> BatchPlan:
+        """The trainer's plan, or that of a loader by itself."""
+        if self._plan is not None:
+            return self._plan
+        size, num_ranks = self.batch_size or 1, self._order.num_replicas
+        return BatchPlan(global_batch=size * num_ranks, num_ranks=num_ranks, micro_batch=size, drop_last=self.drop_last)
+
+    def _new_making(self) -> Making:
+        context: Any = self.multiprocessing_context
+        if context is None:
+            context = torch.multiprocessing.get_context()
+        elif not isinstance(context, BaseContext):
+            context = multiprocessing.get_context(context)
+        making = Making(
+            Work(
+                dataset=self.dataset,
+                collate_fn=self.collate_fn,
+                base_seed=0,
+                auto_collation=self.batch_size is not None,
+                worker_init_fn=self.worker_init_fn,
+            ),
+            context=context,
+            timeout_seconds=self.timeout,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor or _PREFETCH,
+            draw_seed=self._draw_seed,
+        )
+        self._makings.add(making)
+        return making
+
+    def _draw_seed(self) -> int:
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())

@@ -1,0 +1,97 @@
+"""Making: batches of a dataset, made by a pool of workers or in this process, and as many ahead as is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from .pool import Pool, Work
+
+__all__ = ["Making"]
+
+
+class Making:
+    """Who makes the batches of a loader. Workers come and go in the background; with none this process makes them.
+
+    ``draw_seed`` gives the number from which the workers' random states are made; it is called for each pool.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        context: BaseContext,
+        timeout_seconds: float,
+        num_workers: int,
+        prefetch_factor: int,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._work = work
+        self._context = context
+        self._timeout_seconds = timeout_seconds
+        self._draw_seed = draw_seed
+        self._num_workers = 0
+        self.prefetch_factor = prefetch_factor
+        self._pool: Pool | None = None
+        self._fills_in = False  # this process makes batches until the first worker is ready
+        self._own: dict[int, list[Any]] = {}  # what this process is to make, when it is taken
+        self._number = 0
+        self.resize(num_workers)
+        self._fills_in = False
+
+    @property
+    def num_ahead(self) -> int:
+        """How many batches are asked for before the first of them is taken."""
+        return self._num_workers * self.prefetch_factor
+
+    def resize(self, num_workers: int) -> None:
+        """Have so many workers, in a while."""
+        if num_workers == self._num_workers:
+            return
+        self._fills_in = self._num_workers == 0
+        self._num_workers = num_workers
+        if self._pool is None:
+            work = replace(self._work, base_seed=self._draw_seed())
+            self._pool = Pool(work, context=self._context, timeout_seconds=self._timeout_seconds)
+        self._pool.resize(num_workers)
+
+    def submit(self, indices: list[Any]) -> int:
+        """Have a batch made of these; gives its number."""
+        self._number += 1
+        pool = self._pool
+        if self._fills_in and pool is not None and pool.num_ready > 0:
+            self._fills_in = False
+        if pool is None or self._num_workers == 0 or self._fills_in:
+            self._own[self._number] = indices
+        else:
+            pool.submit(self._number, indices if self._work.auto_collation else indices[0])
+        return self._number
+
+    def take(self, number: int) -> Any:
+        """The batch of that number, once it is made; raises what making it raised."""
+        indices = self._own.pop(number, None)
+        if indices is not None:
+            return self._made(indices)
+        assert self._pool is not None
+        return self._pool.take(number)
+
+    def forget(self, number: int) -> None:
+        """Nobody will take it."""
+        if self._own.pop(number, None) is None:
+            assert self._pool is not None
+            self._pool.forget(number)
+
+    def close(self) -> None:
+        """End all workers; twice is allowed."""
+        self._own.clear()
+        if self._pool is not None:
+            self._pool.close()
+
+    def _made(self, indices: list[Any]) -> Any:
+        work = self._work
+        if not work.auto_collation:
+            return work.collate_fn(work.dataset[indices[0]])
+        at_once = getattr(work.dataset, "__getitems__", None)
+        return work.collate_fn(at_once(indices) if at_once else [work.dataset[index] for index in indices])

@@ -1,0 +1,317 @@
+"""A loader whose sizes, workers and ranks change in the middle of an epoch gives each sample once, in one order."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, get_worker_info
+
+from elastic_ext import ElasticTrainer, MicroBatchSource
+from elastic_ext.accumulate import BatchPlan
+from elastic_ext.config import ElasticConfig
+from elastic_ext.data.loader import ElasticDataLoader
+
+
+class Numbers:
+    """Each sample is its own index, and who made it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        return index, 0 if get_worker_info() is None else os.getpid()
+
+
+def loader_of(size: int, batch_size: int = 4, **arguments: Any) -> ElasticDataLoader:
+    return ElasticDataLoader(Numbers(size), batch_size, **arguments)
+
+
+def indices_in(batches: Any) -> list[int]:
+    return [int(index) for indices, _ in batches for index in indices]
+
+
+def changed(loader: ElasticDataLoader, **values: Any) -> None:
+    """Have a config with these values come into force."""
+    old = ElasticConfig.from_values({})
+    new = ElasticConfig.from_values({f"dataloader.{name}": value for name, value in values.items()})
+    assert loader.check(new) is None
+    loader.apply(old, new)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process() -> Iterator[None]:
+    before = set(psutil.Process().children())
+    yield
+    gc.collect()
+    assert [child for child in psutil.Process().children() if child not in before and child.is_running()] == []
+
+
+# --- as torch's -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"drop_last": True}, {"batch_size": None}, {"sampler": [3, 1, 2]}, {"collate_fn": list}, {"batch_size": 50}],
+)
+def test_batches_are_those_of_torch(arguments: dict[str, Any], num_workers: int) -> None:
+    data = torch.arange(46).reshape(23, 2)
+    ours: Any = ElasticDataLoader(data, **{"batch_size": 4} | arguments, num_workers=num_workers)
+    theirs: Any = DataLoader(data, **{"batch_size": 4} | arguments)  # type: ignore[arg-type]
+    for _ in range(2):
+        own, other = list(ours), list(theirs)
+        assert len(own) == len(other) == len(ours) == len(theirs)
+        assert all(torch.equal(torch.as_tensor(a[0]), torch.as_tensor(b[0])) for a, b in zip(own, other, strict=True))
+
+
+def test_an_empty_dataset_gives_nothing() -> None:
+    for num_workers in (0, 1):
+        assert list(loader_of(0, num_workers=num_workers)) == []
+    assert len(loader_of(0)) == 0
+
+
+def test_each_loop_shuffles_anew_and_a_named_epoch_as_it_did() -> None:
+    loader = loader_of(50, shuffle=True, seed=3)
+    loops = [indices_in(loader) for _ in range(3)]
+    assert all(sorted(each) == list(range(50)) for each in loops) and len({tuple(each) for each in loops}) == 3
+    loader.set_epoch(1)
+    assert indices_in(loader) == loops[1]
+    assert indices_in(loader_of(50, shuffle=True, seed=4)) != loops[0]
+    generator = torch.Generator().manual_seed(3)
+    assert indices_in(loader_of(50, shuffle=True, generator=generator)) == loops[0]
+
+
+def test_what_a_sampler_draws_depends_on_seed_and_epoch() -> None:
+    def drawn() -> list[list[int]]:
+        loader = loader_of(9, sampler=WeightedRandomSampler([1.0] * 9, 30))
+        return [indices_in(loader) for _ in range(2)]
+
+    first = drawn()
+    torch.rand(1)
+    assert drawn() == first and first[0] != first[1]
+
+
+def test_a_dataset_may_have_another_length_in_the_next_epoch() -> None:
+    dataset = Numbers(5)
+    loader = ElasticDataLoader(dataset, 2, shuffle=True)
+    assert sorted(indices_in(loader)) == list(range(5))
+    dataset.size = 8
+    assert sorted(indices_in(loader)) == list(range(8)) and len(loader) == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sample_that_cannot_be_had_raises_what_it_raised(num_workers: int) -> None:
+    loader = ElasticDataLoader(Numbers(4), 2, sampler=[0, 1, 7, 2], num_workers=num_workers)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(IndexError, match="7"):
+        next(batches)
+
+
+def test_workers_are_kept_from_epoch_to_epoch_where_that_is_asked_for() -> None:
+    for is_kept in (False, True):
+        loader = loader_of(40, num_workers=1, persistent_workers=is_kept)
+        pids = [{int(pid) for _, makers in loader for pid in makers} for _ in range(2)]
+        assert (pids[0] == pids[1]) is is_kept
+        del loader
+
+
+def test_a_loop_that_is_left_early_leaves_nothing() -> None:
+    loader = loader_of(1000, num_workers=2)
+    for _ in loader:
+        break
+    assert len(list(itertools.islice(loader, 3))) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: ElasticDataLoader(Numbers(5), batch_sampler=[[1], [2]]), NotImplementedError, "of its own sizes"),
+        (lambda: ElasticDataLoader(Endless()), NotImplementedError, "no samples to ask for by index"),
+        (lambda: ElasticDataLoader(Numbers(5), 0), ValueError, "batch_size should be a positive integer"),
+        (
+            lambda: ElasticDataLoader(Numbers(5), num_workers=-1),
+            ValueError,
+            "num_workers option",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(make: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+# --- what changes ---------------------------------------------------------------------------------------------------
+
+
+def test_workers_come_and_go_while_a_loop_goes_on() -> None:
+    loader = loader_of(6000, 2, shuffle=True, seed=1)
+    expected = indices_in(loader)
+    loader.set_epoch(0)
+    found: list[int] = []
+    makers: list[set[int]] = []
+    wanted = itertools.cycle([2, 0, 3, 1])
+    for number, (indices, pids) in enumerate(loader):
+        if number % 300 == 0:
+            changed(loader, num_workers=next(wanted), prefetch_factor=1 + number % 3)
+            makers.append(set())
+        found += indices.tolist()
+        makers[-1] |= set(pids.tolist())
+    assert found == expected
+    assert set.union(*makers) - {0}, "no worker made anything"
+
+
+def test_workers_that_cannot_go_are_not_taken() -> None:
+    loader = loader_of(10, num_workers=1, persistent_workers=True)
+    told = loader.check(ElasticConfig.from_values({"dataloader.num_workers": 0}))
+    assert told is not None and "persistent_workers" in told
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "num_ranks": draw(st.integers(1, 3)),
+        "global_batch": draw(st.integers(3, 20)),
+        "micro_batch": draw(st.integers(1, 7)),
+        "num_steps": draw(st.integers(0, 4)),
+        "rolls_back_after": draw(st.none() | st.integers(1, 3)),
+    }
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 120), stages=st.lists(changes(), max_size=5), num_workers=st.just(0), seed=st.integers(0, 9))
+def test_every_sample_is_committed_once_in_order(
+    size: int, stages: list[dict[str, Any]], num_workers: int, seed: int
+) -> None:
+    state: dict[str, Any] | None = None
+    committed: list[int] = []
+    last = {"num_ranks": 1, "global_batch": 5, "micro_batch": 2, "num_steps": 1 << 30, "rolls_back_after": 2}
+    for stage in [*stages, last]:
+        num_ranks = stage["num_ranks"]
+        plan = BatchPlan(
+            global_batch=max(stage["global_batch"], num_ranks), num_ranks=num_ranks, micro_batch=stage["micro_batch"]
+        )
+        loaders = [loader_of(size, shuffle=True, seed=seed, num_workers=num_workers) for _ in range(num_ranks)]
+        for rank, loader in enumerate(loaders):
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+            loader.plan(plan, rank)
+        committed += take_steps(loaders, plan, stage["num_steps"], stage["rolls_back_after"])
+        states = [loader.state_dict() for loader in loaders]
+        assert all(each == states[0] for each in states)
+        state = states[0]
+        assert state["position"] == len(committed)
+        if state["is_over"]:
+            break
+    expected = loader_of(size, 1, shuffle=True, seed=seed)
+    assert committed == indices_in(expected)[: len(committed)]
+    assert size - len(committed) < (num_ranks if state is not None else 1)
+
+
+def take_steps(
+    loaders: list[ElasticDataLoader], plan: BatchPlan, num_steps: int, rolls_back_after: int | None
+) -> list[int]:
+    """What is committed of so many steps on all ranks; the first of them is rolled back after some micro-steps."""
+    streams = [iter(loader) for loader in loaders]
+    committed: list[int] = []
+    while num_steps > 0 and (step := plan.next_step(loaders[0].remaining)) is not None:
+        num_steps -= 1
+        if rolls_back_after is not None:
+            for _ in range(min(rolls_back_after, step.num_micro_steps)):
+                taken = [next(stream) for stream in streams]
+            rolls_back_after = None
+            for loader in loaders:
+                loader.rollback()
+        for number in range(step.num_micro_steps):
+            taken = [next(stream) for stream in streams]
+            assert [len(indices) for indices, _ in taken] == [sizes[number] for sizes in step.micro_batches]
+            committed += indices_in(taken)
+        for loader in loaders:
+            loader.commit()
+    return committed
+
+
+def test_a_step_that_commits_early_is_followed_by_one_that_begins_there() -> None:
+    loader = loader_of(20, num_workers=1)
+    loader.plan(BatchPlan(global_batch=8, num_ranks=1, micro_batch=3), 0)
+    found = []
+    for indices, _ in loader:
+        loader.commit()  # every micro-step
+        found.append(indices.tolist())
+    assert list(itertools.chain(*found)) == list(range(20))
+    assert [len(each) for each in found][:3] == [2, 2, 2]
+
+
+def test_going_back_hands_out_again_in_the_same_loop() -> None:
+    loader = loader_of(40, shuffle=True, num_workers=1)
+    loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
+    found: list[list[int]] = []
+    state: dict[str, Any] = {}
+    for number, (indices, _) in enumerate(loader):
+        found.append(indices.tolist())
+        loader.commit()
+        if number == 2:
+            state = loader.state_dict()
+        if number == 5:
+            loader.rewind(state)
+    assert found[6:9] == found[3:6] and len(found) == 13
+    assert sorted(itertools.chain(*found[:3], *found[6:])) == list(range(40))
+
+
+# --- with a trainer -------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_has_it_cut_steps_and_resumes_where_it_was(tmp_path: Path) -> None:
+    def train(num_steps: int, batch_size: int, num_workers: int) -> tuple[list[list[int]], int]:
+        model = torch.nn.Linear(1, 1)
+        loader = loader_of(50, batch_size, shuffle=True, num_workers=num_workers)
+        assert isinstance(loader, MicroBatchSource)
+        trainer = ElasticTrainer(
+            model, loader, global_batch_size=8, shared_storage_path=tmp_path / "storage", job="job", run_dir=tmp_path
+        )
+        taken: list[list[int]] = []
+        with trainer:
+            optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+            begins_at = trainer.global_step
+            for epoch in range(trainer.start_epoch, 2):
+                with trainer.epoch(epoch):
+                    for indices, _ in loader:
+                        with trainer.step():
+                            model(indices[:, None].float()).sum().backward()
+                            optimizer.step()
+                            optimizer.zero_grad()
+                        taken.append(indices.tolist())
+                        if trainer.global_step == num_steps and not trainer._session.steps.is_partial:
+                            trainer.save_checkpoint()
+                            return taken, begins_at
+        return taken, begins_at
+
+    first, _ = train(4, 4, 0)
+    second, begins_at = train(1 << 30, 3, 2)
+    assert begins_at == 4
+    whole = loader_of(50, 1, shuffle=True)
+    epochs = [indices_in(whole), indices_in(whole)]
+    taken = list(itertools.chain(*first, *second))
+    assert taken == epochs[0] + epochs[1]
+    assert {len(each) for each in [*first, *second]} == {4, 2}  # the batch size in force was saved, too
