@@ -10,6 +10,7 @@ ElasticError
 │   └── CheckpointFenced     another run of this job has taken its folder over
 ├── StepError            the loop used a step in a way that cannot be right; the step was rolled back
 │   └── TornStepError        an optimizer failed halfway: parameters may be half updated: resume from a checkpoint
+├── WorkerDiedError      worker processes that load data die, again and again on the same samples; .indices names them
 └── RanksError           something happened on one or more ranks; every rank raises
     ├── RanksFailedError     ranks raised while working together; holds each one's traceback
     │   └── ApplyError           ... while a config was being applied: resume from a checkpoint
@@ -40,6 +41,7 @@ __all__ = [
     "Refusal",
     "StepError",
     "TornStepError",
+    "WorkerDiedError",
     "in_words",
 ]
 
@@ -127,6 +129,17 @@ class StepError(ElasticError):
 
 class TornStepError(StepError):
     """A step failed where it can neither go on nor be taken back: resume from a checkpoint."""
+
+
+class WorkerDiedError(ElasticError):
+    """Worker processes that died one after another, over the samples of ``indices`` or, with none, before any."""
+
+    def __init__(self, message: str, *, indices: Sequence[object] = ()) -> None:
+        self.indices = tuple(indices)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(type(self), indices=self.indices), self.args
 
 
 class RanksError(ElasticError):
