@@ -1,0 +1,1 @@
+"""Loading data: batches made by worker processes that come and go while training runs."""

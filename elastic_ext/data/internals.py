@@ -1,0 +1,121 @@
+"""What torch keeps to itself of loading data in worker processes: the one place of this room that reaches for it.
+
+``private_parts`` looks for all of it first, and raises where this torch keeps it elsewhere: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_ext.errors import ElasticError
+
+__all__ = ["PrivateParts", "private_parts"]
+
+_PARAMETERS = (
+    "dataset_kind",
+    "dataset",
+    "index_queue",
+    "data_queue",
+    "done_event",
+    "auto_collation",
+    "collate_fn",
+    "drop_last",
+    "base_seed",
+    "init_fn",
+    "worker_id",
+    "num_workers",
+    "persistent_workers",
+    "shared_seed",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrivateParts:
+    """What of torch a worker process runs and answers with."""
+
+    worker_loop: Callable[..., None]
+    """Seeds, sets what ``get_worker_info`` gives, and makes batches until it is given None."""
+    map_kind: object
+    """How torch says that a dataset is asked for samples by their indices."""
+    wrapper: type[Any]
+    """ExceptionWrapper: an exception on its way to another process, which ``reraise()`` raises there."""
+
+    def run_loop(
+        self,
+        line: object,
+        *,
+        dataset: object,
+        auto_collation: bool,
+        collate_fn: Callable[[Any], Any],
+        worker_init_fn: Callable[[int], None] | None,
+        base_seed: int,
+        worker_id: int,
+        num_workers: int,
+    ) -> None:
+        """Run torch's loop in this process, with ``line`` for its index queue, its result queue and its done event."""
+        self.worker_loop(
+            dataset_kind=self.map_kind,
+            dataset=dataset,
+            index_queue=line,
+            data_queue=line,
+            done_event=line,
+            auto_collation=auto_collation,
+            collate_fn=collate_fn,
+            drop_last=False,
+            base_seed=base_seed,
+            init_fn=worker_init_fn,
+            worker_id=worker_id,
+            num_workers=num_workers,
+            persistent_workers=False,
+            shared_seed=None,
+        )
+
+    def wrapped(self, worker_id: int) -> Any:
+        """The exception that is being handled, wrapped as torch's loop wraps it."""
+        return self.wrapper(where=f"in DataLoader worker process {worker_id}")
+
+
+def private_parts() -> PrivateParts:
+    """What this torch has of it; raises where something is missing or another than the library knows."""
+    worker_loop = _found("torch.utils.data._utils.worker", "_worker_loop")
+    parameters = tuple(inspect.signature(worker_loop).parameters)
+    if parameters != _PARAMETERS:
+        others = sorted(set(parameters) ^ set(_PARAMETERS)) or ["their order"]
+        raise _unknown(f"_worker_loop with the parameters it had (another: {', '.join(others)})")
+    wrapper = _found("torch._utils", "ExceptionWrapper")
+    _found("torch._utils", "ExceptionWrapper", "reraise")
+    try:
+        raise ValueError("a trial")
+    except ValueError:
+        trial = wrapper(where="in a trial")
+    for name in ("exc_type", "exc_msg"):
+        if not hasattr(trial, name):
+            raise _unknown(f"{name} of an ExceptionWrapper")
+    return PrivateParts(
+        worker_loop=worker_loop,
+        map_kind=_found("torch.utils.data", "_DatasetKind", "Map"),
+        wrapper=wrapper,
+    )
+
+
+def _found(module: str, *names: str) -> Any:
+    try:
+        found: Any = importlib.import_module(module)
+        for name in names:
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        raise _unknown(".".join((module, *names))) from None
+    return found
+
+
+def _unknown(what: str) -> ElasticError:
+    return ElasticError(
+        f"torch {torch.__version__} has no {what}, which the versions that this library knows (2.11 to 2.13) have; "
+        "load data with one of those, or with torch's own DataLoader"
+    )

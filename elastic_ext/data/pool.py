@@ -1,0 +1,272 @@
+"""Pool: worker processes that make batches, and are started and retired while they do.
+
+Batches come back whatever happens to the workers: one that dies is replaced, and what it had been given is made again.
+Which batches are made, and in which order they are used, is the caller's affair.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections import deque
+from multiprocessing.context import BaseContext
+from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
+from typing import Any, NoReturn
+
+from .crew import Crew
+from .internals import private_parts
+from .process import Work
+from .tasks import NOTHING, Raised, Task, in_short, reraise
+from .worker import Worker
+
+__all__ = ["Pool", "Work"]
+
+_logger = logging.getLogger(__name__)
+
+_DYING_SECONDS = 1.0  # between the end of what a process shares and its own
+_LOST: Any = object()
+
+
+class Pool:
+    """Worker processes behind a loader. All of it is called on one thread.
+
+    ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without a sign of whom they wait for; 0: for ever.
+    A worker that is to end and does not in ``end_seconds`` is killed.
+    """
+
+    def __init__(
+        self, work: Work, *, context: BaseContext, timeout_seconds: float = 0.0, end_seconds: float = 5.0
+    ) -> None:
+        self._parts = private_parts()
+        self._timeout_seconds = timeout_seconds
+        self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
+        self._unassigned: deque[Task] = deque()  # those of them that no worker has, in order
+        self._crew = Crew(work, context, end_seconds)
+        self._news = self._crew.news
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_ready(self) -> int:
+        """How many workers can be given tasks."""
+        self._check_open()
+        self._wait(0.0)
+        return len(self._crew.ready)
+
+    def resize(self, num_workers: int) -> None:
+        """Have so many workers, in a while: comes back at once."""
+        self._check_open()
+        self._crew.want(num_workers)
+        self._arrange()
+
+    def wait_ready(self, num_workers: int = 1) -> None:
+        """Wait until so many workers are ready, of those that are wanted."""
+        self._check_open()
+        self._arrange()
+        until = self._deadline()
+        while len(self._crew.ready) < min(num_workers, self._crew.num_wanted):
+            self._crew.check_some_will_come()
+            if not self._wait(_left(until)):
+                raise RuntimeError(
+                    f"DataLoader timed out after {self._timeout_seconds} seconds: {len(self._crew.ready)} of "
+                    f"{num_workers} workers were ready; see what worker_init_fn and the dataset's own start do"
+                )
+
+    def submit(self, number: int, indices: Any) -> None:
+        """Have a batch made. Numbers grow."""
+        if self._news or not self._crew.ready or self._unassigned:
+            self._check_open()
+            self._tasks[number] = task = Task(number, indices)
+            self._unassigned.append(task)
+            self._arrange()
+        else:
+            self._tasks[number] = task = Task(number, indices)
+            self._give(task)
+
+    def take(self, number: int) -> Any:
+        """The batch of a number, once; raises what its making raised."""
+        task = self._tasks[number]
+        if task.outcome is NOTHING:
+            self._wait_for(task)
+        del self._tasks[number]
+        reraise(task, self._parts)
+        return task.outcome
+
+    def forget(self, number: int) -> None:
+        """Nobody will take the batch of this number."""
+        task = self._tasks.pop(number)
+        task.is_forgotten = True
+        if task in self._unassigned:
+            self._unassigned.remove(task)
+        elif task.worker is not None and task.outcome is NOTHING:
+            self._receive(task.worker)
+            self._fit()
+
+    def close(self) -> None:
+        """End all workers, within seconds; what was not taken is lost. Closing twice is allowed."""
+        self._crew.close()
+        self._tasks.clear()
+        self._unassigned.clear()
+
+    # --- tasks go out ---
+
+    def _arrange(self) -> None:
+        """Take over new workers, start and retire some as needed, and have tasks made that were waiting for one."""
+        self._crew.absorb()
+        self._fit()
+        while self._unassigned and self._crew.ready:
+            self._give(self._unassigned.popleft())
+
+    def _fit(self) -> None:
+        self._crew.fit(at_least=1 if self._unassigned else 0)
+
+    def _give(self, task: Task) -> None:
+        ready = self._crew.ready
+        worker = ready[0]
+        for each in ready:
+            if len(each.tasks) < len(worker.tasks):
+                worker = each
+        task.worker = worker
+        for each_task in (*task.probes(), task) if task.num_deaths else (task,):
+            worker.tasks.append(each_task)
+            self._crew.send(worker, each_task.number, each_task.indices)
+
+    # --- batches come in ---
+
+    def _wait_for(self, task: Task) -> None:
+        if task.worker is not None:
+            self._receive(task.worker)  # most often it is there, or is the next to come
+        if self._news:
+            self._arrange()
+        last_sign: object = None
+        until: float | None = None
+        while task.outcome is NOTHING:
+            self._check_open()
+            worker = task.worker
+            if worker is None:
+                self._crew.check_some_will_come()
+            sign = (worker, None if worker is None else worker.num_answers)
+            if sign != last_sign:
+                last_sign, until = sign, self._deadline()
+            if not self._wait(_left(until), task):
+                self._raise_timeout(worker)
+
+    def _wait(self, timeout_seconds: float | None, task: Task | None = None) -> bool:
+        """Take in what comes next, from any worker until the task is done; False if nothing came in time."""
+        seen = self._crew.wait(timeout_seconds)
+        if seen is None:
+            return False
+        if task is not None and task.worker in seen:
+            self._look_at(task.worker, seen.pop(task.worker))
+        for worker, has_ended in seen.items():
+            if task is not None and task.outcome is not NOTHING:
+                break  # the others are seen again
+            self._look_at(worker, has_ended)
+        if self._news:
+            self._arrange()
+        return True
+
+    def _look_at(self, worker: Worker, has_ended: bool) -> None:
+        if not self._crew.has(worker):
+            return
+        if has_ended and worker.has_ended():  # and not another that had its descriptor
+            self._bury(worker)
+        else:
+            self._receive(worker)
+
+    def _receive(self, worker: Worker) -> None:
+        """Take in what a worker has sent."""
+        if worker.is_heard:  # an interrupt got in between: what it sent then is lost
+            worker.kill()
+            self._bury(worker)
+            return
+        worker.is_heard = True
+        try:
+            messages = worker.inbox.read()
+        except EOFError:
+            self._bury(worker)
+            return
+        for _, payload in messages:
+            self._settle(worker, payload)
+        worker.is_heard = False
+        if messages and worker.slot >= self._crew.num_wanted:
+            self._fit()
+
+    def _settle(self, worker: Worker, payload: memoryview) -> None:
+        worker.num_answers += 1
+        task = worker.tasks.popleft()
+        outcome = self._loaded(worker, payload)
+        if outcome is not _LOST and not task.is_forgotten:
+            task.outcome = outcome
+
+    def _loaded(self, worker: Worker, payload: memoryview) -> Any:
+        try:
+            return ForkingPickler.loads(payload)
+        except Exception as error:  # what the user's classes raise included: kept for who takes the batch
+            if isinstance(error, OSError | EOFError) and worker.has_ended(_DYING_SECONDS):
+                return _LOST  # its tensors went with it
+            if getattr(error, "errno", None) == errno.EMFILE or "ancdata" in str(error):
+                return Raised(
+                    RuntimeError(
+                        "Too many open files. Communication with the workers is no longer possible. Please increase "
+                        "the limit using `ulimit -n` in the shell, or change the sharing strategy by calling "
+                        "`torch.multiprocessing.set_sharing_strategy('file_system')` at the beginning of your code"
+                    )
+                )
+            return Raised(error)
+
+    def _bury(self, worker: Worker) -> None:
+        """See what a dead worker has left, and have others do what it has not."""
+        if not worker.is_heard:
+            try:
+                while messages := worker.inbox.read():
+                    for _, payload in messages:
+                        self._settle(worker, payload)
+            except EOFError:
+                pass
+        how = worker.how_it_ended()
+        doing = worker.tasks[0] if worker.tasks else None
+        _logger.warning(
+            "data worker %d died (%s) %s; another takes its place",
+            worker.slot,
+            how,
+            "while it had nothing to do" if doing is None else f"while it made {in_short(doing.indices)}",
+        )
+        if doing is not None:
+            doing.blame(how)
+        again = [task for task in self._tasks.values() if task.worker is worker and task.outcome is NOTHING]
+        for task in again:
+            task.worker = None
+        self._unassigned = deque(sorted([*self._unassigned, *again], key=lambda task: task.number))
+        self._crew.drop(worker)
+        self._arrange()
+
+    # --- what is wrong ---
+
+    def _check_open(self) -> None:
+        if self._crew.is_closed:
+            raise ValueError("the pool is closed; make another")
+
+    def _deadline(self) -> float | None:
+        return time.monotonic() + self._timeout_seconds if self._timeout_seconds > 0 else None
+
+    def _raise_timeout(self, worker: Worker | None) -> NoReturn:
+        message = f"DataLoader timed out after {self._timeout_seconds} seconds: "
+        if worker is None:
+            raise RuntimeError(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
+        indices = worker.tasks[0].indices if worker.tasks else []
+        stack = worker.stack()
+        where = f"it is here:\n{stack}" if stack else "it does not tell where it is"
+        raise RuntimeError(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(until - time.monotonic(), 0.0)

@@ -1,0 +1,191 @@
+"""What a worker process runs: torch's own loop, with the parent at the other end of two pipes.
+
+Nothing here runs in the parent but the making of a ``Work``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import queue
+import select
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from .frames import Inbox, Outbox
+from .internals import PrivateParts, private_parts
+
+__all__ = ["READY", "STACK_SIGNAL", "STOP", "Seat", "Work", "run"]
+
+READY = -1
+"""The number of a worker's first message: it can take tasks; the pipe on which its stack can be had."""
+STOP = -2
+"""The number of what a worker is sent last."""
+STACK_SIGNAL = signal.SIGRTMAX - 5
+"""Has a worker write down where it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What batches are made from, the same for all workers of a pool; all of it as torch's DataLoader has it."""
+
+    dataset: Any
+    """Of samples that are asked for by index."""
+    collate_fn: Callable[[Any], Any]
+    base_seed: int
+    auto_collation: bool = True
+    """A task is a list of indices, whose samples are collated; else one index, whatever that is."""
+    worker_init_fn: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """Which worker of how many a process is."""
+
+    slot: int
+    """What ``get_worker_info`` gives as id."""
+    num_workers: int
+    base_seed: int
+
+
+def run(work: Work, seat: Seat, indices: Connection, results: Connection, inherited: Sequence[Connection]) -> None:
+    """Make batches until told to stop, or until the parent is gone. ``inherited``: the pipes of others."""
+    for connection in inherited:
+        connection.close()
+    parts = private_parts()
+    stack_read, stack_write = os.pipe()
+    faulthandler.register(STACK_SIGNAL, file=stack_write)
+    by_list = work.auto_collation and not getattr(work.dataset, "__getitems__", None)
+    line = Line(indices.fileno(), results.fileno(), parts, seat.slot, stack_read, notes_indices=by_list)
+    parts.run_loop(
+        line,
+        dataset=work.dataset,
+        auto_collation=work.auto_collation,
+        collate_fn=work.collate_fn,
+        worker_init_fn=work.worker_init_fn,
+        base_seed=seat.base_seed,
+        worker_id=seat.slot,
+        num_workers=seat.num_workers,
+    )
+
+
+class Noted(list[Any]):
+    """Indices that note which of them is being looked up."""
+
+    at: tuple[Any, ...] = ()
+    """It, or nothing before the first and after the last."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in super().__iter__():
+            self.at = (index,)
+            yield index
+        self.at = ()
+
+
+class Line:
+    """The parent, as torch's loop sees it: its index queue, its result queue and its done event in one."""
+
+    def __init__(
+        self, indices: int, results: int, parts: PrivateParts, slot: int, stack: int, *, notes_indices: bool
+    ) -> None:
+        self._parts = parts
+        self._slot = slot
+        self._stack = stack
+        self._notes_indices = notes_indices
+        self._inbox = Inbox(indices)
+        self._readable = select.poll()
+        self._readable.register(indices, select.POLLIN)
+        self._arrived: deque[tuple[int, memoryview]] = deque()
+        self._task: object = None
+        self._results = results
+        self._outbox = Outbox(results)
+        self._sending = threading.Lock()
+        self._has_left = threading.Event()
+        self._feeder: threading.Thread | None = None
+        self._is_ready = False
+        self._is_over = False
+
+    def get(self, timeout: float) -> tuple[int, object] | None:
+        """The next task; None when there will be none."""
+        if not self._is_ready:  # torch's loop asks for the first task when it has set everything up
+            self._is_ready = True
+            self._send(READY, self._stack)
+        while not self._arrived and not self._is_over:
+            if not self._readable.poll(timeout * 1000):
+                raise queue.Empty
+            try:
+                self._arrived.extend(self._inbox.read())
+            except EOFError:
+                self._is_over = True
+        if self._is_over or self._arrived[0][0] == STOP:
+            self._is_over = True
+            return None
+        number, payload = self._arrived.popleft()
+        task = ForkingPickler.loads(payload)
+        self._task = Noted(task) if self._notes_indices and type(task) is list else task
+        return number, self._task
+
+    def put(self, answer: tuple[int, Any]) -> None:
+        """Send a batch, or the exception that came instead."""
+        number, outcome = answer
+        if isinstance(outcome, self._parts.wrapper):
+            self._note_index(outcome)
+        self._task = None
+        self._send(number, outcome)
+
+    def is_set(self) -> bool:
+        """Whether there will be no task any more."""
+        return self._is_over
+
+    def cancel_join_thread(self) -> None:
+        """What torch's loop calls in the end."""
+
+    def close(self) -> None:
+        """The same; the descriptors go with the process."""
+
+    def _note_index(self, wrapper: Any) -> None:
+        if isinstance(self._task, Noted) and self._task.at:
+            wrapper.at = self._task.at
+
+    def _send(self, number: int, outcome: object) -> None:
+        payload = self._pickled(outcome)
+        with self._sending:
+            try:
+                if self._outbox.send(number, payload):
+                    return
+            except BrokenPipeError:  # nobody wants it: the next get() ends
+                self._is_over = True
+                return
+            self._has_left.set()
+        if self._feeder is None:  # the pipe is full; the next batch can be made while it empties
+            self._feeder = threading.Thread(target=self._feed, name="elastic_ext results", daemon=True)
+            self._feeder.start()
+
+    def _pickled(self, outcome: object) -> memoryview:
+        try:
+            return ForkingPickler.dumps(outcome)
+        except Exception:  # whatever the user's objects raise: told as what the batch raised
+            if not isinstance(outcome, self._parts.wrapper):
+                return self._pickled(self._parts.wrapped(self._slot))
+        outcome.exc_type = RuntimeError  # its own class cannot travel; its words can
+        return ForkingPickler.dumps(outcome)
+
+    def _feed(self) -> None:
+        writable = select.poll()
+        writable.register(self._results, select.POLLOUT)
+        while True:
+            self._has_left.wait()
+            writable.poll()
+            with self._sending:
+                try:
+                    if self._outbox.flush():
+                        self._has_left.clear()
+                except BrokenPipeError:
+                    self._is_over = True
+                    return

@@ -1,0 +1,94 @@
+"""Task: one batch to make, and what came of it; and what people are told of its samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ext.errors import WorkerDiedError
+
+from .internals import PrivateParts
+from .worker import Worker
+
+__all__ = ["NOTHING", "Raised", "Task", "in_short", "reraise"]
+
+NOTHING: Any = object()
+"""What came of a task so far, where nothing has."""
+
+_MOST_DEATHS = 3  # of workers, over one task
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What came of a task is an exception of this process."""
+
+    error: Exception
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A batch to make; or, as a probe, one of its samples."""
+
+    number: int
+    indices: Any
+    worker: Worker | None = None
+    """Who makes it."""
+    outcome: Any = NOTHING
+    num_deaths: int = 0
+    is_forgotten: bool = False
+    """Nobody wants it any more."""
+    probes_for: Task | None = None
+    """Of a probe: the task over which workers died, to find the sample that they died of."""
+
+    def blame(self, how: str) -> None:
+        """One more worker has died while it made this."""
+        blamed = self.probes_for or self
+        blamed.num_deaths += 1
+        if blamed.num_deaths >= _MOST_DEATHS:
+            blamed.outcome = Raised(_died_over(self.indices, how))
+
+    def probes(self) -> list[Task]:
+        """Its samples one by one, if the next death over it is the last and there are several."""
+        if self.num_deaths < _MOST_DEATHS - 1 or not isinstance(self.indices, list) or len(self.indices) < 2:
+            return []
+        return [Task(self.number, [index], probes_for=self) for index in self.indices]
+
+
+def in_short(indices: Any, limit: int = 10) -> str:
+    """The indices of a task as a person is told them."""
+    if not isinstance(indices, Sequence) or isinstance(indices, str | bytes):
+        return f"sample {indices!r}"
+    more = len(indices) - limit
+    shown = ", ".join(repr(index) for index in indices[:limit]) + (f" and {more} more" if more > 0 else "")
+    return f"sample {shown}" if len(indices) == 1 else f"samples {shown}"
+
+
+def reraise(task: Task, parts: PrivateParts) -> None:
+    """Raise what came of a task if that is an exception, as torch does, and say of which sample."""
+    outcome = task.outcome
+    if type(outcome) is Raised:
+        raise outcome.error
+    if type(outcome) is not parts.wrapper:
+        return
+    at: tuple[Any, ...] = getattr(outcome, "at", ())  # the index that was being looked up
+    note = f"raised by the dataset for sample {at[0]!r}" if at else f"raised while making {in_short(task.indices)}"
+    if sys.version_info >= (3, 11):
+        try:
+            outcome.reraise()
+        except BaseException as error:
+            error.add_note(note)
+            raise
+    else:
+        outcome.exc_msg += note
+        outcome.reraise()
+
+
+def _died_over(indices: Any, how: str) -> WorkerDiedError:
+    return WorkerDiedError(
+        f"{_MOST_DEATHS} worker processes died one after another while they made {in_short(indices)} of the dataset "
+        f"(the last: {how}); load it in a process of its own to see why, or, where the kernel's log says that memory "
+        "ran out, use fewer workers or smaller batches",
+        indices=indices if isinstance(indices, list) else [indices],
+    )

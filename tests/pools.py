@@ -1,0 +1,236 @@
+"""What worker processes make in tests, and what a test run has open: importable by workers that are not forked."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import psutil
+import torch
+from torch.utils.data import get_worker_info
+
+from elastic_ext.data.pool import Pool, Work
+from elastic_ext.data.spawner import THREAD_NAME
+
+
+@dataclass
+class Samples:
+    """A dataset whose samples are their indices, but for some that do something first, and may give another."""
+
+    doing: Mapping[int, Callable[[], Any]]
+
+    def __getitem__(self, index: int) -> Any:
+        done = self.doing[index]() if index in self.doing else None
+        return index if done is None else done
+
+
+class Whole(Samples):
+    """The same, asked for all samples of a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        assert type(indices) is list
+        return [self[index] for index in indices]
+
+
+def as_they_are(samples: Any) -> Any:
+    """A collate_fn."""
+    return samples
+
+
+def work(
+    doing: Mapping[int, Callable[[], Any]] | None = None, *, collate_fn: Callable[[Any], Any] = as_they_are, **more: Any
+) -> Work:
+    """Samples, as lists unless told otherwise."""
+    return Work(dataset=Samples(doing or {}), collate_fn=collate_fn, **{"base_seed": 7, **more})
+
+
+# --- what a sample does ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WaitAt:
+    """Wait until the test comes to the gate."""
+
+    gate: Path
+
+    def __call__(self) -> None:
+        gate = os.open(self.gate, os.O_RDWR)  # and so there is never an end of file
+        os.read(gate, 1)
+        os.close(gate)
+
+
+@dataclass(frozen=True)
+class Once:
+    """Do something the first time only, in whichever process."""
+
+    mark: Path
+    what: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        try:
+            self.mark.touch(exist_ok=False)
+        except FileExistsError:
+            return None
+        return self.what()
+
+
+@dataclass(frozen=True)
+class Both:
+    """Do one thing after the other."""
+
+    first: Callable[[], Any]
+    then: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        self.first()
+        return self.then()
+
+
+def die_by_sigkill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_by_segfault() -> None:
+    ctypes.string_at(0)
+
+
+def die_by_exit() -> None:
+    os._exit(3)
+
+
+def hang_for_ever() -> None:
+    threading.Event().wait()
+
+
+def interrupt_the_parent() -> None:
+    os.kill(os.getppid(), signal.SIGINT)
+    hang_for_ever()
+
+
+def a_tensor() -> torch.Tensor:
+    return torch.arange(1000)
+
+
+def a_megabyte() -> bytes:
+    return bytes(2**20)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def info_and_random_numbers() -> tuple[Any, ...]:
+    info = get_worker_info()
+    assert info is not None
+    is_ours = type(info.dataset).__name__ == Samples.__name__  # and no wrapper of it
+    numbers = (random.random(), torch.rand(()).item(), float(numpy.random.rand()))
+    return info.id, info.num_workers, info.seed, is_ours, torch.get_num_threads(), numbers
+
+
+class TwoArguments(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first, second)
+
+
+@dataclass(frozen=True)
+class Raise:
+    """Raise an exception made anew."""
+
+    make: Callable[..., BaseException]
+    arguments: tuple[object, ...]
+
+    def __call__(self) -> None:
+        raise self.make(*self.arguments)
+
+
+@dataclass(frozen=True)
+class WhenTaken:
+    """A sample that calls a function of the parent's where it is unpickled."""
+
+    function: Callable[[str], Any]
+    argument: str
+
+    def __call__(self) -> WhenTaken:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return self.function, (self.argument,)
+
+
+# --- a gate between test and worker ---------------------------------------------------------------------------------
+
+
+def gate(path: Path) -> Path:
+    """A place where a worker waits for the test."""
+    os.mkfifo(path)
+    return path
+
+
+def open_gate(path: Path | str) -> None:
+    """Wait until a worker is there, and let one go on."""
+    Path(path).write_bytes(b".")
+
+
+# --- what is open ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process has."""
+
+    descriptors: int
+    processes: frozenset[int]
+    threads: frozenset[str]
+    shared_memory: frozenset[str]
+
+
+def held() -> Held:
+    """What this one has."""
+    return Held(
+        descriptors=len(os.listdir("/proc/self/fd")),
+        processes=frozenset(child.pid for child in psutil.Process().children()),
+        threads=frozenset(thread.name for thread in threading.enumerate()) & {THREAD_NAME},
+        shared_memory=frozenset(name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")),
+    )
+
+
+@contextlib.contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Fail, rather than wait for ever."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError(f"still not done after {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def main_of_a_job() -> None:
+    """A process with busy workers, that says their pids and waits to be killed."""
+    import multiprocessing
+
+    doing: dict[int, Callable[[], Any]] = dict.fromkeys(range(3), pid)
+    with Pool(work(doing), context=multiprocessing.get_context("fork")) as pool:
+        pool.resize(3)
+        pool.wait_ready(3)
+        for number in range(30):
+            pool.submit(number, [number % 3])
+        pids = {one for number in range(30) for one in pool.take(number)}
+        print(*sorted(pids), flush=True)
+        for number in range(30, 60):
+            pool.submit(number, [5])
+        hang_for_ever()
