@@ -52,14 +52,9 @@ class Ahead:
         if not self._asked:
             raise StopIteration
         chunk, number = self._asked.popleft()
-        try:
-            batch = self._maker.take(number)
-        except BaseException:
-            self._is_in_step = True  # what failed is not handed out, and comes again after a rollback
-            self.cursor.hand_out(chunk)
-            raise
-        self.cursor.hand_out(chunk)
+        self.cursor.hand_out(chunk)  # also where it cannot be made: after a rollback it comes again
         self._is_in_step = not chunk.ends_step
+        batch = self._maker.take(number)
         self._ask()
         return batch
 
