@@ -117,11 +117,12 @@ def test_a_dataset_may_have_another_length_in_the_next_epoch() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_sample_that_cannot_be_had_raises_what_it_raised(num_workers: int) -> None:
-    loader = ElasticDataLoader(Numbers(4), 2, sampler=[0, 1, 7, 2], num_workers=num_workers)
+    loader = ElasticDataLoader(Numbers(4), 2, sampler=[0, 1, 7, 2, 3, 1], num_workers=num_workers)
     batches = iter(loader)
     next(batches)
     with pytest.raises(IndexError, match="7"):
         next(batches)
+    assert indices_in(batches) == [3, 1]  # as torch's goes on
 
 
 def test_workers_are_kept_from_epoch_to_epoch_where_that_is_asked_for() -> None:

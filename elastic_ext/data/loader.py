@@ -77,9 +77,6 @@ class ElasticDataLoader(DataLoader[Any]):
     # ---- a loop ----
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self._loop()
-
-    def _loop(self) -> Iterator[Any]:
         if self._is_begun:
             self.set_epoch(self._order.epoch + 1)
         self._is_begun = True
@@ -87,21 +84,9 @@ class ElasticDataLoader(DataLoader[Any]):
         if self.persistent_workers:
             self._making = making
         order = self._order.order
-        ahead = Ahead(order, Cursor(order.num_samples, position=self._position), making, self._planned(), self._rank)
-        self._position, self._ahead = 0, ahead
-        try:
-            while True:
-                try:
-                    batch = next(ahead)
-                except StopIteration:
-                    return
-                if self._plan is None:
-                    ahead.commit()
-                yield pinned(batch, self.pin_memory_device) if self.pin_memory else batch
-        finally:
-            ahead.close()
-            if self._making is not making:
-                making.close()
+        cursor = Cursor(order.num_samples, position=self._position)
+        self._position, self._ahead = 0, Ahead(order, cursor, making, self._planned(), self._rank)
+        return _Loop(self, self._ahead, None if self.persistent_workers else making)
 
     def __len__(self) -> int:
         """How many batches the loop that comes has on this rank."""
@@ -113,6 +98,11 @@ class ElasticDataLoader(DataLoader[Any]):
             self._position = 0
         self._order.set_epoch(epoch)
         self._is_begun = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody tells it what is consumed."""
+        return self._plan is None
 
     # ---- as a trainer sees it ----
 
@@ -224,3 +214,35 @@ class ElasticDataLoader(DataLoader[Any]):
 
     def _draw_seed(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+
+
+class _Loop:
+    """One loop over a loader; with it end the workers that are its own."""
+
+    def __init__(self, loader: ElasticDataLoader, ahead: Ahead, making: Making | None) -> None:
+        self._loader = loader
+        self._ahead = ahead
+        self._making = making
+
+    def __iter__(self) -> _Loop:
+        return self
+
+    def __next__(self) -> Any:
+        loader, ahead = self._loader, self._ahead
+        try:
+            batch = next(ahead)
+        except StopIteration:
+            self.close()
+            raise
+        finally:
+            if loader.is_alone:  # what a loop is given is consumed, also where it cannot be made
+                ahead.commit()
+        return pinned(batch, loader.pin_memory_device) if loader.pin_memory else batch
+
+    def close(self) -> None:
+        self._ahead.close()
+        if self._making is not None:
+            self._making.close()
+
+    def __del__(self) -> None:
+        self.close()
