@@ -120,6 +120,7 @@ LAYERS: Mapping[str, int] = {
     "data.ahead": 2,
     "data.loader": 2,
     "data.making": 2,
+    "data.recut": 2,
     "data.sampler": 2,
     "data.crew": 2,
     "data.frames": 2,
@@ -222,6 +223,7 @@ USES_TORCH = frozenset(
         "data.ahead",
         "data.loader",
         "data.making",
+        "data.recut",
         "data.sampler",
         "data.spawner",
         "data.tasks",
@@ -318,6 +320,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
     "appliers:Appliers.check": "an applier is the user's code: what it raises is told to all ranks",
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
+    "data.ahead:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
     "data.pool:Pool._loaded": "unpickling runs the user's code: kept for who takes the batch, who raises it",
     "data.process:Line._pickled": "pickling runs the user's code: what it raises is sent instead of the batch",
     "data.spawner:Spawner._run": "the top of a thread: kept for the pool, who raises it",

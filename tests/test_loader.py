@@ -38,6 +38,10 @@ class Numbers:
         return index, 0 if get_worker_info() is None else os.getpid()
 
 
+def collate_by_hand(samples: list[tuple[int, int]]) -> list[torch.Tensor]:
+    return [torch.tensor(part) for part in zip(*samples, strict=True)]
+
+
 def loader_of(size: int, batch_size: int = 4, **arguments: Any) -> ElasticDataLoader:
     return ElasticDataLoader(Numbers(size), batch_size, **arguments)
 
@@ -181,6 +185,68 @@ def test_workers_come_and_go_while_a_loop_goes_on() -> None:
         makers[-1] |= set(pids.tolist())
     assert found == expected
     assert set.union(*makers) - {0}, "no worker made anything"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("collate_fn", [None, collate_by_hand])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sizes_change_between_two_batches(num_workers: int, collate_fn: Any, num_ranks: int) -> None:
+    loaders = [loader_of(400, shuffle=True, num_workers=num_workers, collate_fn=collate_fn) for _ in range(num_ranks)]
+    expected = indices_in(loader_of(400, shuffle=True))
+    sizes = [8, 12, 5, 5, 1, 30, 8, *[9] * 40]
+    plans = [BatchPlan(global_batch=size * num_ranks, num_ranks=num_ranks, micro_batch=size) for size in sizes]
+    found: list[int] = []
+    for rank, loader in enumerate(loaders):
+        loader.plan(plans[0], rank)
+    for number, batches in enumerate(zip(*loaders, strict=True)):
+        found += indices_in(batches)
+        for rank, loader in enumerate(loaders):
+            loader.commit()
+            loader.plan(plans[number // 3 + 1], rank)
+    assert found == expected
+
+
+def test_what_workers_have_made_is_made_use_of_when_sizes_change(tmp_path: Path) -> None:
+    dataset = Counted(tmp_path / "counted")
+    loader = ElasticDataLoader(dataset, 8, num_workers=2, prefetch_factor=3)
+    loader.plan(BatchPlan(global_batch=8, num_ranks=1, micro_batch=8), 0)
+    found: list[int] = []
+    for number, indices in enumerate(loader):
+        found += indices.tolist()
+        loader.commit()
+        if number in (2, 6):
+            size = 12 if number == 2 else 5
+            loader.plan(BatchPlan(global_batch=size, num_ranks=1, micro_batch=size), 0)
+    assert found == list(range(300))
+    assert sorted(map(int, dataset.file.read_text().split())) == list(range(300))  # each was made once
+
+
+def test_a_sample_that_cannot_be_had_fails_its_own_batch_alone_when_sizes_change() -> None:
+    loader = ElasticDataLoader(Numbers(20), 10, sampler=[*range(18), 99, 19], num_workers=1, prefetch_factor=4)
+    loader.plan(BatchPlan(global_batch=10, num_ranks=1, micro_batch=10), 0)
+    batches = iter(loader)
+    found = indices_in([next(batches)])
+    loader.commit()
+    loader.plan(BatchPlan(global_batch=5, num_ranks=1, micro_batch=5), 0)
+    found += indices_in([next(batches)])
+    with pytest.raises(IndexError, match="99"):
+        next(batches)
+    assert found == list(range(15))
+
+
+class Counted:
+    """Notes which samples are made."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> int:
+        with self.file.open("a") as file:
+            file.write(f"{index}\n")
+        return index
 
 
 def test_workers_that_cannot_go_are_not_taken() -> None:

@@ -6,15 +6,19 @@ Which samples come next is the cursor's; who makes batches of them is behind ``M
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic_ext.accumulate import BatchPlan
 
 from .cursor import Chunk, Cursor, chunks
 from .order import Order
+from .recut import cut, join
 
 __all__ = ["Ahead", "Maker"]
+
+NOT_TAKEN: Any = object()
 
 
 class Maker(Protocol):
@@ -34,15 +38,46 @@ class Maker(Protocol):
         """Nobody will take it."""
 
 
-class Ahead:
-    """The rest of an epoch on one rank: an iterator over batches, of sizes that may change between any two."""
+@dataclass(slots=True, eq=False)
+class _Made:
+    """A batch that is asked for."""
 
-    def __init__(self, order: Order, cursor: Cursor, maker: Maker, plan: BatchPlan, rank: int) -> None:
+    start: int
+    stop: int
+    number: int
+    num_uses: int = 0
+    """By how many of the batches that are handed out."""
+    batch: Any = NOT_TAKEN
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be handed out, and the batches of which it is one, or that it is cut from, in order."""
+
+    chunk: Chunk
+    made: tuple[_Made, ...]
+
+
+class Ahead:
+    """The rest of an epoch on one rank: an iterator over batches, of sizes that may change between any two.
+
+    With ``can_recut`` batches are as default_collate makes them: those of other sizes that are on their way are cut and
+    joined. Else their samples are asked for again.
+    """
+
+    def __init__(
+        self, order: Order, cursor: Cursor, maker: Maker, plan: BatchPlan, rank: int, *, can_recut: bool = False
+    ) -> None:
         self.order = order
         self.cursor = cursor
         self._maker = maker
         self._plan, self._rank = plan, rank
-        self._asked: deque[tuple[Chunk, int]] = deque()  # each with the number of its batch
+        self._can_recut = can_recut
+        self._asked: deque[_Asked] = deque()
         self._to_come: Iterator[Chunk] = iter(())
         self._is_in_step = False
         self._cut()
@@ -51,10 +86,11 @@ class Ahead:
         self._ask()
         if not self._asked:
             raise StopIteration
-        chunk, number = self._asked.popleft()
+        asked = self._asked.popleft()
+        chunk = asked.chunk
         self.cursor.hand_out(chunk)  # also where it cannot be made: after a rollback it comes again
         self._is_in_step = not chunk.ends_step
-        batch = self._maker.take(number)
+        batch = self._batch_of(asked)
         self._ask()
         return batch
 
@@ -85,27 +121,90 @@ class Ahead:
     def close(self) -> None:
         """Nobody takes what was asked for."""
         while self._asked:
-            self._maker.forget(self._asked.popleft()[1])
+            self._release(self._asked.popleft())
 
     def _cut(self) -> None:
-        """Begin at what is consumed; what was asked for and still comes so is not asked for again."""
+        """Begin at what is consumed; what was asked for and still comes is not asked for again."""
         self._is_in_step = False
-        kept = {(chunk.start, chunk.stop): number for chunk, number in self._asked}
+        before = list(self._asked)
         self._asked.clear()
         cursor = self.cursor
         self._to_come = chunks(self._plan, self._rank, position=cursor.passed, num_samples=cursor.num_samples)
-        self._ask(kept)
-        for number in kept.values():
-            self._maker.forget(number)
+        self._ask(list(dict.fromkeys(made for asked in before for made in asked.made)))
+        for asked in before:
+            self._release(asked)
 
-    def _ask(self, kept: dict[tuple[int, int], int] | None = None) -> None:
-        """Ask for batches until as many are under way as should be, and one at least."""
+    def _ask(self, on_the_way: Sequence[_Made] = ()) -> None:
+        """Ask for batches until as many are under way as should be, one at least, and all of what is ``on_the_way``."""
         most = max(self._maker.num_ahead, 1)
-        while len(self._asked) < most:
+        end = max((made.stop for made in on_the_way), default=0)
+        while len(self._asked) < most or self._asked[-1].chunk.passes < end:
             chunk = next(self._to_come, None)
             if chunk is None:
                 return
-            number = kept.pop((chunk.start, chunk.stop), None) if kept else None
-            if number is None:
-                number = self._maker.submit(self.order.indices(chunk.start, chunk.stop))
-            self._asked.append((chunk, number))
+            made = self._cover(chunk, on_the_way) or (self._submit(chunk.start, chunk.stop),)
+            for each in made:
+                each.num_uses += 1
+            self._asked.append(_Asked(chunk, made))
+
+    def _cover(self, chunk: Chunk, on_the_way: Sequence[_Made]) -> tuple[_Made, ...]:
+        """Batches that have all of a chunk, and what is asked for now in between; none if nothing of it is there."""
+        for made in on_the_way:
+            if (made.start, made.stop) == (chunk.start, chunk.stop):
+                return (made,)
+        if not self._can_recut:
+            return ()
+        cover: list[_Made] = []
+        position = chunk.start
+        for made in sorted(on_the_way, key=lambda made: made.start):
+            if made.stop <= position or made.start >= chunk.stop:
+                continue
+            if made.start > position:
+                cover.append(self._submit(position, made.start))
+            cover.append(made)
+            position = made.stop
+        if cover and position < chunk.stop:
+            cover.append(self._submit(position, chunk.stop))
+        return tuple(cover)
+
+    def _submit(self, start: int, stop: int) -> _Made:
+        return _Made(start, stop, self._maker.submit(self.order.indices(start, stop)))
+
+    def _batch_of(self, asked: _Asked) -> Any:
+        chunk, made = asked.chunk, asked.made
+        try:
+            batches = [self._taken(each) for each in made]
+            if (made[0].start, made[-1].stop) == (chunk.start, chunk.stop) and len(made) == 1:
+                return batches[0]
+            return join(
+                [
+                    cut(
+                        batch,
+                        max(chunk.start - each.start, 0),
+                        min(chunk.stop - each.start, each.num_samples),
+                        each.num_samples,
+                    )
+                    for each, batch in zip(made, batches, strict=True)
+                ]
+            )
+        except Exception:
+            if (made[0].start, made[0].stop) == (chunk.start, chunk.stop):
+                raise
+            # It may be of a sample that this chunk does not have; or samples are not as alike as batches have to be.
+            return self._maker.take(self._maker.submit(self.order.indices(chunk.start, chunk.stop)))
+        finally:
+            self._release(asked)
+
+    def _taken(self, made: _Made) -> Any:
+        if made.batch is NOT_TAKEN:
+            made.batch = None
+            made.batch = self._maker.take(made.number)
+        return made.batch
+
+    def _release(self, asked: _Asked) -> None:
+        for made in asked.made:
+            made.num_uses -= 1
+            if made.num_uses == 0:
+                if made.batch is NOT_TAKEN:
+                    self._maker.forget(made.number)
+                made.batch = None

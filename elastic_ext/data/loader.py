@@ -15,7 +15,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
@@ -85,7 +85,9 @@ class ElasticDataLoader(DataLoader[Any]):
             self._making = making
         order = self._order.order
         cursor = Cursor(order.num_samples, position=self._position)
-        self._position, self._ahead = 0, Ahead(order, cursor, making, self._planned(), self._rank)
+        can_recut = self.collate_fn is default_collate
+        self._ahead = Ahead(order, cursor, making, self._planned(), self._rank, can_recut=can_recut)
+        self._position = 0
         return _Loop(self, self._ahead, None if self.persistent_workers else making)
 
     def __len__(self) -> int:
