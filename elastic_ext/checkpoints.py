@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 Resume = Literal["auto", "strict", "never"]
 WhenSaveFails = Literal["raise", "warn"]
 WhenSaving = Literal["wait", "skip", "error"]
-_SPARING = 100  # times as long as copying takes lies between two copies that nobody may need
+_SPARING = 200  # times as long as copying takes lies between two copies of a kind, which nobody may need
 
 
 class Checkpoints:
@@ -77,6 +77,7 @@ class Checkpoints:
         self._path: Path | None = None  # where that is
         self._has_told_of_epochs = False
         self._is_ready = self._is_asked_for = False
+        self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
         self._due: Moment | None = None  # of the boundary at which the save was due that is not begun yet
 
     # ---- saving ----
@@ -145,13 +146,23 @@ class Checkpoints:
         is_needed = self._saved_at != self._counts.global_step and self._job.live.is_free
         return is_needed and time.monotonic() - since > _SPARING * self._copy_seconds
 
-    def copy(self) -> None:
-        """Copy what there is, to be written if training is told to end before the next copy; with all ranks."""
+    def copy(self, moment: Moment | None = None) -> None:
+        """Copy what there is, to be written if training is told to end before the next copy; with all ranks.
+
+        Not where that is saved. What has become of the save before is told where the next one is due.
+        """
+        if self._saved_at == self._counts.global_step:
+            return
         began = time.monotonic()
-        with self._warning():
-            self._save(f"step_{self._counts.global_step}", self._state.moment(), waits=False, starts=False)
+        name = f"step_{self._counts.global_step}"
+        try:
+            self._save(name, moment or self._state.moment(), waits=False, starts=False, on_failed=self._keep_failure)
+        except CheckpointFenced:
+            raise
+        except CheckpointError as error:  # nobody has asked for it
+            _logger.debug("%s is not copied: %s", name, error)
         self._copied_at = time.monotonic()
-        self._copy_seconds = self._copied_at - began
+        self._copy_seconds = max(self._copied_at - began, self._copy_seconds / 2)
 
     def has_newest(self) -> bool:
         """Whether ``write_newest`` has something to write, or has nothing left to write."""
@@ -162,27 +173,36 @@ class Checkpoints:
 
         Another thread than training's may call this.
         """
-        path, step = self._job.live.write_held(seconds), self._counts.global_step
+        step = self._counts.global_step
+        if not self.has_newest() and self._counts.num_boundaries == 0:
+            return "there is nothing to save yet"
+        path = self._job.live.write_held(seconds)
         if path is None and self._path is not None and self._saved_at == self._counts.global_step:
             return f"{self._path} has all there is"
         if path is not None:
             return f"{path} is what there is to go on from; training has come to step {step}"
         return f"what was copied is not saved in the time that there is, and training has come to step {step}"
 
-    def save_now(self) -> Path:
+    def moment(self) -> Moment:
+        """What belongs to the boundary that was passed just now."""
+        return self._state.moment()
+
+    def save_now(self, moment: Moment | None = None) -> Path:
         """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
+
+        The rest of the state is that of now, or of ``moment``.
 
         CheckpointExists where this step has one, and something has changed since.
         """
         self._due = None  # it is this very step
         path, name = self._path, f"step_{self._counts.global_step}"
         if path is None or self._saved_at != self._counts.global_step:
-            return self._save_and_wait(name, self._state.moment())
+            return self._save_and_wait(name, moment or self._state.moment())
         change = self._job.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
         if change is None:
             return path
         try:
-            return self._save_and_wait(name, self._state.moment())
+            return self._save_and_wait(name, moment or self._state.moment())
         except CheckpointExists as error:
             raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
@@ -215,6 +235,7 @@ class Checkpoints:
         waits: bool = True,
         overlaps: bool = False,
         starts: bool = True,
+        on_failed: Callable[[CheckpointError], None] | None = None,
     ) -> Path | None:
         """Begin to save, where that goes on while training does; else save. None where another save is under way."""
         if not self._job.live.can_save:
@@ -226,7 +247,7 @@ class Checkpoints:
             step=self._counts.global_step,
             epoch=self._counts.epoch,
             about=self._state.about(),
-            on_failed=self._note_failure,
+            on_failed=on_failed or self._note_failure,
             waits=waits,
             overlaps=overlaps,
             starts=starts,
@@ -269,6 +290,7 @@ class Checkpoints:
         is_there = self._path is not None and self._saved_at == self._counts.global_step
         if is_there and (name.startswith("step_") or (self._path is not None and self._path.name == name)):
             return
+        self._tell_failure()
         with self._warning():
             waits = waits or self._when_saving == "wait"
             if self._save(name, moment, waits=waits, overlaps=overlaps) is None:
@@ -298,8 +320,20 @@ class Checkpoints:
         with self._warning():
             raise error
 
+    def _keep_failure(self, error: CheckpointError) -> None:
+        """What was being saved is no checkpoint, and that is not the place to say so."""
+        self._saved_at = self._path = None
+        self._failure = error
+
+    def _tell_failure(self) -> None:
+        error, self._failure = self._failure, None
+        if error is not None:
+            with self._warning():
+                raise error
+
     def _settle(self) -> None:
         """Wait for what is being saved; where it failed, there is no such checkpoint."""
+        self._tell_failure()
         try:
             self._job.live.settle()
         except CheckpointError as error:

@@ -2,7 +2,7 @@
 
     in steps       the control word carries the request; all ranks finish the same step, save, and exit
     outside        nobody comes to a boundary for a while, as in an evaluation: half of the time there is is waited for
-                   one; then a thread of each rank has written what was copied when the last epoch ended
+                   one; then a thread of each rank has written what was copied last
 
 Which of the two it is all ranks learn from the store, where the first to say it decides. Either way the exit status is
 143, once the checkpoint exists or there is no time left for it.
@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
@@ -34,6 +35,7 @@ _logger = logging.getLogger(__name__)
 EXIT_STATUS = 143
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 THREAD_NAME = "elastic_ext leaving"
+_STATUS = Path("/proc/self/status")
 _POLL_SECONDS = 0.25
 _SILENT_SECONDS = 6.0  # of a rank that ought to have given a sign within one
 _MARGIN = 0.1  # of the time there is, to end in
@@ -51,6 +53,7 @@ class Leaving:
         seconds: float,
         request: Callable[[], None],
         can_write: Callable[[], bool],
+        has_nothing: Callable[[], bool] = lambda: False,
         write: Callable[[float], str],
         rank: int = 0,
         world_size: int = 1,
@@ -61,11 +64,14 @@ class Leaving:
         self._margin = seconds * _MARGIN
         self._request = request
         self._can_write = can_write
+        self._has_nothing = has_nothing  # to lose: no step was taken yet
         self._write = write  # gives what became of it, in words
         self._asked_at: float | None = None
         self._signal = ""
         self._is_over = threading.Event()
-        self._must_exit = self._has_told = self._has_warned = self._is_deaf = self._is_in_steps = False
+        self._has_given_back = self._must_exit = self._has_told = self._has_warned = self._is_deaf = (
+            self._is_in_steps
+        ) = False
         self._handlers: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()  # where signals are seen while the main thread is deep in C
         self._main = threading.main_thread().ident
@@ -77,11 +83,14 @@ class Leaving:
     def start(self) -> None:
         """Take the signals that nobody else takes, and listen for other ranks that were sent one."""
         if threading.current_thread() is threading.main_thread():
+            caught = _caught_outside_python()
             for number in SIGNALS:
-                if signal.getsignal(number) is signal.SIG_DFL:
+                if _is_a_trainers(handler := signal.getsignal(number)) or (
+                    handler is signal.SIG_DFL and number not in caught
+                ):
                     self._handlers[number] = signal.signal(number, self._take)
             self._writer.setblocking(False)
-            self._exchange_fd(-1, self._writer.fileno())
+            self._have_signals_written()
             _leave_forks_alone(weakref.ref(self))
             if signal.SIGTERM in self._handlers:
                 spare_loader_workers(self, is_over=self._is_over.is_set)
@@ -105,19 +114,28 @@ class Leaving:
 
     def give_back(self) -> None:
         """Take no signals any more; in the main thread."""
-        if self._writer.fileno() != -1:
-            self._exchange_fd(self._writer.fileno(), -1)
-        while self._handlers:
-            number, handler = self._handlers.popitem()
-            if signal.getsignal(number) == self._take:
-                signal.signal(number, handler)
+        if self._writer.fileno() != -1 and (found := signal.set_wakeup_fd(-1)) != self._writer.fileno():
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+        earlier = [number for number in self._handlers if signal.getsignal(number) == self._take]
+        self._has_given_back = True
+        for number in earlier:
+            signal.signal(number, self._earlier_handler(number))
+            if _is_a_trainers(handler := signal.getsignal(number)):
+                handler.__self__._have_signals_written()  # type: ignore[union-attr]
 
-    @staticmethod
-    def _exchange_fd(old: int, new: int) -> None:
-        """Have signals written to ``new``, unless they are written to something else than ``old``."""
-        found = signal.set_wakeup_fd(new, warn_on_full_buffer=False)
-        if found != old:
-            signal.set_wakeup_fd(found)
+    def _earlier_handler(self, number: int) -> Any:
+        """Of before this took the signal, or if that was a trainer's which has given it back, of before that."""
+        handler = self._handlers[number]
+        while _is_a_trainers(handler) and handler.__self__._has_given_back:
+            handler = handler.__self__._handlers[number]
+        return handler
+
+    def _have_signals_written(self) -> None:
+        """So that they are seen while the main thread is deep in C, unless they are written to somebody else."""
+        found = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        earlier = [handler.__self__ for handler in self._handlers.values() if _is_a_trainers(handler)]
+        if found != -1 and found not in [each._writer.fileno() for each in earlier]:
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
 
     @property
     def is_asked(self) -> bool:
@@ -155,7 +173,7 @@ class Leaving:
         while not self._is_over.is_set():
             if select.select([self._reader], [], [], _POLL_SECONDS)[0]:
                 for number in self._reader.recv(64):
-                    if number in self._handlers:
+                    if number in SIGNALS and signal.getsignal(number) == self._take:
                         self._note(signal.Signals(number).name)
             if self._asked_at is None or self._is_over.is_set():
                 continue
@@ -187,7 +205,7 @@ class Leaving:
             _logger.info("%s: the step is finished and saved, and training ends", self._signal)
         late = time.monotonic() - self._asked_at
         how = self._decided()
-        if how is None and late > self._seconds / 2 and self._can_write():
+        if how is None and (self._has_nothing() or (late > self._seconds / 2 and self._can_write())):
             how = self._decide("from memory")
         if how == "from memory":
             self._leave(self._seconds - late)
@@ -210,7 +228,7 @@ class Leaving:
 
     def _leave(self, seconds: float) -> None:
         """Write what is held, and exit."""
-        _logger.warning("%s: no step ends in time, so %s", self._signal, self._write(max(seconds, 0.0)))
+        _logger.warning("%s: training ends between steps; %s", self._signal, self._write(max(seconds, 0.0)))
         self._exit()
 
     def _exit(self) -> None:
@@ -233,6 +251,21 @@ class Leaving:
         return "in steps" if self._is_in_steps else "from memory"
 
 
+def _is_a_trainers(handler: Any) -> bool:
+    """Whether an earlier trainer of this process takes a signal: the later one is training now."""
+    return isinstance(getattr(handler, "__self__", None), Leaving)
+
+
+def _caught_outside_python() -> frozenset[int]:
+    """The signals that somebody has a handler in C for, such as faulthandler, of which Python says nothing."""
+    try:
+        status = _STATUS.read_text()
+    except OSError:  # another system
+        return frozenset()
+    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
+    return frozenset(number for number in SIGNALS if mask >> (number - 1) & 1)
+
+
 def _exit_at_once() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -253,9 +286,6 @@ def _leave_forks_alone(leaving: weakref.ref[Leaving]) -> None:
         found = leaving()
         if found is not None:
             found.give_back()
-            # Sent to a whole process group, as schedulers do, it would end the workers of loaders.
-            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         in_parent()
 
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -16,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from .agree import Boundary
 from .checkpoints import Checkpoints
-from .errors import CheckpointError, CheckpointFenced, in_words
+from .errors import CheckpointError, CheckpointExists, CheckpointFenced, in_words
 from .follow import ConfigFollower
 from .fsdp.checkpoint.letters import OwnStore
 from .leaving import EXIT_STATUS, Leaving
 from .steps import Steps
+from .training_state import Moment
 
 __all__ = ["Saving"]
 
@@ -46,7 +46,8 @@ class Saving:
         self._on_leave = on_leave
         self._save_at = math.inf  # the next global step with something to save
         self._leaving = self._listening() if checkpoints.leaves_on_signals else None
-        self._must_leave = self._must_copy = False
+        self._leaves_at: Moment | None = None  # of the boundary at which that was agreed on
+        self._copies_at: Moment | None = None
         self._fences: list[RemovableHandle] = []  # on optimizers, while a checkpoint is being copied
 
     def start(self) -> None:
@@ -71,7 +72,7 @@ class Saving:
             if self._leaving is not None:
                 self._note_copy(boundary)
             if boundary.leave and self._leaving is not None:
-                self._must_leave = True
+                self._leaves_at = self.checkpoints.moment()
                 self._steps.do_first(self._leave)
                 return
         if is_due or is_asked_for:
@@ -82,26 +83,26 @@ class Saving:
     def _note_copy(self, boundary: Boundary) -> None:
         """Copy what there is before the next step, if the first rank has found that it is time to."""
         if boundary.copy:
-            self._must_copy = True
+            self._copies_at = self.checkpoints.moment()
             self._steps.do_first(self._copy)
         elif self._follower.ranks.rank == 0 and self.checkpoints.wants_copy():
             self._follower.request_copy()
 
     def _copy(self) -> None:
-        if self._must_copy:  # and the epoch has not ended instead
-            self._must_copy = False
-            self.checkpoints.copy()
+        moment, self._copies_at = self._copies_at, None
+        if moment is not None:  # and the epoch has not ended instead
+            self.checkpoints.copy(moment)
 
     def begin_due(self) -> None:
         """Save what is due, if anything is, or end, if some rank was told to; between two steps, on all ranks."""
-        if self._must_leave:
+        if self._leaves_at is not None:
             self._leave()
         self.checkpoints.begin_due()
 
     def end_epoch(self) -> None:
         """An epoch has ended: save that, or keep a copy, should training be told to end before the next step."""
         self.checkpoints.end_epoch()
-        self._must_copy = False
+        self._copies_at = None
         if self._leaving is not None:
             if self._follower.is_leaving:  # not after the first step of the next: most loaders begin that anew
                 self._leave()
@@ -122,7 +123,7 @@ class Saving:
             )
 
     def leave_failed(self, error: BaseException) -> None:
-        """Training was told to end, and fails: then what was copied last is saved, as where no step ends in time."""
+        """Training was told to end, and fails: then what was copied last is saved, as where no step ends."""
         is_asked = self._leaving is not None and self._leaving.is_asked
         if is_asked and isinstance(error, Exception) and self.checkpoints.has_newest():
             assert self._leaving is not None
@@ -158,6 +159,7 @@ class Saving:
             seconds=follower.settings.shutdown_seconds,
             request=follower.request_leave,
             can_write=self.checkpoints.has_newest,
+            has_nothing=lambda: self._steps.has_not_begun and not self._steps.is_inside,
             write=self.checkpoints.write_newest,
             rank=follower.ranks.rank,
             world_size=follower.ranks.world_size,
@@ -183,15 +185,19 @@ class Saving:
         if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
             self._leaving.wait()
         elif self._steps.torn is None:
-            _logger.info("%s is saved, and training ends", self._save())
+            _logger.info("%s, and training ends", self._save())
         raise SystemExit(EXIT_STATUS)
 
-    def _save(self) -> Path:
-        """Whatever became of the save before."""
-        try:
-            return self.checkpoints.save_now()
-        except CheckpointFenced:
-            raise
-        except CheckpointError as error:
-            _logger.warning("%s; once more", error)
-            return self.checkpoints.save_now()
+    def _save(self) -> str:
+        """Whatever became of the save before; what there is now, in words."""
+        for is_last in (False, True):
+            try:
+                return f"{self.checkpoints.save_now(self._leaves_at)} is saved"
+            except CheckpointExists as error:
+                return f"nothing is saved again ({error})"
+            except CheckpointError as error:
+                if is_last or isinstance(error, CheckpointFenced):
+                    _logger.error("nothing newer is saved: %s", error)
+                    return "nothing newer is saved"
+                _logger.warning("%s; once more", error)
+        raise AssertionError

@@ -104,6 +104,11 @@ class Steps:
         return self._step.num_micro_steps
 
     @property
+    def has_not_begun(self) -> bool:
+        """Whether no step was ever begun."""
+        return not self._has_begun
+
+    @property
     def is_partial(self) -> bool:
         """Whether some micro-steps of a step were taken, and not all."""
         return self._state.index > 0

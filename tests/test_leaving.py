@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from elastic_ext import CheckpointInterval, ElasticTrainer
 from elastic_ext.fsdp.checkpoint.letters import OwnStore
 from elastic_ext.leaving import EXIT_STATUS, Leaving
 from tests.leaving import Job, started
+from tests.training import ResumableSlices, make_data
 
 LOOP = """
 import hashlib, logging, os, signal, sys, threading, time
@@ -52,6 +59,9 @@ def say(what):
 with trainer:
     optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     say(f"at {trainer.global_step}")
+    if where == "idle":
+        say("idle")
+        time.sleep(100)
     for epoch in range(trainer.start_epoch, 1000):
         with trainer.epoch(epoch):
             for _ in range(num_steps):
@@ -143,7 +153,8 @@ def test_a_handler_of_the_users_own_stays_and_so_does_everything_if_they_say_so(
     assert job.saved == {}
 
 
-def test_a_process_that_is_forked_is_ended_by_its_own_signal_and_nothing_else_is() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_process_that_is_forked_is_ended_by_its_own_signal_and_nothing_else_is(number: signal.Signals) -> None:
     leaving, asked = leaving_of(OwnStore())
     leaving.start()
     try:
@@ -151,9 +162,9 @@ def test_a_process_that_is_forked_is_ended_by_its_own_signal_and_nothing_else_is
         if child == 0:
             while True:
                 time.sleep(1)
-        os.kill(child, signal.SIGTERM)
+        os.kill(child, number)
         _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert os.WTERMSIG(status) == number
         assert not asked.wait(0.6)
     finally:
         leaving.stop()
@@ -181,6 +192,131 @@ def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back
         mine.stop()
         other.stop()
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_handler_that_the_script_installs_later_is_the_only_one() -> None:
+    leaving, asked = leaving_of(OwnStore())
+    before = signal.getsignal(signal.SIGUSR1)
+    leaving.start()
+    own = threading.Event()
+    try:
+        signal.signal(signal.SIGUSR1, lambda *_: own.set())
+        signal.raise_signal(signal.SIGUSR1)
+        assert own.wait(30) and not asked.wait(0.6)
+    finally:
+        leaving.stop()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_somebody_takes_in_c_stays_theirs(tmp_path: Path) -> None:
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        leaving, asked = leaving_of(OwnStore())
+        try:
+            leaving.start()
+            signal.raise_signal(signal.SIGUSR1)
+            assert not asked.wait(0.6)
+            leaving.stop()
+            signal.raise_signal(signal.SIGUSR1)
+        finally:
+            leaving.stop()
+            faulthandler.unregister(signal.SIGUSR1)
+    assert (tmp_path / "stacks").read_text().count("most recent call first") >= 2
+
+
+def test_the_trainer_that_was_prepared_last_takes_the_signals_and_gives_them_back() -> None:
+    (first, is_first), (second, is_second) = leaving_of(OwnStore()), leaving_of(OwnStore())
+    before = signal.getsignal(signal.SIGUSR1)
+    first.start()
+    second.start()
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        assert is_second.wait(30) and not is_first.is_set()
+        second.stop()
+        signal.raise_signal(signal.SIGUSR1)
+        assert is_first.wait(30)
+    finally:
+        second.stop()
+        first.stop()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_before_the_first_step_nobody_waits_for_one(tmp_path: Path) -> None:
+    with job_in(tmp_path, 1, "idle") as job:
+        job.wait_for("idle")
+        job.processes[0].send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert job.end() == [EXIT_STATUS], job.text
+        assert time.monotonic() - began < 25  # of 60
+    assert "there is nothing to save yet" in job.text
+
+
+class Noisy(ResumableSlices):
+    """Its samples have noise, drawn as they are handed out."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, targets in super().__iter__():
+            yield inputs + 0.1 * torch.randn_like(inputs), targets
+
+
+def train(folder: Path, *, signal_at: int | None = None) -> tuple[int, torch.Tensor]:
+    """To step 12, from wherever the job in this folder is; where it began, and the weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 5, dtype=torch.float64)
+    source = Noisy(make_data(200), 4)
+    arguments: dict[str, Any] = {"shared_storage_path": folder, "job": "job", "run_dir": folder / "run"}
+    arguments |= {"checkpoint_interval": CheckpointInterval(steps=1000)}
+    with ElasticTrainer(model, source, global_batch_size=4, **arguments) as trainer:
+        optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        began_at = trainer.global_step
+        with trainer.epoch(trainer.start_epoch):
+            for inputs, targets in source:
+                with trainer.step():
+                    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if trainer.global_step == signal_at:
+                        signal.raise_signal(signal.SIGUSR1)
+                if trainer.global_step == 12:
+                    break
+    return began_at, model.weight.detach().clone()
+
+
+def test_a_training_that_was_told_to_end_goes_on_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+    _, expected = train(tmp_path / "whole")
+    with pytest.raises(SystemExit, match=str(EXIT_STATUS)):
+        train(tmp_path / "told", signal_at=5)
+    began_at, weights = train(tmp_path / "told")
+    assert began_at > 0 and torch.equal(weights, expected)
+
+
+def train_with_scaler(folder: Path) -> None:
+    """Four steps, each of them saved, and then those that the scaler leaves out, until it is told to end."""
+    model = torch.nn.Linear(2, 2)
+    arguments: dict[str, Any] = {"shared_storage_path": folder, "job": "job", "run_dir": folder / "run"}
+    arguments |= {"checkpoint_interval": CheckpointInterval(steps=1), "agree_every_steps": 1}
+    with ElasticTrainer(model, micro_batch_size=1, **arguments) as trainer:
+        optimizer, scaler = trainer.prepare(
+            torch.optim.SGD(model.parameters(), lr=0.1), scaler=torch.amp.GradScaler("cpu")
+        )
+        for number in range(100):
+            with trainer.step():
+                loss = model(torch.ones(1, 2)).sum() * (math.inf if number > 3 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if number == 5:
+                    signal.raise_signal(signal.SIGUSR1)
+
+
+def test_what_a_scaler_left_out_since_the_last_checkpoint_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit, match=str(EXIT_STATUS)), caplog.at_level("INFO"):
+        train_with_scaler(tmp_path)
+    assert "nothing is saved again" in caplog.text and "step_4" in caplog.text
 
 
 def test_where_nothing_is_held_and_no_step_ends_it_is_said_and_the_process_ends(tmp_path: Path) -> None:

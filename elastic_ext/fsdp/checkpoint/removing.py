@@ -147,14 +147,23 @@ def _move_itself(path: Path, target: Path, itself: os.stat_result) -> None:
 
 
 def _lack_of(found: Found) -> str | None:
-    """Which of its files a checkpoint does not have, in words; None where all are there."""
+    """Which of its files a checkpoint does not have whole, in words; None where all are there."""
     commit = found.commit
     names: Mapping[str, object] = {**commit.metas, **commit.states, **commit.shards}
     try:
         missing = sorted({COMMIT, *names} - set(os.listdir(found.path)))
     except FileNotFoundError:
         missing = [COMMIT]
-    return f"{missing[0]} is missing" if missing else None
+    if missing:
+        return f"{missing[0]} is missing"
+    for name, num_bytes in sorted(commit.sizes().items()):
+        try:
+            found_bytes = (found.path / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is missing"
+        if found_bytes != num_bytes:
+            return f"{name} has {found_bytes} of {num_bytes} bytes"
+    return None
 
 
 def _read_by(folder: Path, now_ns: int | None = None) -> str | None:
