@@ -436,6 +436,14 @@ def test_a_damaged_checkpoint_is_no_folder_of_dcps(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step_1"]
 
 
+def test_what_is_converted_is_not_put_where_a_job_clears_up(tmp_path: Path) -> None:
+    weight = torch.zeros(2)
+    path = make_checkpoint(tmp_path / "step_1", {"w": weight}, {"w": by_rows(weight.shape, 1)}, num_ranks=1)
+    (tmp_path / "fsdp_checkpoint" / "job_1").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="lies among the checkpoints of a job"):
+        convert_to_dcp(path, tmp_path / "fsdp_checkpoint" / "job_1" / "step_9")
+
+
 def test_tensors_that_lie_otherwise_in_memory_are_converted(tmp_path: Path) -> None:
     small, large = torch.randn(6, 5).t(), torch.randn(4096, 3000).t()
     folder = saved_by_dcp(tmp_path / "dcp", {"model": {"small": small, "large": large, "part": large[5:7, 3]}})

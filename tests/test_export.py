@@ -266,6 +266,13 @@ def test_what_is_no_checkpoint_or_no_place_for_an_export_is_refused(made: Path, 
         export_checkpoint(tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(CheckpointError, match="is a checkpoint"):
         export_checkpoint(made, made)
+    job = tmp_path / "fsdp_checkpoint" / "job_1"
+    job.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(job)
+    for place in (job, job / "step_9", job / "step_9" / "out", tmp_path / "link" / "out"):
+        with pytest.raises(CheckpointError, match="lies among the checkpoints of a job"):
+            export_checkpoint(made, place)
+    assert list(job.iterdir()) == []
     with pytest.raises(FileNotFoundError):
         export_checkpoint(made, tmp_path / "no" / "parent")
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):

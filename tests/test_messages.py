@@ -29,8 +29,11 @@ MODULES = [
     *sorted((LIBRARY / "fsdp").glob("*.py")),
     LIBRARY / "checkpoints.py",
     LIBRARY / "training_state.py",
+    LIBRARY / "resuming.py",
+    LIBRARY / "saving.py",
+    LIBRARY / "leaving.py",
 ]
-ELSEWHERE = [LIBRARY / "batches.py"]  # why an epoch begins anew, which is logged as a checkpoint is resumed from
+ELSEWHERE = [LIBRARY / "positions.py"]  # why an epoch begins anew, which is logged as a checkpoint is resumed from
 OPEN = "\0"  # what is filled in
 
 ONLY_REASONS = {

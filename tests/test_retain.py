@@ -197,6 +197,17 @@ def test_a_run_keeps_what_it_is_told_to_and_the_rest_is_gone(tmp_path: Path) -> 
     run.end()
 
 
+def test_a_checkpoint_whose_file_was_cut_short_evicts_none(tmp_path: Path) -> None:
+    run = Run(tmp_path, "a")
+    for number in (1, 2, 3):
+        last = run.save(f"step_{number}")
+    os.truncate(last.path / SHARD, 100)
+    verdicts = run.folder.retain(Retention(keep_last=1), run.chain)
+    assert stays(verdicts) == ["step_2", "step_3"]
+    assert verdicts[-1].why.startswith(f"not counted, since {SHARD} has 100 of ")
+    run.end()
+
+
 def test_failed_saves_and_unreadable_ones_evict_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, "a")
     for number in (1, 2):

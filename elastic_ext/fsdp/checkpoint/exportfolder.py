@@ -19,6 +19,7 @@ from elastic_ext.files import is_temporary, put_in_place, sync_folder
 
 from .commit import COMMIT
 from .exportplan import INDEX, is_weights_file
+from .jobfolder import refuse_in_a_jobs_folder
 from .parts import write_beside
 
 __all__ = ["ExportFolder"]
@@ -38,6 +39,7 @@ class ExportFolder:
         self._placed: list[Path] = []  # the index last
 
     def __enter__(self) -> ExportFolder:
+        refuse_in_a_jobs_folder(self.path)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.path)
             self._was_made = True
@@ -89,7 +91,9 @@ class ExportFolder:
     def _refuse(self, names: Iterable[str]) -> None:
         there = sorted(filter(is_weights_file, names))
         if there and not self._force:
-            raise CheckpointError(f"{self.path} holds an export already, {there[0]}; replace it with force, or move it")
+            raise CheckpointError(
+                f"{self.path} holds an export already, {there[0]}; replace it with --force (force=True), or move it"
+            )
 
 
 @contextlib.contextmanager

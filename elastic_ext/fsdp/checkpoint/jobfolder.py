@@ -45,7 +45,7 @@ from .listing import Found, Listing, check_name, is_name, is_set_aside, newest_o
 from .removing import remove_unused_metas, retained
 from .retain import Retention, Verdict
 
-__all__ = ["FOLDER", "JobFolder"]
+__all__ = ["FOLDER", "JobFolder", "refuse_in_a_jobs_folder"]
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +72,13 @@ class _Begun:
     generation: str
     metas: dict[str, FileSummary] = field(default_factory=dict)
     """The descriptions that were put into it, by file."""
+
+
+def refuse_in_a_jobs_folder(path: Path) -> None:
+    """CheckpointError where a path leads into the folder of some job, whose next run may take it for garbage."""
+    resolved = Path(os.path.realpath(path))
+    if any(part.parent.name == FOLDER for part in (resolved, *resolved.parents)):
+        raise CheckpointError(f"{path} lies among the checkpoints of a job, which clears that up; give another folder")
 
 
 class JobFolder:

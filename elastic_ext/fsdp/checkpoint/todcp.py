@@ -24,6 +24,7 @@ from .dcpplan import METAS, RECORD, STATE, Keys, Leaf, Outgoing, OutTensor, Refu
 from .dcprecord import Record
 from .dcpwriter import DcpWriter
 from .dtypes import ITEM_BYTES
+from .jobfolder import refuse_in_a_jobs_folder
 from .listing import Found
 from .streamed import Streamed, Stretch
 
@@ -115,6 +116,7 @@ def _refuse_twice(leaves: list[Leaf], refusals: Refusals) -> None:
 def _new_folder(dest: Path, *, force: bool) -> Iterator[Path]:
     """A folder beside ``dest``, which takes its place when the ``with`` ends well, and is removed where it does not."""
     dest = Path(os.path.abspath(dest))
+    refuse_in_a_jobs_folder(dest)
     _refuse_taken(dest, force=force)
     for name in os.listdir(dest.parent):  # of those that were killed
         if is_temporary(name) and name[1:-_SUFFIX_CHARACTERS] == dest.name:
@@ -141,7 +143,9 @@ def _refuse_taken(dest: Path, *, force: bool) -> None:
             return
         if force:
             raise CheckpointError(f"{dest} holds {others[0]} besides what dcp.save has made; remove it by hand")
-    raise CheckpointError(f"{dest} is there already; give another name, or force, which replaces a folder of DCP's")
+    raise CheckpointError(
+        f"{dest} is there already; give another name, or --force (force=True), which replaces a folder of DCP's"
+    )
 
 
 def _remove(folder: Path) -> None:

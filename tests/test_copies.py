@@ -1,0 +1,72 @@
+"""What is copied for a training that may be told to end is no save that is due: it tells nothing and delays nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ext.errors import CheckpointError
+from tests.file_operations import FileOperations
+from tests.saving import Small, end_saves
+
+
+def checkpoints_of(small: Small) -> Any:
+    return small.trainer._session.checkpoints
+
+
+def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(tmp_path: Path) -> None:
+    small = Small(tmp_path, checkpoint_interval=None)
+    checkpoints = checkpoints_of(small)
+    small.take()
+    FileOperations(small.storage, "full", 0, like="os.writev")
+    checkpoints._save("step_1", checkpoints.moment())
+    end_saves()
+    small.take()
+    checkpoints.copy()
+    assert checkpoints._job.live.is_holding
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        checkpoints._save_or_warn("step_2", checkpoints.moment())
+    checkpoints._save_or_warn("step_2", checkpoints.moment())
+    small.trainer.close()
+    assert small.saved == ["step_2"]
+
+
+def test_what_is_saved_is_not_copied(tmp_path: Path) -> None:
+    small = Small(tmp_path)
+    checkpoints = checkpoints_of(small)
+    small.take()
+    checkpoints.copy()
+    assert checkpoints._job.live.is_holding
+    small.trainer.save_checkpoint()
+    checkpoints.copy()
+    assert not checkpoints._job.live.is_holding
+    small.trainer.close()
+
+
+def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path) -> None:
+    small = Small(tmp_path)
+    checkpoints = checkpoints_of(small)
+    small.take()
+    checkpoints._state.model.register_buffer("bad", torch.zeros(1).to_sparse())
+    checkpoints.copy()
+    assert not checkpoints._job.live.is_holding
+    small.trainer._model.bad = None
+    small.take(4)
+    small.trainer.close()
+    assert "step_4" in small.saved
+
+
+def test_the_next_copy_waits_until_this_one_was_worth_it(tmp_path: Path) -> None:
+    small = Small(tmp_path, checkpoint_interval=None)
+    checkpoints = checkpoints_of(small)
+    checkpoints._is_ready = True
+    small.take()
+    assert checkpoints.wants_copy()
+    checkpoints.copy()
+    checkpoints._copy_seconds = 60.0
+    small.take()
+    assert not checkpoints.wants_copy()
+    small.trainer.close()
