@@ -27,6 +27,7 @@ from tests.faults import Fault, Faults, PlantedFault
 from tests.loops import put
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, each_of, fresh, values_of
+from tests.thinning import the_first
 from tests.training import Slices, bits_of, make_data, make_model, plain_losses, trainer_of
 
 NUM_STEPS = 5
@@ -468,7 +469,7 @@ def skipping_rank(rank: int, folder: Path, way: str, skipped: int) -> str:
 
 @pytest.mark.parametrize(
     ("way", "skipped"),
-    [("fully_shard", 4), ("fully_shard", 5), ("tensor", 4), ("tensor", 5), ("FSDP1", 4), ("FSDP1", 5)],
+    the_first([(way, skipped) for skipped in (4, 5) for way in ("fully_shard", "tensor", "FSDP1")], 3),
 )
 def test_a_rank_that_leaves_its_backward_out_is_named_and_nobody_hangs(
     ranks: RankPool, tmp_path: Path, way: str, skipped: int
@@ -785,7 +786,7 @@ def sharing_by_hand_rank(rank: int, folder: Path, way: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fully_shard", "FSDP1"])
+@pytest.mark.parametrize("way", the_first(["ddp", "fully_shard", "FSDP1"]))
 def test_sharing_gradients_by_hand_as_well_is_refused(ranks: RankPool, tmp_path: Path, way: str) -> None:
     for text in ranks.run(2, sharing_by_hand_rank, tmp_path, way):
         assert "no_sync(), set_requires_gradient_sync() or" in text
@@ -823,7 +824,8 @@ def sharing_partly_rank(rank: int, folder: Path, case: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", ["before the step", "in all but the last", "in the last alone", "after the forward pass", "of a part"]
+    "case",
+    the_first(["before the step", "in all but the last", "in the last alone", "after the forward pass", "of a part"]),
 )
 def test_sharing_gradients_over_a_part_of_the_ranks_by_hand_is_refused(
     ranks: RankPool, tmp_path: Path, case: str
@@ -917,7 +919,7 @@ def unbounded_rank(rank: int, folder: Path, way: str) -> None:
     assert run.record() == before
 
 
-@pytest.mark.parametrize("way", ["ddp", "fully_shard", "tensor", "FSDP1"])
+@pytest.mark.parametrize("way", the_first(["fully_shard", "ddp", "tensor", "FSDP1"]))
 def test_a_norm_that_is_not_finite_can_be_an_error(ranks: RankPool, tmp_path: Path, way: str) -> None:
     ranks.run(2, unbounded_rank, tmp_path, way)
 

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elastic_ext import ElasticError
 from tests.loops import seen_by
 from tests.ranks import RankPool
+from tests.thinning import the_first
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 
 NUM_PARTS = 4
@@ -427,7 +428,7 @@ def make_folder(name):
 """
 
 
-@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize("is_closed", the_first([False, True]))
 def test_a_script_whose_config_file_is_gone_at_the_end_says_nothing(tmp_path: Path, is_closed: bool) -> None:
     """One whose folder stays, and one whose folder is removed before."""
     cells = [f"run_dir = {str(tmp_path)!r}", SETUP, LEAVING]
