@@ -172,7 +172,7 @@ def save_without_one(rank: int, storage: Path, victim: int) -> Saved:
     return go_on(own, storage)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", the_first([0, 2]))
 def test_ranks_that_are_left_in_the_middle_of_a_save_go_on_as_a_smaller_world(
     victim: int, ranks: RankPool, storage: Path
 ) -> None:

@@ -36,6 +36,7 @@ from tests.made import by_columns, by_rows, make_checkpoint, on_one
 from tests.ranks import RankPool
 from tests.spread import SPREADS, Everything, State, any_bits, differences, places_in, put_together, state_here
 from tests.syscalls import at_call, failure
+from tests.thinning import the_first
 
 NUM_RANKS = 3
 ALIASES = {"tied.weight": "a.weight"}
@@ -413,7 +414,7 @@ print(len(seen))
 """
 
 
-@pytest.mark.parametrize("has_earlier", [False, True])
+@pytest.mark.parametrize("has_earlier", the_first([True, False]))
 def test_an_export_that_is_killed_at_any_call_leaves_a_whole_one_or_none(
     tmp_path: Path, tensors: dict[str, torch.Tensor], has_earlier: bool
 ) -> None:
@@ -433,7 +434,7 @@ with open("/proc/self/status") as status:
 """
 
 
-@pytest.mark.parametrize("dtype", ["", "BF16"])
+@pytest.mark.parametrize("dtype", the_first(["BF16", ""]))
 def test_a_tensor_larger_than_the_memory_that_is_allowed_is_exported(tmp_path: Path, dtype: str) -> None:
     shape = (50_000, 2_000)  # 400 MB
     large = torch.zeros(shape)

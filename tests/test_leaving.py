@@ -118,7 +118,7 @@ def test_in_steps_all_ranks_finish_the_same_one_and_it_is_saved(
         job.wait_for(f"at {step}")
 
 
-@pytest.mark.parametrize(("num_ranks", "where"), [(2, "outside"), (1, "deep")])
+@pytest.mark.parametrize(("num_ranks", "where"), the_first([(2, "outside"), (1, "deep")]))
 def test_outside_of_steps_what_the_last_epoch_came_to_is_saved(tmp_path: Path, num_ranks: int, where: str) -> None:
     with job_in(tmp_path, num_ranks, where, num_steps=7, seconds=5.0) as job:
         job.wait_for("outside")
@@ -131,7 +131,7 @@ def test_outside_of_steps_what_the_last_epoch_came_to_is_saved(tmp_path: Path, n
         assert "is what there is to go on from" in job.text
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", the_first([2, 1]))
 def test_in_the_middle_of_an_epoch_what_was_copied_of_it_last_is_saved(tmp_path: Path, num_ranks: int) -> None:
     with job_in(tmp_path, num_ranks, "evaluation", seconds=8.0) as job:
         job.wait_for("evaluation")

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ext.leaving import EXIT_STATUS
 from tests.leaving import Job, started
+from tests.thinning import the_first
 
 LOOP = """
 import hashlib, logging, os, sys, threading, time
@@ -198,7 +199,7 @@ def test_no_worker_of_a_loader_ends_a_training_that_is_told_to_end_nor_outlives_
         assert len(job.saved) == 1
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", the_first([2, 1]))
 def test_a_training_that_fails_by_the_signal_has_what_was_copied_last_saved(tmp_path: Path, num_ranks: int) -> None:
     with in_place(tmp_path, "failing", num_ranks=num_ranks) as job:
         job.wait_for("copied", of=0)
@@ -225,8 +226,8 @@ def test_before_there_is_anything_to_save_a_signal_ends_a_process_as_ever(tmp_pa
 @pytest.mark.parametrize(
     ("where", "first", "num_undone"),
     [
-        ("saving", "step_5", 0),
         ("background", "step_3", 0),
+        pytest.param("saving", "step_5", 0, marks=pytest.mark.slow),
         pytest.param("rewinding", "step_3", 2, marks=pytest.mark.slow),
     ],
 )

@@ -28,6 +28,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tests.faults import Fault, Faults, PlantedFault
 from tests.ranks import RankPool
 from tests.sharded import Way, values_of
+from tests.thinning import the_first
 from tests.training import Batch, Slices, bits_of, trainer_of
 
 NUM_STEPS = 3
@@ -198,7 +199,7 @@ def equal_rank(rank: int, folder: Path, way: str, num_micro_steps: int, most: fl
 
 
 @pytest.mark.parametrize(("num_micro_steps", "most"), [(1, None), (4, 0.05)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", the_first(WAYS, 2))
 def test_a_step_is_that_of_a_loop_by_hand(
     ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int, most: float | None
 ) -> None:

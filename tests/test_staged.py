@@ -52,6 +52,7 @@ from tests.saving import (
     make_state,
     newest_of,
 )
+from tests.thinning import the_first
 from tests.trials import Trial, run_trials
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -246,7 +247,7 @@ def complete_each(ranks: RankPool, folder: Path, left: list[tuple[Point, Path, P
     return num_completed
 
 
-@pytest.mark.parametrize("every", [18, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [30, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_all_ranks_had_staged_is_completed_wherever_one_is_killed(
     every: int, ranks: RankPool, folder: Path
 ) -> None:
@@ -260,7 +261,7 @@ def test_what_all_ranks_had_staged_is_completed_wherever_one_is_killed(
     assert num_completed > len(points) / 4
 
 
-@pytest.mark.parametrize("keep_previous", [True, False])
+@pytest.mark.parametrize("keep_previous", the_first([True, False]))
 def test_killed_in_mid_copy_the_save_before_is_completed_if_it_is_kept(
     keep_previous: bool, ranks: RankPool, folder: Path
 ) -> None:
