@@ -1,10 +1,8 @@
 # Every target makes the environment it needs: one .venv in this folder, made anew when what it is made from changes.
-# PYTHON chooses the interpreter (3.10 or newer); JOBS is how many processes run tests, 0 for this one alone; ARGS goes
-# to pytest or to the benchmarks:
+# PYTHON chooses the interpreter (3.10 or newer); ARGS goes to pytest or to the benchmarks:
 #     make test ARGS="-k watch"      make bench ARGS="--list"
 
 PYTHON ?= python3
-JOBS ?= 2
 ARGS ?=
 
 VENV := .venv
@@ -52,7 +50,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.live_config
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
