@@ -96,7 +96,7 @@ def save_often(rank: int, storage: Path, num_saves: int, overlaps: bool) -> list
                     )
                 )
                 dist.barrier()
-    assert newest_of(storage) == num_saves + 1 and garbage_in(job_folder(storage)) == []
+    assert newest_of(storage) == num_saves + 1 and garbage_in(storage) == []
     return counted
 
 
