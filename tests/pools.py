@@ -99,6 +99,31 @@ def die_by_sigkill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class NoteIn:
+    """Add a word to a file."""
+
+    file: Path
+    word: str
+
+    def __call__(self) -> None:
+        with self.file.open("a") as file:
+            file.write(self.word)
+
+
+@dataclass(frozen=True)
+class DieAndLeaveAChild:
+    """Die, and leave a process that holds all that was open until the test comes to a gate."""
+
+    gate: Path
+
+    def __call__(self) -> None:
+        if os.fork() == 0:
+            WaitAt(self.gate)()
+            os._exit(0)
+        die_by_sigkill()
+
+
 def die_by_segfault() -> None:
     ctypes.string_at(0)
 
@@ -211,11 +236,11 @@ def within(seconds: int) -> Iterator[None]:
         raise AssertionError(f"still not done after {seconds} seconds")
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(seconds)
+    left = signal.alarm(seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.alarm(left)
         signal.signal(signal.SIGALRM, before)
 
 

@@ -65,6 +65,12 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def _is_readable_soon(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(20_000))
+
+
 # --- as torch's ------------------------------------------------------------------------------------------------------
 
 
@@ -352,7 +358,7 @@ class Counted:
         Counted.num_alive -= 1
 
 
-def test_forgotten_batches_are_freed_and_keep_no_worker(tmp_path: Path) -> None:
+def test_forgotten_batches_are_freed(tmp_path: Path) -> None:
     busy = gate(tmp_path / "busy")
     doing: dict[int, Callable[[], Any]] = {0: WhenTaken(Counted, ""), 1: Both(WaitAt(busy), WhenTaken(Counted, ""))}
     with Pool(work(doing), context=FORK) as pool:
@@ -367,11 +373,18 @@ def test_forgotten_batches_are_freed_and_keep_no_worker(tmp_path: Path) -> None:
         assert pool.take(3) == [9]
         gc.collect()
         assert Counted.num_alive == 0
-        pool.submit(4, [1])
-        pool.forget(4)
-        pool.resize(0)  # hangs for ever in its batch, which nobody wants
-        assert pool.num_ready == 0
-        open_gate(busy)
+
+
+def test_worker_that_is_one_too_many_is_killed_if_it_hangs_in_a_batch_that_nobody_wants() -> None:
+    made = work({0: pools.pid, 1: pools.hang_for_ever})
+    with Pool(made, context=FORK, end_seconds=0.1) as pool:
+        ((pid,),) = _make(pool, 1, [[0]])
+        watched = os.pidfd_open(pid)
+        pool.submit(1, [1])
+        pool.forget(1)
+        pool.resize(0)
+        assert _is_readable_soon(watched)
+    os.close(watched)
 
 
 def test_forgotten_before_any_worker_has_it_is_never_made(tmp_path: Path) -> None:
@@ -409,6 +422,14 @@ def test_what_a_dead_worker_had_is_made_again(
     assert "samples 6, 7" in warning
 
 
+def test_what_a_dead_worker_had_is_made_again_in_order(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    doing = {index: pools.NoteIn(made, str(index)) for index in range(6)}
+    with Pool(work({**doing, 0: Both(Once(tmp_path / "mark", pools.die_by_exit), doing[0])}), context=FORK) as pool:
+        _make(pool, 1, [[index] for index in range(6)])
+    assert made.read_text() == "012345"
+
+
 def test_tensors_that_went_with_their_worker_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     after = gate(tmp_path / "after")
     doing: dict[int, Callable[[], Any]] = {0: pools.a_tensor, 1: Once(tmp_path / "mark", WaitAt(after))}
@@ -431,6 +452,16 @@ def test_idle_worker_that_dies_is_replaced(caplog: pytest.LogCaptureFixture) -> 
         assert pool.take(1)[0] != victim
     (warning,) = _warnings(caplog)
     assert f"pid {victim} was killed by SIGKILL" in warning
+
+
+def test_death_of_a_worker_is_seen_while_a_process_that_it_leaves_holds_its_pipes(tmp_path: Path) -> None:
+    left = gate(tmp_path / "left")
+    dies = Once(tmp_path / "mark", pools.DieAndLeaveAChild(left))
+    try:
+        with Pool(work({0: dies}), context=FORK) as pool:
+            assert _make(pool, 1, [[0]]) == [[0]]
+    finally:
+        open_gate(left)
 
 
 def test_every_worker_may_be_killed_again_and_again(tmp_path: Path) -> None:
@@ -542,6 +573,7 @@ def test_worker_that_hangs_while_it_starts_is_an_error() -> None:
 @pytest.mark.parametrize("num_resizes", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("_nothing_left")
 def test_resizes_leave_nothing(num_resizes: int) -> None:
+    most = 0
     with pools.within(10 * SECONDS), Pool(work({0: pools.a_tensor}), context=FORK) as pool:
         pool.resize(1)
         pool.wait_ready()
@@ -552,6 +584,8 @@ def test_resizes_leave_nothing(num_resizes: int) -> None:
             pool.submit(2 * number + 1, [0])
             pool.take(2 * number)
             pool.take(2 * number + 1)
+            most = max(most, held().descriptors)
+    assert most < 100  # those that retire go at once, rather than in the end
 
 
 @pytest.mark.usefixtures("_nothing_left")
@@ -636,9 +670,7 @@ def test_workers_go_away_when_the_parent_is_killed() -> None:
         job.kill()
     assert watched
     for descriptor in watched:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        assert poll.poll(20_000), "a worker is still there"
+        assert _is_readable_soon(descriptor), "a worker is still there"
         os.close(descriptor)
 
 

@@ -204,7 +204,7 @@ class Pool:
         worker.num_answers += 1
         task = worker.tasks.popleft()
         outcome = self._loaded(worker, payload)
-        if outcome is not _LOST and not task.is_forgotten:
+        if outcome is not _LOST:
             task.outcome = outcome
 
     def _loaded(self, worker: Worker, payload: memoryview) -> Any:

@@ -127,7 +127,9 @@ class Worker:
         """Wait for its end, and kill it if it does not come."""
         if not self.has_ended(timeout_seconds):
             self._process.kill()
-        self._process.join(_GONE_SECONDS)
+            self.has_ended(_GONE_SECONDS)
+        if self._process.exitcode is None:  # its fork server has yet to say
+            self._process.join(_GONE_SECONDS)
 
     def close(self) -> None:
         """Give back what is left of a process that has ended."""
