@@ -8,14 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import psutil
-import torch
 
 from .accelerator import Accelerated
 from .batches import Batches
@@ -23,14 +19,15 @@ from .checkpoints import Checkpoints
 from .config import ElasticConfig
 from .counts import Counts
 from .errors import ElasticError, RanksDisagreeError, RanksError, StepError
+from .fixed_sharding import FixedSharding
 from .follow import ConfigFollower
 from .gradients import Gradients
-from .metrics import Measures
 from .optimizer_state import can_materialise, materialise
 from .progress import Progress
 from .rates import OptimizerSettings
 from .saving import Saving
 from .scaling import BatchRule, rate_factor
+from .speed import Speed
 from .steps import Steps
 
 __all__ = ["Session", "raise_on_all"]
@@ -70,7 +67,7 @@ class Session:
         self._rule: BatchRule = rule
         shows = sys.stderr.isatty() if shows_progress is None else shows_progress
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
-        self._speed = _Speed(counts)
+        self._speed = Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
@@ -92,7 +89,7 @@ class Session:
             if (
                 self._gradients.sharing.why_not_reshard is not None
             ):  # from here on: what is found at the start may say it
-                follower.add(_FixedSharding(self._gradients.sharing.why_not_reshard, lambda: follower.config))
+                follower.add(FixedSharding(self._gradients.sharing.why_not_reshard, lambda: follower.config))
             self._take_up(follower.config)
             self._materialise()
             if self.checkpoints is not None:
@@ -351,50 +348,6 @@ class Session:
         except (RuntimeError, AssertionError) as error:  # out of memory; or what torch asserts of a device
             problem = error
         self.follower.ranks.all_or_raise(problem, "making the optimizer's state")
-
-
-class _FixedSharding:
-    """The applier of the section ``parallelism`` for a model whose sharding cannot be changed: it refuses that."""
-
-    section = "parallelism"
-    only_checks = True
-    _PATHS = ("parallelism.strategy", "parallelism.shard_degree", "parallelism.unit")
-
-    def __init__(self, reason: str, in_force: Callable[[], ElasticConfig]) -> None:
-        self._reason = reason
-        self._in_force = in_force
-
-    def check(self, new: ElasticConfig) -> str | None:
-        now = self._in_force()
-        changed = [path for path in self._PATHS if new.get(path) is not None and new.get(path) != now.get(path)]
-        return f"{', '.join(changed)} cannot be changed: {self._reason}" if changed else None
-
-    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
-        """Of other keys of the section others may make something."""
-
-
-class _Speed:
-    """How fast training goes, from one look to the next."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-        self._since = time.perf_counter()
-        self._num_boundaries = self._num_samples = 0  # so many there were then
-
-    def measure(self) -> Measures:
-        """What was counted since the last call, per second, and the memory held now."""
-        now, counts = time.perf_counter(), self._counts
-        seconds = now - self._since
-        num_steps, num_samples = counts.num_boundaries - self._num_boundaries, counts.num_samples - self._num_samples
-        self._since, self._num_boundaries, self._num_samples = now, counts.num_boundaries, counts.num_samples
-        has_accelerator = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return Measures(
-            steps_per_second=num_steps / seconds if num_steps else None,
-            samples_per_second=num_samples / seconds if num_samples else None,
-            memory_bytes=psutil.Process().memory_info().rss,
-            accelerator_bytes=torch.cuda.memory_allocated() if has_accelerator else None,
-            accelerator_peak_bytes=torch.cuda.max_memory_allocated() if has_accelerator else None,
-        )
 
 
 def raise_on_all(follower: ConfigFollower, problem: Exception | None, doing: str) -> None:
