@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,6 +66,19 @@ class Job:
 
     def wait_for(self, line: str, *, times: int = 1, of: int | None = None) -> None:
         """Until all have printed it, or one of them, so often."""
+        end = threading.Timer(_DEADLINE_SECONDS, self.kill)  # then nothing more is printed
+        end.start()
+        try:
+            self._read_until(line, times, of)
+        finally:
+            end.cancel()
+        self.note_children()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def _read_until(self, line: str, times: int, of: int | None) -> None:
         for number, (process, lines) in enumerate(zip(self.processes, self.lines, strict=True)):
             if of is not None and number != of:
                 continue
@@ -77,7 +91,6 @@ class Job:
                     break
             else:
                 raise AssertionError("\n".join(lines))
-        self.note_children()
 
     def note_children(self) -> list[psutil.Process]:
         """The processes that these have started, and those that they have."""
