@@ -6,6 +6,8 @@ import gc
 import itertools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from elastic_ext import ElasticTrainer, MicroBatchSource
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
+
+pytestmark = pytest.mark.slow  # until a whole run has shown that no worker waits after other tests' process groups
 
 
 class Numbers:
@@ -382,3 +386,23 @@ def test_a_trainer_has_it_cut_steps_and_resumes_where_it_was(tmp_path: Path) -> 
     taken = list(itertools.chain(*first, *second))
     assert taken == epochs[0] + epochs[1]
     assert {len(each) for each in [*first, *second]} == {4, 2}  # the batch size in force was saved, too
+
+
+AFTER_A_GROUP = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from elastic_ext.data.loader import ElasticDataLoader
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+(DTensor.from_local(torch.ones(4), mesh, [Shard(0)]) * 2 + 1).sum()
+del mesh
+dist.destroy_process_group()
+print(sum(len(batch) for batch in ElasticDataLoader(torch.arange(20), 4, num_workers=2)))
+"""
+
+
+def test_workers_start_after_a_process_group_has_gone() -> None:
+    ended = subprocess.run([sys.executable, "-c", AFTER_A_GROUP], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == ["20"], ended.stderr

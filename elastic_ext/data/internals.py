@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import inspect
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 
 from elastic_ext.errors import ElasticError
 
-__all__ = ["PrivateParts", "pinned", "private_parts"]
+__all__ = ["PrivateParts", "pinned", "private_parts", "thread_state"]
 
 _PARAMETERS = (
     "dataset_kind",
@@ -79,6 +80,16 @@ class PrivateParts:
     def wrapped(self, worker_id: int) -> Any:
         """The exception that is being handled, wrapped as torch's loop wraps it."""
         return self.wrapper(where=f"in DataLoader worker process {worker_id}")
+
+
+def thread_state() -> object:
+    """What Python keeps for this thread. Whoever holds it keeps it whole in processes that other threads fork.
+
+    There Python drops what it keeps for all threads but the one that forked, and with it what torch has put there. A
+    process group that is only held by a cache of DTensor's would wait in its end for threads that are not there.
+    """
+    address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))()  # not ours yet
+    return ctypes.cast(address, ctypes.py_object).value
 
 
 def pinned(batch: Any, device: str = "") -> Any:

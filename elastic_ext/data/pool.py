@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from .crew import Crew
-from .internals import private_parts
+from .internals import private_parts, thread_state
 from .process import Work
 from .tasks import NOTHING, Raised, Task, in_short, reraise
 from .worker import Worker
@@ -40,6 +40,7 @@ class Pool:
         self, work: Work, *, context: BaseContext, timeout_seconds: float = 0.0, end_seconds: float = 5.0
     ) -> None:
         self._parts = private_parts()
+        self._thread_state = thread_state()  # another thread forks
         self._timeout_seconds = timeout_seconds
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
         self._unassigned: deque[Task] = deque()  # those of them that no worker has, in order
