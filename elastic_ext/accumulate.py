@@ -70,6 +70,9 @@ def shares(global_batch: int, num_ranks: int, weights: Sequence[float] | None = 
         return tuple(global_batch // num_ranks + (rank < global_batch % num_ranks) for rank in range(num_ranks))
     if len(weights) != num_ranks or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ValueError(f"the weights are {list(weights)}; allowed: {num_ranks} finite numbers > 0, one per rank")
+    exact = [global_batch * weight / sum(weights) for weight in weights]
+    if all(round(share) >= 1 and abs(share - round(share)) < 1e-9 * global_batch for share in exact):
+        return tuple(map(round, exact))
     spare = global_batch - num_ranks  # one each is given out beforehand
     exact = [spare * weight / sum(weights) for weight in weights]
     whole = [math.floor(share) for share in exact]

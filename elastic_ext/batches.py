@@ -47,7 +47,7 @@ class Batches:
         for name, value in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value!r}; allowed: an integer >= 1, or None")
-        self.source = loader if isinstance(loader, MicroBatchSource) else None
+        self.source = loader if isinstance(loader, MicroBatchSource) and loader.batch_size is not None else None
         self.is_resuming = False
         """A state is being loaded, whose global batch counts where the script gave none."""
         self.loader = loader
@@ -100,10 +100,9 @@ class Batches:
         return self._num_taken > 0 and self._fixed is not None and self._fixed.num_batches is not None
 
     @property
-    def source_applier(self) -> Applier | None:
-        """The source itself, where it follows keys of its own."""
-        source: Any = self.source
-        return source if hasattr(source, "check") and hasattr(source, "apply") else None
+    def loader_applier(self) -> Applier | None:
+        """The loader itself, where it follows keys of its own."""
+        return self.loader if hasattr(self.loader, "check") and hasattr(self.loader, "apply") else None
 
     @property
     def can_replay(self) -> bool:
@@ -202,7 +201,7 @@ class Batches:
         """Why steps cannot be cut as ``new`` says, None where they can."""
         batch, micro_batch = new.global_batch_size, new.dataloader.batch_size
         settings = [name for name in _FIXED_KEYS if getattr(new.dataloader, name) is not None]
-        if settings and self.source_applier is None:
+        if settings and self.loader_applier is None:
             return f"{', '.join(settings)} of this dataloader cannot change while it is in use"
         if self.source is not None:
             try:

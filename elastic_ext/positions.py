@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .sources import ResumableSource, RewindableSource
+from .sources import OwnPositions, ResumableSource, RewindableSource
 
 __all__ = ["Positions"]
 
@@ -21,6 +21,10 @@ _GOES_BACK_LATER = (
     "under way, and begin another; a MicroBatchSource with rewind() hands them out again in the same loop"
 )
 
+_OWN = {"of": "each rank"}
+"""What stands for a position where each rank has one of its own."""
+_WHY_NOT = "why there is none"
+
 
 class Positions:
     """Those of one loader, if there is one; only a MicroBatchSource knows of any itself."""
@@ -30,11 +34,23 @@ class Positions:
 
     def held(self) -> Any:
         """What the loader says of where it stands, as plain values; None where it cannot go on from there."""
-        return self._loader.state_dict() if isinstance(self._loader, ResumableSource) else None
+        source = self._loader
+        if isinstance(source, OwnPositions) and source.has_own_positions:
+            why_not = source.why_no_position
+            return dict(_OWN) if why_not is None else {_WHY_NOT: why_not}
+        return source.state_dict() if isinstance(source, ResumableSource) else None
 
-    def resume(self, position: Mapping[str, Any]) -> str | None:
+    def own(self) -> Any:
+        """The same of a loader that stands elsewhere on each rank; None of all others."""
+        source = self._loader
+        has_own = isinstance(source, OwnPositions) and source.has_own_positions and source.why_no_position is None
+        return source.state_dict() if has_own else None
+
+    def resume(self, position: Mapping[str, Any], own: Any) -> str | None:
         """Go on from a position; gives why the epoch begins anew instead, where it does."""
-        held, source = position["source"], self._loader
+        held, source = _either(position["source"], own), self._loader
+        if isinstance(held, str):
+            return f"{held}: the epoch begins anew"
         if held is not None and isinstance(source, ResumableSource):
             source.load_state_dict(held)
             return None
@@ -48,15 +64,16 @@ class Positions:
 
     def can_go_back(self, position: Mapping[str, Any]) -> bool:
         """Whether what came after a position can come again."""
-        return position["source"] is not None and isinstance(self._loader, ResumableSource)
+        held = position["source"]
+        return held is not None and not _is_missing(held) and isinstance(self._loader, ResumableSource)
 
-    def go_back(self, position: Mapping[str, Any]) -> str | None:
+    def go_back(self, position: Mapping[str, Any], own: Any) -> str | None:
         """Have what came after a position come again, between two steps; gives what has to be known where it may not.
 
         A loader with sizes of its own goes on as if nothing had happened.
         """
-        held, source = position["source"], self._loader
-        if not self.can_go_back(position):
+        held, source = _either(position["source"], own), self._loader
+        if not self.can_go_back(position) or isinstance(held, str):
             return None if source is None else _CANNOT_GO_BACK
         if isinstance(source, RewindableSource):
             source.rewind(held)
@@ -64,3 +81,16 @@ class Positions:
         assert isinstance(source, ResumableSource)
         source.load_state_dict(held)
         return _GOES_BACK_LATER
+
+
+def _either(held: Any, own: Any) -> Any:
+    """What all ranks hold, or this one's own; a string says why there is none."""
+    if _is_missing(held):
+        return f"where the dataloader stood is not known: {held[_WHY_NOT]}"
+    if held != _OWN:
+        return held
+    return "each rank stood elsewhere in the dataset, and there were more or fewer ranks" if own is None else own
+
+
+def _is_missing(held: Any) -> bool:
+    return isinstance(held, Mapping) and _WHY_NOT in held

@@ -80,8 +80,8 @@ class Session:
             follower.reports.measure = self._speed.measure
             follower.on_change("global_batch_size", self._apply, self._batches.check)
             follower.on_change("dataloader", self._apply, _agree_to_all)
-            if self._batches.source_applier is not None:
-                follower.add(self._batches.source_applier)
+            if self._batches.loader_applier is not None:
+                follower.add(self._batches.loader_applier)
             follower.add(self._settings)
             if loaded_config is not None:
                 follower.load_state_dict(self._with_own_values(loaded_config))

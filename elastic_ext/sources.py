@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .accumulate import BatchPlan, StepPlan, nearest_batches
 
-__all__ = ["FixedBatches", "MicroBatchSource", "ResumableSource", "RewindableSource"]
+__all__ = ["FixedBatches", "MicroBatchSource", "OwnPositions", "ResumableSource", "RewindableSource"]
 
 
 @runtime_checkable
@@ -27,7 +27,7 @@ class MicroBatchSource(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """The micro-batch that it was made with, on one rank."""
+        """The micro-batch that it was made with, on one rank; a loader that has None there has sizes of its own."""
 
     @property
     def drop_last(self) -> bool:
@@ -64,6 +64,19 @@ class RewindableSource(ResumableSource, Protocol):
 
     def rewind(self, state: Any) -> None:
         """Go on from there, in the loop that is under way, or with the one that comes. Called between two steps."""
+
+
+@runtime_checkable
+class OwnPositions(RewindableSource, Protocol):
+    """One whose position may be each rank's own, so that as many ranks have to go on from theirs."""
+
+    @property
+    def has_own_positions(self) -> bool:
+        """Whether it is."""
+
+    @property
+    def why_no_position(self) -> str | None:
+        """Why it cannot go on where it is now, None if it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

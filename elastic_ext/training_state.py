@@ -34,6 +34,7 @@ from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
 from .fsdp.state import box_of, local_of
 from .overlap import Overlap, why_not_overlap
+from .own_positions import own_position, packed_position
 from .ranks import Ranks
 from .sharing import Sharing
 from .taking_part import TakingPart
@@ -67,6 +68,8 @@ class Moment:
     tensors: Mapping[str, torch.Tensor]
     random: Mapping[str, torch.Tensor]
     """States of generators, by names."""
+    own_position: Mapping[str, torch.Tensor]
+    """Where this rank's dataloader stands, if each has a place of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,6 +80,8 @@ class Resumed:
     commit: Commit
     state: Mapping[str, Any]
     position: Mapping[str, Any]
+    own_position: Any
+    """Where this rank's dataloader stood, if there were as many ranks and each had a place of its own; else None."""
     random: Mapping[str, torch.Tensor]
     """This rank's, or the first one's."""
 
@@ -122,6 +127,7 @@ class TrainingState:
             config=self._config(),
             position=position,
             tensors={name: tensor.clone() for name, tensor in tensors.items()},
+            own_position=packed_position(self._batches.positions.own(), self.rank),
             random=random_tensors()
             | {name: draw.get_state() for name, draw in _generators_of(self._batches.loader).items()},
         )
@@ -154,7 +160,11 @@ class TrainingState:
             [optimizer.inner for optimizer in self._parts.optimizers],
             rank=self.rank,
             tensors=tensors,
-            own={**own_buffers, **{f"random/{self.rank}/{name}": tensor for name, tensor in moment.random.items()}},
+            own={
+                **own_buffers,
+                **moment.own_position,
+                **{f"random/{self.rank}/{name}": tensor for name, tensor in moment.random.items()},
+            },
             state=state,
         )
 
@@ -218,6 +228,7 @@ class TrainingState:
             commit=opened.found.commit,
             state=state,
             position=unpack(state["position"], tensors),
+            own_position=own_position(opened, rank=self.rank, num_ranks=self.num_ranks),
             random=drawn,
         )
 
@@ -238,7 +249,7 @@ class TrainingState:
 
     def take_up(self, resumed: Resumed) -> None:
         """Go on where the checkpoint was: the last of all that is done to resume, so that nothing is drawn after it."""
-        why_anew = self._batches.positions.resume(resumed.position)
+        why_anew = self._batches.positions.resume(resumed.position, resumed.own_position)
         if why_anew is not None and self.rank == 0:
             _logger.warning("%s", why_anew)
         self._restore_random(resumed)
@@ -270,7 +281,7 @@ class TrainingState:
             self.counts.undo(resumed.state["counts"]["global_step"])
         else:
             self.counts.load_state_dict(resumed.state["counts"])
-        told = None if skips else self._batches.positions.go_back(resumed.position)
+        told = None if skips else self._batches.positions.go_back(resumed.position, resumed.own_position)
         if told is not None and told not in self._told and self.rank == 0:
             self._told.add(told)
             _logger.warning("%s", told)

@@ -34,8 +34,22 @@ def test_weighted_shares_add_up_leave_nobody_out_and_follow_the_weights(
     assert sum(each) == batch
     assert min(each) >= 1
     spare = batch - len(weights)
+    if [share / weight for share, weight in zip(each, weights, strict=True)] == pytest.approx(
+        [batch / sum(weights)] * len(weights)
+    ):
+        return  # exactly
     for share, weight in zip(each, weights, strict=True):
         assert abs(share - 1 - spare * weight / sum(weights)) < 1 + 1e-9 * batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "weights", "expected"),
+    [(60, (5.0, 1.0), (50, 10)), (4, (3, 1), (3, 1)), (60, (0.1, 0.2, 0.3), (10, 20, 30)), (7, (3, 1), (5, 2))],
+)
+def test_shares_are_exactly_in_proportion_where_whole_numbers_are(
+    batch: int, weights: tuple[float, ...], expected: tuple[int, ...]
+) -> None:
+    assert shares(batch, len(weights), weights) == expected
 
 
 @given(st.data(), ranks, st.integers(1, 300))
@@ -171,7 +185,7 @@ def test_plans(batch: int, num_ranks: int, micro_batch: int, expected: tuple[tup
 @pytest.mark.parametrize(
     ("batch", "micro_batch", "weights", "remaining", "expected"),
     [
-        (15, 4, (7.0, 1.0), 16, ((4, 4, 5), (1, 1, 1))),
+        (15, 4, (7.0, 1.0), 16, ((4, 4), (4, 4))),  # 14 and 2 would be of 7
         (15, 4, (7.0, 1.0), 13, ((3, 4), (3, 3))),  # 11 and 2 would be micro-batches of 6
         (15, 4, (7.0, 1.0), 12, ((5, 5), (1, 1))),
         (3, 1, (3.0, 1.0), 4, ((1, 1), (1, 1))),

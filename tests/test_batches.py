@@ -346,10 +346,10 @@ def test_a_source_without_an_end_has_no_number_of_steps() -> None:
 
 
 def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> None:
-    assert Batches(Source()).source_applier is None
-    assert Batches(loader_of(8)).source_applier is None
+    assert Batches(Source()).loader_applier is None
+    assert Batches(loader_of(8)).loader_applier is None
     source = FollowingSource()
-    assert Batches(source).source_applier is source
+    assert Batches(source).loader_applier is source
 
 
 # --- live changes ---------------------------------------------------------------------------------------------------

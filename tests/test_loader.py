@@ -151,8 +151,9 @@ def test_a_loop_that_is_left_early_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda: ElasticDataLoader(Numbers(5), batch_sampler=[[1], [2]]), NotImplementedError, "of its own sizes"),
-        (lambda: ElasticDataLoader(Endless()), NotImplementedError, "no samples to ask for by index"),
+        (lambda: ElasticDataLoader(Numbers(5), 2, batch_sampler=[[1], [2]]), ValueError, "mutually exclusive"),
+        (lambda: ElasticDataLoader(Endless(), seed_samples=True), ValueError, "samples with an index"),
+        (lambda: ElasticDataLoader(Numbers(5), fast_forward=True), ValueError, "is for an IterableDataset"),
         (lambda: ElasticDataLoader(Numbers(5), 0), ValueError, "batch_size should be a positive integer"),
         (
             lambda: ElasticDataLoader(Numbers(5), num_workers=-1),

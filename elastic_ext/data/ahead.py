@@ -80,6 +80,7 @@ class Ahead:
         self._asked: deque[_Asked] = deque()
         self._to_come: Iterator[Chunk] = iter(())
         self._is_in_step = False
+        self.has_ended = False
         self._cut()
 
     def __next__(self) -> Any:
@@ -123,6 +124,11 @@ class Ahead:
         while self._asked:
             self._release(self._asked.popleft())
 
+    def end(self) -> None:
+        """The loop is over: nothing is asked for any more."""
+        self.close()
+        self.has_ended = True
+
     def _cut(self) -> None:
         """Begin at what is consumed; what was asked for and still comes is not asked for again."""
         self._is_in_step = False
@@ -136,6 +142,8 @@ class Ahead:
 
     def _ask(self, on_the_way: Sequence[_Made] = ()) -> None:
         """Ask for batches until as many are under way as should be, one at least, and all of what is ``on_the_way``."""
+        if self.has_ended:
+            return
         most = max(self._maker.num_ahead, 1)
         end = max((made.stop for made in on_the_way), default=0)
         while len(self._asked) < most or self._asked[-1].chunk.passes < end:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from elastic_ext.errors import ElasticError
 
@@ -76,6 +77,10 @@ class PrivateParts:
             persistent_workers=False,
             shared_seed=None,
         )
+
+    def tell_dataset(self, dataset: object) -> None:
+        """Have ``get_worker_info()`` give this dataset, in a worker."""
+        object.__setattr__(get_worker_info(), "dataset", dataset)  # which refuses to be set otherwise
 
     def wrapped(self, worker_id: int) -> Any:
         """The exception that is being handled, wrapped as torch's loop wraps it."""

@@ -8,24 +8,30 @@ Where an epoch stands is one position in an order that no number of ranks, worke
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
+import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 
-from .ahead import Ahead
-from .cursor import Cursor, num_chunks
+from .epochs import Epochs, Running
+from .following import Following
+from .indexed import Indexed
 from .internals import pinned
 from .making import Making
 from .pool import Work
 from .sampler import ElasticDistributedSampler
+from .streamed import Streamed
 
 __all__ = ["ElasticDataLoader"]
 
@@ -33,11 +39,15 @@ _PREFETCH = 2  # as torch has it
 
 
 class ElasticDataLoader(DataLoader[Any]):
-    """Batches of a dataset with samples that are asked for by index; arguments as torch's DataLoader has them.
+    """Batches of a dataset; arguments as torch's DataLoader has them, and some more.
 
     ``shuffle`` draws an order from ``seed``, by default that of ``generator``, and the epoch's number: the same on all
     ranks. A ``sampler`` draws it otherwise; it has to give the same order wherever it is asked, for which its
     ``generator`` is seeded so. Each loop over the loader is another epoch, unless ``set_epoch`` names one.
+
+    ``config_file`` is followed by a loader that has no trainer. ``seed_samples`` has the random numbers of a sample
+    depend on ``seed``, epoch and index alone. ``fast_forward`` lets an IterableDataset that cannot tell where it is
+    pass all samples that it has to leave behind.
 
     By itself it gives all samples, or those of an ElasticDistributedSampler's rank; with a trainer those of the
     trainer's rank.
@@ -45,171 +55,236 @@ class ElasticDataLoader(DataLoader[Any]):
 
     section = "dataloader"
 
-    def __init__(self, dataset: Any, batch_size: int | None = 1, *args: Any, seed: int | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        *args: Any,
+        seed: int | None = None,
+        config_file: str | Path | None = None,
+        seed_samples: bool = False,
+        fast_forward: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        given = inspect.signature(DataLoader).bind(dataset, batch_size, *args, **kwargs).arguments
+        batches = given.get("batch_sampler")
+        if type(batches) is BatchSampler and not _says_more(given):  # it does what a loader does with a sampler
+            given |= {"batch_size": batches.batch_size, "sampler": batches.sampler, "drop_last": batches.drop_last}
+            batches = given["batch_sampler"] = None
+        super().__init__(**given)
+        self._batches = batches
+        self._started_with = (self.num_workers, self.prefetch_factor, self.pin_memory)
+        self._is_alone = True
+        self._epochs: Epochs
         if isinstance(dataset, IterableDataset):
-            raise NotImplementedError(
-                "an IterableDataset has no samples to ask for by index; load it with torch's DataLoader"
-            )
-        super().__init__(dataset, batch_size, *args, **kwargs)
-        given = dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)) | kwargs
-        if given.get("batch_sampler") is not None:
-            raise NotImplementedError(
-                "a batch_sampler makes batches of its own sizes; give a sampler and a batch_size, or use torch's "
-                "DataLoader"
-            )
-        if seed is None:
-            seed = 0 if self.generator is None else self.generator.initial_seed()
-        sampler = given.get("sampler")
-        if isinstance(sampler, ElasticDistributedSampler):
-            self._order = sampler
-        elif sampler is not None:
-            self._order = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
+            self._epochs = self._streamed(seed_samples, fast_forward)
         else:
-            self._order = ElasticDistributedSampler(dataset, 1, 0, shuffle=bool(given.get("shuffle")), seed=seed)
-        self._plan: BatchPlan | None = None
-        self._rank = self._order.rank
-        self._ahead: Ahead | None = None
+            self._epochs = self._indexed(given, seed, seed_samples, fast_forward)
         self._making: Making | None = None  # that is kept from epoch to epoch
         self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
-        self._position = 0  # that the next loop begins at
-        self._is_begun = False  # a loop over this epoch; the next one is over another
+        self._following: Following | None = None
+        if config_file is not None:
+            me = weakref.ref(self)
+            self._following = Following(config_file, check=partial(_check, me), apply=partial(_apply, me))
+            weakref.finalize(self, self._following.close)
 
     # ---- a loop ----
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._is_begun:
-            self.set_epoch(self._order.epoch + 1)
-        self._is_begun = True
-        making = self._making if self._making is not None else self._new_making()
-        if self.persistent_workers:
-            self._making = making
-        order = self._order.order
-        cursor = Cursor(order.num_samples, position=self._position)
-        can_recut = self.collate_fn is default_collate
-        self._ahead = Ahead(order, cursor, making, self._planned(), self._rank, can_recut=can_recut)
-        self._position = 0
-        return _Loop(self, self._ahead, None if self.persistent_workers else making)
+        if self._following is not None:
+            self._following.look()
+        if self._started_with[2] and not _can_pin():
+            warnings.warn("pin_memory is True, and there is no accelerator: nothing is pinned", stacklevel=2)
+        num_workers = self._epochs.num_workers
+        making = self._made_by(self.num_workers if num_workers is None else num_workers)
+        return _Loop(self, self._epochs.begin(making), None if making is self._making else making)
 
     def __len__(self) -> int:
         """How many batches the loop that comes has on this rank."""
-        return num_chunks(self._planned(), self._order.order.num_samples - self._position)
+        return self._epochs.num_batches()
 
     def set_epoch(self, epoch: int) -> None:
         """Name the epoch that the next loop is over; one that is under way, or was loaded, goes on where it stands."""
-        if epoch != self._order.epoch:
-            self._position = 0
-        self._order.set_epoch(epoch)
-        self._is_begun = False
+        self._epochs.set_epoch(epoch)
 
     @property
     def is_alone(self) -> bool:
         """Whether nobody tells it what is consumed."""
-        return self._plan is None
+        return self._is_alone
 
     # ---- as a trainer sees it ----
 
     @property
     def remaining(self) -> int | None:
-        """Samples of the epoch, over all ranks, that no commit has passed."""
-        return self._cursor.remaining
+        """Samples of the epoch, over all ranks, that no commit has passed; None where that is not known."""
+        return self._epochs.remaining
+
+    @property
+    def has_own_positions(self) -> bool:
+        """Whether each rank has to go on from a state of its own."""
+        return isinstance(self._epochs, Streamed)
+
+    @property
+    def why_no_position(self) -> str | None:
+        """Why it cannot go on where another was, None if it can."""
+        return self._epochs.why_no_position if isinstance(self._epochs, Streamed) else None
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from the last commit on."""
         if self.batch_size is None:
             raise ValueError("batch_size is None, which makes no batches; give a number for a trainer to change")
-        self._plan, self._rank = plan, rank
-        if self._ahead is not None:
-            self._ahead.plan(plan, rank)
+        if self._following is not None:
+            raise ValueError("config_file is for a loader without a trainer, which follows a file itself; leave it out")
+        self._is_alone = False
+        self._epochs.plan(plan, rank)
 
     def commit(self) -> None:
         """What was handed out is consumed."""
-        if self._ahead is not None:
-            self._ahead.commit()
+        if self._epochs.running is not None:
+            self._epochs.running.commit()
 
     def rollback(self) -> None:
         """Hand out again what was handed out since the last commit, in the loop that is under way."""
-        if self._ahead is not None:
-            self._ahead.rollback()
+        if self._epochs.running is not None:
+            self._epochs.running.rollback()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands: what is not consumed comes from there, whatever the ranks, sizes and workers."""
-        return {
-            "epoch": self._order.epoch,
-            "position": self._cursor.passed,
-            "is_over": self._planned().next_step(self._cursor.remaining) is None,
-            "order": self._order.order.state_dict(),
-        }
+        """Where the epoch stands: what is not consumed comes from there, whatever the ranks, sizes and workers.
+
+        Over an IterableDataset it is this rank's own, and for as many workers.
+        """
+        return self._epochs.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there with the loop that comes; ValueError where this loader's order is another."""
-        self._order.load_state_dict(state)
-        self._ahead = None
-        self._is_begun = bool(state["is_over"])
-        self._position = 0 if self._is_begun else int(state["position"])
+        """Go on from there with the loop that comes; ValueError where this loader cannot."""
+        self._epochs.load_state_dict(state)
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """Go on from there in the loop that is under way, or in the one that comes. Called between two steps."""
-        ahead = self._ahead
-        self.load_state_dict(state)
-        if ahead is not None:
-            order = self._order.order
-            ahead.go_to(order, Cursor(order.num_samples, position=int(state["position"])))
-            self._ahead, self._position, self._is_begun = ahead, 0, True
+        self._epochs.rewind(state)
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why the workers and their like cannot change so."""
-        if self.persistent_workers and new.dataloader.num_workers == 0:
+        wanted = new.dataloader
+        if self.persistent_workers and wanted.num_workers == 0:
             return "num_workers is 0, and persistent_workers keeps some; leave one, or make the loader without it"
+        changes_workers = wanted.num_workers is not None and wanted.num_workers != self.num_workers
+        if changes_workers and isinstance(self.dataset, IterableDataset) and hasattr(self.dataset, "__next__"):
+            return (
+                "num_workers of an IterableDataset changes from one loop to the next, and this dataset is an iterator, "
+                "which gives nothing to a second loop; have its __iter__ give a new one"
+            )
+        changes_size = wanted.batch_size is not None and wanted.batch_size != getattr(self._batches, "batch_size", None)
+        if changes_size and self._batches is not None and not hasattr(self._batches, "set_batch_size"):
+            return (
+                "the batch_sampler decides how many samples a batch has; give it a method set_batch_size(batch_size), "
+                "or the loader a sampler and a batch_size"
+            )
+        if wanted.batch_size is not None and self._batches is None and self.batch_size is None:
+            return "batch_size is None, which makes no batches; make the loader with a number"
         return None
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Have as many workers, and so on; more workers are started beside training."""
         wanted = new.dataloader
-        if wanted.num_workers is not None:
-            self.num_workers = wanted.num_workers
-        if wanted.prefetch_factor is not None or (self.num_workers and self.prefetch_factor is None):
-            self.prefetch_factor = wanted.prefetch_factor or _PREFETCH
-        if wanted.pin_memory is not None:
-            self.pin_memory = wanted.pin_memory
+        workers, prefetch, pins = self._started_with
+        self.num_workers = workers if wanted.num_workers is None else wanted.num_workers
+        self.prefetch_factor = wanted.prefetch_factor or prefetch or (_PREFETCH if self.num_workers else None)
+        self.pin_memory = pins if wanted.pin_memory is None else wanted.pin_memory
+        if self.is_alone:
+            self._resize(wanted.batch_size)
         for making in self._makings:
             making.prefetch_factor = self.prefetch_factor or _PREFETCH
-            making.resize(self.num_workers)
+            making.pin = self._pin()
+            if not isinstance(self._epochs, Streamed):  # whose workers share the samples out among them
+                making.resize(self.num_workers)
+
+    # ---- how it is made ----
+
+    def _streamed(self, seed_samples: bool, fast_forward: bool) -> Streamed:
+        if seed_samples:
+            raise ValueError("seed_samples needs samples with an index, and an IterableDataset has none")
+        return Streamed(
+            self.dataset,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            collate_fn=self.collate_fn,
+            fast_forward=fast_forward,
+        )
+
+    def _indexed(self, given: Mapping[str, Any], seed: int | None, seed_samples: bool, fast_forward: bool) -> Indexed:
+        if fast_forward:
+            raise ValueError(
+                "fast_forward is for an IterableDataset; a dataset with samples that are asked for by index goes on "
+                "anywhere at once"
+            )
+        if seed is None:
+            seed = 0 if self.generator is None else self.generator.initial_seed()
+        dataset: Any = self.dataset
+        sampler = given.get("sampler") if self._batches is None else self._batches
+        if sampler is None:
+            sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle=bool(given.get("shuffle")), seed=seed)
+        elif not isinstance(sampler, ElasticDistributedSampler):
+            sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
+        return Indexed(
+            dataset,
+            sampler,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            is_of_batches=self._batches is not None,
+            can_recut=self.collate_fn is default_collate,
+            seeds_samples=seed_samples,
+        )
 
     # ---- ----
 
-    @property
-    def _cursor(self) -> Cursor:
-        """Of the loop under way, or of the last one, or of the one that comes where there was none."""
-        if self._ahead is not None:
-            return self._ahead.cursor
-        return Cursor(self._order.order.num_samples, position=self._position)
+    def _resize(self, batch_size: int | None) -> None:
+        """Have batches of so many samples, or of as many as it was made with."""
+        if self._batches is None:
+            size = batch_size or self.batch_size
+            if size is not None:
+                self._epochs.resize(size)
+        elif batch_size is not None and hasattr(self._batches, "set_batch_size"):
+            self._batches.set_batch_size(batch_size)  # for the loop that comes, which draws its batches
 
-    def _planned(self) -> BatchPlan:
-        """The trainer's plan, or that of a loader by itself."""
-        if self._plan is not None:
-            return self._plan
-        size, num_ranks = self.batch_size or 1, self._order.num_replicas
-        return BatchPlan(global_batch=size * num_ranks, num_ranks=num_ranks, micro_batch=size, drop_last=self.drop_last)
+    def _pin(self) -> Callable[[Any], Any] | None:
+        return partial(pinned, device=self.pin_memory_device) if self.pin_memory and _can_pin() else None
 
-    def _new_making(self) -> Making:
+    def _made_by(self, num_workers: int) -> Making:
+        """Who makes the batches of a loop."""
+        making = self._making
+        if making is not None and isinstance(self._epochs, Streamed) and making.num_workers != num_workers:
+            making.close()
+            making = None
+        if making is None:
+            making = self._new_making(num_workers)
+        if self.persistent_workers:
+            self._making = making
+        return making
+
+    def _new_making(self, num_workers: int) -> Making:
         context: Any = self.multiprocessing_context
         if context is None:
             context = torch.multiprocessing.get_context()
         elif not isinstance(context, BaseContext):
             context = multiprocessing.get_context(context)
+        asked = self._epochs.asked
+        is_stream = isinstance(self._epochs, Streamed)
         making = Making(
             Work(
-                dataset=self.dataset,
-                collate_fn=self.collate_fn,
+                dataset=asked,
+                collate_fn=_as_it_is if is_stream else self.collate_fn,
                 base_seed=0,
-                auto_collation=self.batch_size is not None,
+                auto_collation=self._auto_collation and not is_stream,
                 worker_init_fn=self.worker_init_fn,
+                told_dataset=None if asked is self.dataset else self.dataset,
             ),
             context=context,
             timeout_seconds=self.timeout,
-            num_workers=self.num_workers,
+            num_workers=num_workers,
             prefetch_factor=self.prefetch_factor or _PREFETCH,
             draw_seed=self._draw_seed,
+            pin=self._pin(),
         )
         self._makings.add(making)
         return making
@@ -221,30 +296,55 @@ class ElasticDataLoader(DataLoader[Any]):
 class _Loop:
     """One loop over a loader; with it end the workers that are its own."""
 
-    def __init__(self, loader: ElasticDataLoader, ahead: Ahead, making: Making | None) -> None:
+    def __init__(self, loader: ElasticDataLoader, running: Running, making: Making | None) -> None:
         self._loader = loader
-        self._ahead = ahead
+        self._running = running
         self._making = making
 
     def __iter__(self) -> _Loop:
         return self
 
     def __next__(self) -> Any:
-        loader, ahead = self._loader, self._ahead
+        loader, running = self._loader, self._running
+        if loader._following is not None:
+            loader._following.look()
         try:
-            batch = next(ahead)
+            return next(running)
         except StopIteration:
             self.close()
             raise
         finally:
             if loader.is_alone:  # what a loop is given is consumed, also where it cannot be made
-                ahead.commit()
-        return pinned(batch, loader.pin_memory_device) if loader.pin_memory else batch
+                running.commit()
 
     def close(self) -> None:
-        self._ahead.close()
+        self._running.end()
         if self._making is not None:
             self._making.close()
 
     def __del__(self) -> None:
         self.close()
+
+
+def _says_more(given: Mapping[str, Any]) -> bool:
+    """Whether somebody who gave a batch sampler gave what does not go with one, which torch refuses."""
+    return given.get("batch_size", 1) != 1 or any(given.get(name) for name in ("shuffle", "sampler", "drop_last"))
+
+
+def _can_pin() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
+def _check(loader: weakref.ref[ElasticDataLoader], new: ElasticConfig) -> str | None:
+    found = loader()
+    return None if found is None else found.check(new)
+
+
+def _apply(loader: weakref.ref[ElasticDataLoader], old: ElasticConfig, new: ElasticConfig) -> None:
+    found = loader()
+    if found is not None:
+        found.apply(old, new)

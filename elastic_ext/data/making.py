@@ -7,6 +7,7 @@ from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from .pinning import Pinning
 from .pool import Pool, Work
 
 __all__ = ["Making"]
@@ -27,11 +28,13 @@ class Making:
         num_workers: int,
         prefetch_factor: int,
         draw_seed: Callable[[], int],
+        pin: Callable[[Any], Any] | None = None,
     ) -> None:
         self._work = work
         self._context = context
         self._timeout_seconds = timeout_seconds
         self._draw_seed = draw_seed
+        self._pinning = Pinning(pin)
         self._num_workers = 0
         self.prefetch_factor = prefetch_factor
         self._pool: Pool | None = None
@@ -46,6 +49,20 @@ class Making:
         """How many batches are asked for before the first of them is taken."""
         return self._num_workers * self.prefetch_factor
 
+    @property
+    def pin(self) -> Callable[[Any], Any] | None:
+        """What is done to each batch before it is taken."""
+        return self._pinning.pin
+
+    @pin.setter
+    def pin(self, pin: Callable[[Any], Any] | None) -> None:
+        self._pinning.pin = pin
+
+    @property
+    def num_workers(self) -> int:
+        """That there are to be."""
+        return self._num_workers
+
     def resize(self, num_workers: int) -> None:
         """Have so many workers, in a while."""
         if num_workers == self._num_workers:
@@ -54,11 +71,13 @@ class Making:
         self._num_workers = num_workers
         if self._pool is None:
             work = replace(self._work, base_seed=self._draw_seed())
-            self._pool = Pool(work, context=self._context, timeout_seconds=self._timeout_seconds)
+            self._pool = Pool(
+                work, context=self._context, timeout_seconds=self._timeout_seconds, finish=self._pinning.begin
+            )
         self._pool.resize(num_workers)
 
-    def submit(self, indices: list[Any]) -> int:
-        """Have a batch made of these; gives its number."""
+    def submit(self, indices: list[Any], slot: int | None = None) -> int:
+        """Have a batch made of these, by the worker of that slot or by any; gives its number."""
         self._number += 1
         pool = self._pool
         if self._fills_in and pool is not None and pool.num_ready > 0:
@@ -66,14 +85,14 @@ class Making:
         if pool is None or self._num_workers == 0 or self._fills_in:
             self._own[self._number] = indices
         else:
-            pool.submit(self._number, indices if self._work.auto_collation else indices[0])
+            pool.submit(self._number, indices if self._work.auto_collation else indices[0], slot)
         return self._number
 
     def take(self, number: int) -> Any:
         """The batch of that number, once it is made; raises what making it raised."""
         indices = self._own.pop(number, None)
         if indices is not None:
-            return self._made(indices)
+            return self._pinning.done(self._made(indices))
         assert self._pool is not None
         return self._pool.take(number)
 
@@ -88,6 +107,7 @@ class Making:
         self._own.clear()
         if self._pool is not None:
             self._pool.close()
+        self._pinning.close()
 
     def _made(self, indices: list[Any]) -> Any:
         work = self._work

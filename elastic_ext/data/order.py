@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Drawn", "InTurn", "Order", "Shuffled"]
+__all__ = ["BatchOrder", "Drawn", "InTurn", "Order", "Shuffled"]
 
 _MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
 _NUM_ROUNDS = 8
 _BLOCK = 4096  # positions that are computed together: each by itself would take a hundred times as long
 _SORTED, _ROUNDS = 1, 2  # the numbers of the algorithms: what one of them gives never changes
 _MOST_SAMPLES = 1 << 48
+_MOST_UNCOUNTED = 1 << 24  # samples that a sampler without a length may give
 
 _Words = npt.NDArray[np.uint64]
 
@@ -29,7 +31,7 @@ class Order(Protocol):
     @property
     def num_samples(self) -> int: ...
 
-    def indices(self, start: int, stop: int) -> list[int]:
+    def indices(self, start: int, stop: int) -> list[Any]:
         """The indices at positions from ``start`` to before ``stop``."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,7 +121,12 @@ class Drawn:
     """What a sampler gave, kept as it came."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
-        drawn = list(indices)
+        drawn = list(islice(indices, None if hasattr(indices, "__len__") else _MOST_UNCOUNTED + 1))
+        if len(drawn) > _MOST_UNCOUNTED and not hasattr(indices, "__len__"):
+            raise ValueError(
+                f"the sampler has no length, and gave {_MOST_UNCOUNTED} samples without coming to an end; an epoch has "
+                "one: give it __len__, or have it stop"
+            )
         is_plain = all(type(index) is int and -(1 << 63) <= index < 1 << 63 for index in drawn)
         self._indices: Any = np.array(drawn, dtype=np.int64) if is_plain else drawn
         self.num_samples = len(drawn)
@@ -132,6 +139,22 @@ class Drawn:
         told = self._indices.tobytes() if isinstance(self._indices, np.ndarray) else repr(self._indices).encode()
         digest = hashlib.blake2b(told, digest_size=16).hexdigest()
         return {"order": "drawn", "num_samples": self.num_samples, "digest": digest}
+
+
+class BatchOrder:
+    """An order whose places each hold the indices of a whole batch."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self.num_samples = order.num_samples
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        """Those of the one batch at ``start``."""
+        assert stop == start + 1
+        return list(self._order.indices(start, stop)[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
 
 
 def _checked(num_samples: int) -> int:

@@ -10,6 +10,8 @@ import errno
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
@@ -33,15 +35,23 @@ class Pool:
     """Worker processes behind a loader. All of it is called on one thread.
 
     ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without a sign of whom they wait for; 0: for ever.
-    A worker that is to end and does not in ``end_seconds`` is killed.
+    A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
+    gives what is to be taken, or its future.
     """
 
     def __init__(
-        self, work: Work, *, context: BaseContext, timeout_seconds: float = 0.0, end_seconds: float = 5.0
+        self,
+        work: Work,
+        *,
+        context: BaseContext,
+        timeout_seconds: float = 0.0,
+        end_seconds: float = 5.0,
+        finish: Callable[[Any], Future[Any] | Any] | None = None,
     ) -> None:
         self._parts = private_parts()
         self._thread_state = thread_state()  # another thread forks
         self._timeout_seconds = timeout_seconds
+        self._finish = finish
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
         self._unassigned: deque[Task] = deque()  # those of them that no worker has, in order
         self._crew = Crew(work, context, end_seconds)
@@ -81,16 +91,17 @@ class Pool:
                     f"{num_workers} workers were ready; see what worker_init_fn and the dataset's own start do"
                 )
 
-    def submit(self, number: int, indices: Any) -> None:
-        """Have a batch made. Numbers grow."""
+    def submit(self, number: int, indices: Any, slot: int | None = None) -> None:
+        """Have a batch made, by the worker of that slot or by any. Numbers grow."""
         if self._news or not self._crew.ready or self._unassigned:
             self._check_open()
-            self._tasks[number] = task = Task(number, indices)
+            self._tasks[number] = task = Task(number, indices, slot)
             self._unassigned.append(task)
             self._arrange()
         else:
-            self._tasks[number] = task = Task(number, indices)
-            self._give(task)
+            self._tasks[number] = task = Task(number, indices, slot)
+            if not self._give(task):
+                self._unassigned.append(task)
 
     def take(self, number: int) -> Any:
         """The batch of a number, once; raises what its making raised."""
@@ -99,10 +110,12 @@ class Pool:
             self._wait_for(task)
         del self._tasks[number]
         reraise(task, self._parts)
-        return task.outcome
+        return task.outcome.result() if isinstance(task.outcome, Future) else task.outcome
 
     def forget(self, number: int) -> None:
         """Nobody will take the batch of this number."""
+        if self._crew.is_closed:
+            return
         task = self._tasks.pop(number)
         task.is_forgotten = True
         if task in self._unassigned:
@@ -123,22 +136,27 @@ class Pool:
         """Take over new workers, start and retire some as needed, and have tasks made that were waiting for one."""
         self._crew.absorb()
         self._fit()
-        while self._unassigned and self._crew.ready:
-            self._give(self._unassigned.popleft())
+        self._unassigned = deque([task for task in self._unassigned if not self._give(task)])
 
     def _fit(self) -> None:
         self._crew.fit(at_least=1 if self._unassigned else 0)
 
-    def _give(self, task: Task) -> None:
-        ready = self._crew.ready
-        worker = ready[0]
-        for each in ready:
-            if len(each.tasks) < len(worker.tasks):
+    def _give(self, task: Task) -> bool:
+        """Have a worker make it; False if whoever has to is not ready."""
+        worker: Worker | None = None
+        for each in self._crew.ready:
+            if task.slot is None:
+                if worker is None or len(each.tasks) < len(worker.tasks):
+                    worker = each
+            elif each.slot == task.slot:
                 worker = each
+        if worker is None:
+            return False
         task.worker = worker
         for each_task in (*task.probes(), task) if task.num_deaths else (task,):
             worker.tasks.append(each_task)
             self._crew.send(worker, each_task.number, each_task.indices)
+        return True
 
     # --- batches come in ---
 
@@ -205,8 +223,13 @@ class Pool:
         worker.num_answers += 1
         task = worker.tasks.popleft()
         outcome = self._loaded(worker, payload)
-        if outcome is not _LOST:
-            task.outcome = outcome
+        if outcome is _LOST:
+            return
+        is_wanted = self._finish is not None and not task.is_forgotten and task.probes_for is None
+        if is_wanted and type(outcome) not in (Raised, self._parts.wrapper):
+            assert self._finish is not None
+            outcome = self._finish(outcome)
+        task.outcome = outcome
 
     def _loaded(self, worker: Worker, payload: memoryview) -> Any:
         try:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -42,6 +43,8 @@ class Work:
     auto_collation: bool = True
     """A task is a list of indices, whose samples are collated; else one index, whatever that is."""
     worker_init_fn: Callable[[int], None] | None = None
+    told_dataset: Any = None
+    """What ``get_worker_info`` gives instead of the dataset, where that is one of ours around it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +71,18 @@ def run(work: Work, seat: Seat, indices: Connection, results: Connection, inheri
         dataset=work.dataset,
         auto_collation=work.auto_collation,
         collate_fn=work.collate_fn,
-        worker_init_fn=work.worker_init_fn,
+        worker_init_fn=work.worker_init_fn if work.told_dataset is None else partial(_begin, work, parts),
         base_seed=seat.base_seed,
         worker_id=seat.slot,
         num_workers=seat.num_workers,
     )
+
+
+def _begin(work: Work, parts: PrivateParts, slot: int) -> None:
+    """Show the user's dataset before the user's function looks for it."""
+    parts.tell_dataset(work.told_dataset)
+    if work.worker_init_fn is not None:
+        work.worker_init_fn(slot)
 
 
 class Noted(list[Any]):

@@ -6,12 +6,13 @@
     ElasticDistributedSampler(dataset, num_replicas=5, rank=0).load_state_dict(state)
 
 An ElasticDataLoader takes the order from it, and cuts it as steps are cut. By itself, as the sampler of another loader,
-it gives its ranks samples in turn: from a position on the first to rank 0, the next to rank 1, and around again.
+it gives its ranks samples in turn, round after round: the first to rank 0, the next to rank 1, and around again; a rank
+whose share weighs more has more of each round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ class ElasticDistributedSampler(Sampler[Any]):
     ``sampler`` may be any that a seed makes repeatable: its ``generator`` is seeded from ``seed`` and the epoch, its
     ``set_epoch`` called. Such an order is kept as a list; ``shuffle`` by itself keeps none, whatever the size.
 
-    Where the last samples are not enough for all ranks some have one more, unless ``drop_last`` leaves them out, or
-    ``pad`` gives the others samples of the epoch's beginning again; ``num_padded`` says how many.
+    ``share_weights`` are whole numbers, one per rank: what each has of a round, by default 1.
+
+    Where the last samples are not enough for a round some ranks have fewer of it, unless ``drop_last`` leaves them out,
+    or ``pad`` gives the others samples of the epoch's beginning again; ``num_padded`` says how many.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         *,
         sampler: Iterable[Any] | None = None,
         pad: bool = False,
+        share_weights: Sequence[int] | None = None,
     ) -> None:
         if (dataset is None) == (sampler is None):
             raise ValueError("give a dataset, or a sampler whose order is shared out, and not both")
@@ -54,6 +58,12 @@ class ElasticDistributedSampler(Sampler[Any]):
         self.rank = (dist.get_rank() if joined else 0) if rank is None else rank
         if type(self.num_replicas) is not int or not 0 <= self.rank < self.num_replicas:
             raise ValueError(f"rank is {self.rank} of {self.num_replicas} replicas; allowed: 0 to num_replicas - 1")
+        shares = (1,) * self.num_replicas if share_weights is None else tuple(share_weights)
+        if len(shares) != self.num_replicas or not all(type(share) is int and share > 0 for share in shares):
+            raise ValueError(
+                f"share_weights are {list(shares)}; allowed: {self.num_replicas} whole numbers > 0, one per rank"
+            )
+        self.share_weights = shares
         self.dataset = dataset
         self.sampler = sampler
         self.shuffle = shuffle
@@ -82,7 +92,7 @@ class ElasticDistributedSampler(Sampler[Any]):
     @property
     def num_padded(self) -> int:
         """Samples that come twice in what is left of the epoch, so that all ranks have as many."""
-        return -self._num_left() % self.num_replicas if self.pad and self._num_left() else 0
+        return -self._num_left() % self._round if self.pad and self._num_left() else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
@@ -93,30 +103,38 @@ class ElasticDistributedSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         """How many samples the next iteration gives this rank: of an epoch, or of what a state has left of one."""
-        left = self._num_left()
-        if self.drop_last:
-            return left // self.num_replicas
-        if self.pad:
-            return -(-left // self.num_replicas)
-        return max(left - self.rank + self.num_replicas - 1, 0) // self.num_replicas
+        num_rounds, rest = divmod(self._num_left(), self._round)
+        own, before = self.share_weights[self.rank], sum(self.share_weights[: self.rank])
+        if self.pad and rest:
+            return (num_rounds + 1) * own
+        return num_rounds * own + (0 if self.drop_last else min(max(rest - before, 0), own))
 
     def __iter__(self) -> Iterator[Any]:
         order = self.order
         num_left, num_own = self._num_left(), len(self)
         start = self._start = self._goes_on_at
         self._taken = self._goes_on_at = 0
+        own, before = self.share_weights[self.rank], sum(self.share_weights[: self.rank])
         for number in range(num_own):
-            place = start + (number * self.num_replicas + self.rank) % num_left
+            place = start + (number // own * self._round + before + number % own) % num_left
             self._taken += 1
             yield order.indices(place, place + 1)[0]
 
     def state_dict(self, num_taken: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands once every rank has taken ``num_taken`` samples of the last iteration.
+        """Where the epoch stands once this rank has taken ``num_taken`` samples of the last iteration.
 
-        By default all that were asked for; a loader with workers asks for more than it has handed out.
+        By default all that were asked for; a loader with workers asks for more than it has handed out. Ranks whose
+        shares weigh more than 1 stand together only between two rounds.
         """
         taken = self._taken if num_taken is None else num_taken
-        position = min(self._start + taken * self.num_replicas, self.order.num_samples)
+        num_rounds, rest = divmod(taken, self.share_weights[self.rank])
+        position = self._start + num_rounds * self._round
+        if rest and position + self._round <= self.order.num_samples:
+            raise ValueError(
+                f"rank {self.rank} has taken {rest} of the {self.share_weights[self.rank]} samples that it has of a "
+                "round, where no position says what the ranks have taken; take whole rounds before state_dict()"
+            )
+        position = min(position + (self._round if rest else 0), self.order.num_samples)
         return {"epoch": self.epoch, "position": position, "order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -135,6 +153,10 @@ class ElasticDistributedSampler(Sampler[Any]):
         position, self._taken = int(state["position"]), 0
         self._start = self._goes_on_at = 0 if position == self.order.num_samples else position
 
+    @property
+    def _round(self) -> int:
+        return sum(self.share_weights)
+
     def _num_left(self) -> int:
         return self.order.num_samples - self._goes_on_at
 
@@ -143,10 +165,12 @@ class ElasticDistributedSampler(Sampler[Any]):
             raise ValueError(
                 f"{type(sampler).__name__} shares its samples out by itself; give the sampler whose order it shares"
             )
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch)
-        if hasattr(sampler, "generator"):
-            sampler.generator = torch.Generator().manual_seed(_seed_of(self.seed, self.epoch))
+        parts: list[Any] = [sampler, getattr(sampler, "sampler", None)]  # a batch sampler has one of its own
+        for each in parts:
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self.epoch)
+            if hasattr(each, "generator"):
+                each.generator = torch.Generator().manual_seed(_seed_of(self.seed, self.epoch))
         return Drawn(sampler)
 
 

@@ -33,6 +33,8 @@ class Task:
 
     number: int
     indices: Any
+    slot: int | None = None
+    """Which worker has to make it; None: any."""
     worker: Worker | None = None
     """Who makes it."""
     outcome: Any = NOTHING
@@ -53,7 +55,7 @@ class Task:
         """Its samples one by one, if the next death over it is the last and there are several."""
         if self.num_deaths < _MOST_DEATHS - 1 or not isinstance(self.indices, list) or len(self.indices) < 2:
             return []
-        return [Task(self.number, [index], probes_for=self) for index in self.indices]
+        return [Task(self.number, [index], self.slot, probes_for=self) for index in self.indices]
 
 
 def in_short(indices: Any, limit: int = 10) -> str:

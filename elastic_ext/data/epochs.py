@@ -1,0 +1,80 @@
+"""Epochs: the loops over a dataset, one after another, and where they go on; what a loader must know of either kind.
+
+A dataset that is asked for samples by index is in indexed.py, one that gives its samples itself in streamed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from elastic_ext.accumulate import BatchPlan
+
+from .making import Making
+
+__all__ = ["Epochs", "Running"]
+
+
+class Running(Protocol):
+    """One loop: an iterator over its batches."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody loops any more."""
+
+    def __next__(self) -> Any: ...
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        """Cut steps like this from what is consumed on."""
+
+    def commit(self) -> None:
+        """What was handed out is consumed."""
+
+    def rollback(self) -> None:
+        """What was handed out and is not consumed comes again."""
+
+    def end(self) -> None:
+        """The loop is over: nothing is asked for any more."""
+
+
+class Epochs(Protocol):
+    """The loops over one dataset. A loop goes on where a state was; else it is over the epoch after the last one."""
+
+    asked: Any
+    """What is asked for samples, instead of the dataset itself."""
+
+    @property
+    def running(self) -> Running | None:
+        """The last loop."""
+
+    @property
+    def remaining(self) -> int | None:
+        """Samples of the epoch, over all ranks, that no commit has passed; None where that is not known."""
+
+    @property
+    def num_workers(self) -> int | None:
+        """With how many workers alone the loop that comes can go on; None: any."""
+
+    def begin(self, making: Making) -> Running:
+        """The loop that comes."""
+
+    def num_batches(self) -> int:
+        """How many batches the loop that comes has on this rank."""
+
+    def resize(self, batch_size: int) -> None:
+        """Batches of so many samples, where nobody plans them."""
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        """Cut steps like this from the last commit on."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The loop that comes is over this one; one that is under way, or was loaded, goes on where it stands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there with the loop that comes."""
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Go on from there in the loop that is under way, or in the one that comes."""

@@ -1,0 +1,139 @@
+"""Indexed: the loops over a dataset that is asked for samples by index. Where one stands is a position in an order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ext.accumulate import BatchPlan
+
+from .ahead import Ahead
+from .cursor import Cursor, num_chunks
+from .making import Making
+from .order import BatchOrder, Order
+from .sampler import ElasticDistributedSampler
+from .seeding import SeededDataset, SeededOrder
+
+__all__ = ["Indexed"]
+
+
+class Indexed:
+    """The epochs of a sampler's order, which is one of samples, or of whole batches of them."""
+
+    num_workers = None
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: ElasticDistributedSampler,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        is_of_batches: bool,
+        can_recut: bool,
+        seeds_samples: bool,
+    ) -> None:
+        self.asked = SeededDataset(dataset) if seeds_samples else dataset
+        self.running: Ahead | None = None
+        self._sampler = sampler
+        self._batch_size = batch_size or 1
+        self._drop_last = drop_last
+        self._is_of_batches = is_of_batches
+        self._can_recut = can_recut
+        self._seeds_samples = seeds_samples
+        self._given_plan: BatchPlan | None = None
+        self._rank = sampler.rank
+        self._position = 0  # that the next loop begins at
+        self._is_begun = False  # a loop over this epoch; the next one is over another
+
+    @property
+    def epoch(self) -> int:
+        return self._sampler.epoch
+
+    @property
+    def remaining(self) -> int | None:
+        return self._cursor.remaining
+
+    def begin(self, making: Making) -> Ahead:
+        if self._is_begun:
+            self.set_epoch(self.epoch + 1)
+        self._is_begun = True
+        order = self._order()
+        cursor = Cursor(order.num_samples, position=self._position)
+        self.running = Ahead(order, cursor, making, self._planned(), self._rank, can_recut=self._can_recut)
+        self._position = 0
+        return self.running
+
+    def num_batches(self) -> int:
+        return num_chunks(self._planned(), self._sampler.order.num_samples - self._position)
+
+    def resize(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        if self.running is not None and self._given_plan is None:
+            self.running.plan(self._planned(), self._rank)
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        self._given_plan, self._rank = plan, rank
+        if self.running is not None:
+            self.running.plan(plan, rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self._position = 0
+        self._sampler.set_epoch(epoch)
+        self._is_begun = False
+
+    def state_dict(self) -> dict[str, Any]:
+        cursor = self._cursor
+        return {
+            "epoch": self.epoch,
+            "position": cursor.passed,
+            "is_over": self._planned().next_step(cursor.remaining) is None,
+            "order": self._sampler.order.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self.running = None
+        self._is_begun = bool(state["is_over"])
+        self._position = 0 if self._is_begun else int(state["position"])
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        running = self.running
+        self.load_state_dict(state)
+        if running is not None and not running.has_ended:
+            order = self._order()
+            running.go_to(order, Cursor(order.num_samples, position=int(state["position"])))
+            self.running, self._position, self._is_begun = running, 0, True
+
+    @property
+    def _cursor(self) -> Cursor:
+        """Of the loop under way, or of the last one, or of the one that comes where there was none."""
+        if self.running is not None:
+            return self.running.cursor
+        return Cursor(self._sampler.order.num_samples, position=self._position)
+
+    def _order(self) -> Order:
+        order: Order = self._sampler.order
+        if self._is_of_batches:
+            order = BatchOrder(order)
+        return SeededOrder(order, seed=self._sampler.seed, epoch=self.epoch) if self._seeds_samples else order
+
+    def _planned(self) -> BatchPlan:
+        """The plan that was given, or that of a loader by itself."""
+        if self._given_plan is not None:
+            return self._given_plan
+        shares = self._sampler.share_weights
+        num_rounds, rest = divmod(self._batch_size, shares[self._sampler.rank])
+        if rest:
+            raise ValueError(
+                f"batch_size is {self._batch_size}, and this rank has {shares[self._sampler.rank]} samples of a round "
+                f"(share_weights {list(shares)}); give each rank as many times its share"
+            )
+        return BatchPlan(
+            global_batch=num_rounds * sum(shares),
+            num_ranks=len(shares),
+            micro_batch=num_rounds * max(shares),
+            weights=shares,
+            drop_last=self._drop_last,
+        )

@@ -1,0 +1,81 @@
+"""Random numbers of a dataset that depend on the sample alone: neither on who makes it, nor on what was made before."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from .order import Order
+
+__all__ = ["SeededDataset", "SeededOrder", "SeededSample"]
+
+
+class SeededSample(NamedTuple):
+    """What a seeded dataset is asked for."""
+
+    index: Any
+    seed: int
+
+    def __repr__(self) -> str:
+        return repr(self.index)
+
+
+class SeededOrder:
+    """An order whose indices come with the seeds of their samples, which another epoch has otherwise."""
+
+    def __init__(self, order: Order, *, seed: int, epoch: int) -> None:
+        self._order = order
+        self._key = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=32).digest()
+
+    @property
+    def num_samples(self) -> int:
+        return self._order.num_samples
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        return [SeededSample(index, self._seed_of(index)) for index in self._order.indices(start, stop)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+    def _seed_of(self, index: Any) -> int:
+        told = hashlib.blake2b(repr(index).encode(), digest_size=8, key=self._key).digest()
+        return int.from_bytes(told, "little") >> 1  # what torch takes
+
+
+class SeededDataset:
+    """A dataset that is asked for seeded samples. In the training process itself random states stay what they were."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, sample: SeededSample) -> Any:
+        if get_worker_info() is not None:
+            _seed(sample.seed)
+            return self.dataset[sample.index]
+        with _kept_random_states():
+            _seed(sample.seed)
+            return self.dataset[sample.index]
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too
+
+
+@contextmanager
+def _kept_random_states() -> Iterator[None]:
+    plain, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(plain)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)

@@ -1,0 +1,130 @@
+"""Stream: the samples of an IterableDataset as one worker has them, which come again where they are asked for again.
+
+Whoever makes batches asks it instead of the dataset: each request says which of the stream's samples are wanted, by
+their numbers. So no sample is lost with a batch that nobody took, and none comes twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+__all__ = ["START", "Answer", "Mark", "Request", "Stream", "can_tell_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a stream from which it can go on."""
+
+    num_samples: int
+    """That lie before it."""
+    has_state: bool = False
+    state: Any = None
+    """What the dataset's ``state_dict`` gave there; without one, the way to it is to pass all samples before it."""
+
+
+START = Mark(0)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Request:
+    """Some samples of one stream, as a batch."""
+
+    slot: int
+    loop: int
+    """Which loop over the dataset they are of."""
+    start: int
+    num_samples: int
+    keep_from: int
+    """Samples before it are not asked for again."""
+    mark: Mark | None = None
+    """At or before ``start``: where to go if the stream is not there; without one it answers that it is lost."""
+    is_raw: bool = False
+    """As a list of samples, not collated."""
+
+    def __repr__(self) -> str:
+        stop = self.start + self.num_samples
+        return f"{self.start} to {stop - 1} of the stream of worker {self.slot}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a request."""
+
+    batch: Any = None
+    num_samples: int = 0
+    """In the batch; fewer than asked for where the stream ends."""
+    mark: Mark | None = None
+    """Behind the last of them, where that is known."""
+    is_lost: bool = False
+    """The stream is not where the request begins: ask again, and say how to come there."""
+
+
+def can_tell_state(dataset: Any) -> bool:
+    """Whether a dataset can go on from where it was."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+class Stream:
+    """One worker's; ``stream[request]`` is the answer."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, auto_collation: bool) -> None:
+        self.dataset = dataset
+        self._collate_fn = collate_fn
+        self._auto_collation = auto_collation
+        self._tells_state = can_tell_state(dataset)
+        self._first_state: Any = None
+        self._loop: int | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._at = 0  # samples of the loop that were drawn
+        self._kept: deque[Any] = deque()  # the last of them, which may be asked for again
+
+    def __getitem__(self, request: Request) -> Answer:
+        if request.loop != self._loop or request.start < self._at - len(self._kept):
+            if request.mark is None:
+                return Answer(is_lost=True)
+            self._go_to(request.mark, request.loop)
+        self._draw(request.keep_from, keeps=False)
+        while self._kept and self._at - len(self._kept) < request.keep_from:
+            self._kept.popleft()
+        stop = request.start + request.num_samples
+        self._draw(stop)
+        first = self._at - len(self._kept)
+        samples = list(islice(self._kept, request.start - first, stop - first))
+        if not samples:
+            return Answer()
+        mark = None
+        if self._tells_state and self._at == request.start + len(samples):
+            mark = Mark(self._at, has_state=True, state=self._told_state())
+        if request.is_raw:
+            return Answer(samples, len(samples), mark)
+        return Answer(self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), mark)
+
+    def _draw(self, stop: int, *, keeps: bool = True) -> None:
+        """Draw samples until so many are drawn, or none are left."""
+        while self._at < stop:
+            try:
+                sample = next(self._iterator)
+            except StopIteration:
+                return
+            self._at += 1
+            if keeps:
+                self._kept.append(sample)
+
+    def _told_state(self) -> Any:
+        return copy.deepcopy(self.dataset.state_dict())  # which may be what the dataset goes on to change
+
+    def _go_to(self, mark: Mark, loop: int) -> None:
+        self._kept.clear()
+        if self._tells_state:
+            if self._loop is None:
+                self._first_state = self._told_state()
+            # A loop that was left early may have left the dataset anywhere.
+            self.dataset.load_state_dict(copy.deepcopy(mark.state if mark.has_state else self._first_state))
+        self._iterator = iter(self.dataset)
+        self._at = mark.num_samples if mark.has_state else 0
+        self._loop = loop

@@ -1,0 +1,140 @@
+"""Streamed: the loops over an IterableDataset, of which each worker has a stream; where one stands is told for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from elastic_ext.accumulate import BatchPlan
+
+from .making import Making
+from .stream import Stream, can_tell_state
+from .streams import NO_STATE, Streams, StreamsPosition
+
+__all__ = ["Streamed"]
+
+
+class Streamed:
+    """The epochs of a dataset that gives its samples itself. Ranks and workers see to it that each gives its own."""
+
+    remaining = None
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        collate_fn: Callable[[Any], Any],
+        fast_forward: bool,
+    ) -> None:
+        self.asked = Stream(dataset, collate_fn, auto_collation=batch_size is not None)
+        self.epoch = 0
+        self.running: Streams | None = None
+        self._dataset = dataset
+        self._batch_size = batch_size or 1
+        self._drop_last = drop_last
+        self._collate_fn = collate_fn
+        self._fast_forward = fast_forward
+        self._can_go_on = fast_forward or can_tell_state(dataset)
+        self._given_plan: BatchPlan | None = None
+        self._rank = 0
+        self._position: StreamsPosition | None = None  # that the next loop begins at
+        self._is_begun = False
+        self._num_loops = 0
+
+    @property
+    def num_workers(self) -> int | None:
+        return None if self._position is None else self._position.num_workers
+
+    @property
+    def why_no_position(self) -> str | None:
+        """Why a loop cannot go on where this one is, None if it can."""
+        running = self.running
+        if self._can_go_on or running is None or running.position.is_over or not any(running.position.num_passed):
+            return None
+        return NO_STATE
+
+    def begin(self, making: Making) -> Streams:
+        if self._is_begun:
+            self.epoch += 1
+        self._is_begun = True
+        self.running = Streams(
+            making,
+            self._position or StreamsPosition.start(making.num_workers),
+            loop=self._next_loop(),
+            batch_size=self._batch_size,
+            drop_last=self._drop_last,
+            collate_fn=self._collate_fn,
+            fast_forward=self._fast_forward,
+            plan=self._given_plan,
+            rank=self._rank,
+        )
+        self._position = None
+        return self.running
+
+    def num_batches(self) -> int:
+        size = self._given_plan.micro_batch if self._given_plan is not None else self._batch_size
+        num_samples = len(self._dataset)
+        return num_samples // size if self._drop_last else -(-num_samples // size)
+
+    def resize(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        if self.running is not None:
+            self.running.resize(batch_size)
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        self._given_plan, self._rank = plan, rank
+        if self.running is not None:
+            self.running.plan(plan, rank)
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self._position = None
+        self.epoch = epoch
+        self._is_begun = False
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        position = self._position
+        if self.running is not None and position is None:
+            position = self.running.position
+        return {
+            "epoch": self.epoch,
+            "is_over": position is not None and position.is_over,
+            "streams": None if position is None else position.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "streams" not in state:
+            raise ValueError(
+                f"the state is of a dataset whose samples are asked for by index ({sorted(state)}), and this one is an "
+                "IterableDataset; give the loader the dataset with which the state was saved"
+            )
+        position = None if state["streams"] is None or state["is_over"] else StreamsPosition.of(state["streams"])
+        if position is not None and any(position.num_passed) and not self._can_go_on:
+            raise ValueError(f"the loop cannot go on where the state was saved: {NO_STATE}")
+        self.epoch = int(state["epoch"])
+        self.running = None
+        self._is_begun = bool(state["is_over"])
+        self._position = position
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        running = self.running
+        self.load_state_dict(state)
+        if running is None or running.has_ended:
+            return
+        position = self._position or StreamsPosition.start(running.num_workers)
+        if position.num_workers != running.num_workers:
+            raise ValueError(
+                f"the loop under way has {running.num_workers} workers, and where it is to go back to was saved with "
+                f"{position.num_workers}; leave the loop first"
+            )
+        running.go_to(replace(position, is_over=False), self._next_loop())
+        self.running, self._position, self._is_begun = running, None, True
+
+    def _next_loop(self) -> int:
+        self._num_loops += 1
+        return self._num_loops

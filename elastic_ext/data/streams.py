@@ -1,0 +1,347 @@
+"""Streams: the batches of an IterableDataset, of which each worker has a stream of its own, asked for before they are
+needed and asked for again where steps are cut otherwise or come again.
+
+Workers take turns, a batch each, as torch has them do; one whose stream has ended is left out. Who makes batches is
+behind ``StreamMaker``; what a worker does with a request is in stream.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any, Protocol
+
+from elastic_ext.accumulate import BatchPlan
+from elastic_ext.errors import WorkerDiedError
+
+from .cursor import Chunk, chunks
+from .stream import START, Answer, Mark, Request
+
+__all__ = ["NO_STATE", "StreamMaker", "Streams", "StreamsPosition"]
+
+NO_STATE = (
+    "its IterableDataset has no state_dict() and load_state_dict(); give it both, or the loader fast_forward=True to "
+    "pass all samples before"
+)
+
+
+class StreamMaker(Protocol):
+    """Who asks workers for batches."""
+
+    @property
+    def num_ahead(self) -> int:
+        """How many it should be asked for before the first of them is taken."""
+
+    def submit(self, indices: list[Any], slot: int | None = None) -> int:
+        """Have the worker of that slot answer a request; gives its number."""
+
+    def take(self, number: int) -> Any:
+        """The answer."""
+
+    def forget(self, number: int) -> None:
+        """Nobody will take it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamsPosition:
+    """How far each worker's stream is consumed, and who comes next."""
+
+    num_passed: tuple[int, ...]
+    marks: tuple[Mark, ...]
+    """One of each stream, at or before what is passed."""
+    num_workers: int
+    """0: the one stream is this process's own."""
+    turn: int = 0
+    is_over: bool = False
+
+    @classmethod
+    def start(cls, num_workers: int) -> StreamsPosition:
+        num_streams = max(num_workers, 1)
+        return cls(num_passed=(0,) * num_streams, marks=(START,) * num_streams, num_workers=num_workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, but for what the dataset's own states hold."""
+        return {
+            "num_workers": self.num_workers,
+            "streams": [
+                {"passed": passed, "at": mark.num_samples, "has_state": mark.has_state, "state": mark.state}
+                for passed, mark in zip(self.num_passed, self.marks, strict=True)
+            ],
+            "turn": self.turn,
+            "is_over": self.is_over,
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> StreamsPosition:
+        """What ``state_dict`` gave."""
+        streams = state["streams"]
+        return cls(
+            num_passed=tuple(int(each["passed"]) for each in streams),
+            marks=tuple(Mark(int(each["at"]), bool(each["has_state"]), each["state"]) for each in streams),
+            num_workers=int(state["num_workers"]),
+            turn=int(state["turn"]),
+            is_over=bool(state["is_over"]),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One worker's stream. All numbers count its samples."""
+
+    number: int
+    passed: int
+    marks: deque[Mark]
+    asked: int = 0
+    handed: int = 0
+    end: int | None = None
+    """How many it has, once that is known."""
+    is_found: bool = False
+    """Its worker knows where to go on."""
+
+    def __post_init__(self) -> None:
+        self.asked = self.handed = self.passed
+
+    @property
+    def is_over(self) -> bool:
+        return self.end is not None and self.asked >= self.end
+
+    def drop_marks(self) -> None:
+        """All but the last one that can still be needed, and those behind it."""
+        while len(self.marks) > 1 and self.marks[1].num_samples <= self.passed:
+            self.marks.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    chunk: Chunk
+    slot: _Slot
+    start: int
+    number: int
+    turn: int
+    """Whose it is to be asked after it."""
+
+
+class Streams:
+    """The rest of a loop over the dataset on one rank: an iterator over batches, whose sizes may change.
+
+    With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
+    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``fast_forward`` samples are
+    passed to come to a place of which the dataset has told no state.
+    """
+
+    def __init__(
+        self,
+        maker: StreamMaker,
+        position: StreamsPosition,
+        *,
+        loop: int,
+        batch_size: int,
+        drop_last: bool,
+        collate_fn: Callable[[Any], Any],
+        fast_forward: bool = False,
+        plan: BatchPlan | None = None,
+        rank: int = 0,
+    ) -> None:
+        self._maker = maker
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._collate_fn = collate_fn
+        self._fast_forward = fast_forward
+        self.has_ended = False
+        self._plan, self._rank = plan, rank
+        self._asked: deque[_Asked] = deque()
+        self._go_to(position, loop)
+
+    def __next__(self) -> Any:
+        while True:
+            self._ask()
+            if not self._asked:
+                self._is_over = True
+                raise StopIteration
+            asked = self._asked.popleft()
+            slot, chunk, start = asked.slot, asked.chunk, asked.start
+            slot.handed, self._handed_turn = start + chunk.num_samples, asked.turn  # also where it cannot be made
+            answer = self._taken(slot, asked.number)
+            if answer.num_samples == chunk.num_samples:
+                return self._handed_out(chunk, answer.batch)
+            if answer.is_lost:
+                slot.handed, self._handed_turn = start, slot.number
+                self._find_again(slot)
+                self._take_back(chunk)
+                continue
+            if slot.end is None:
+                slot.end = start + answer.num_samples
+            if self._plan is not None:
+                slot.handed = min(start, slot.end)
+                samples = self._pieced_together(slot, chunk.num_samples)
+                if samples is not None:
+                    return self._handed_out(chunk, self._collate_fn(samples))
+            else:
+                slot.handed = slot.end
+                if answer.num_samples and not self._drop_last:
+                    return self._handed_out(chunk, answer.batch)
+
+    @property
+    def position(self) -> StreamsPosition:
+        """What is consumed."""
+        return StreamsPosition(
+            num_passed=tuple(slot.passed for slot in self._slots),
+            marks=tuple(slot.marks[0] for slot in self._slots),
+            num_workers=self.num_workers,
+            turn=self._passed_turn,
+            is_over=self._is_over,
+        )
+
+    def resize(self, batch_size: int) -> None:
+        """Have batches of so many samples from the next one on."""
+        if batch_size != self._batch_size:
+            self._batch_size = batch_size
+            self._cut()
+
+    def plan(self, plan: BatchPlan, rank: int) -> None:
+        """Cut steps like this from what is consumed on."""
+        if (plan, rank) != (self._plan, self._rank):
+            self._plan, self._rank = plan, rank
+            self._cut()
+
+    def commit(self) -> None:
+        """What was handed out is consumed; a step that was cut short there is followed by one that begins there."""
+        for slot in self._slots:
+            slot.passed = slot.handed
+            slot.drop_marks()
+        self._passed_turn = self._handed_turn
+        if self._is_in_step:
+            self._cut()
+
+    def rollback(self) -> None:
+        """What was handed out and is not consumed comes again."""
+        if any(slot.handed != slot.passed for slot in self._slots):
+            for slot in self._slots:
+                slot.handed = slot.passed
+            self._handed_turn = self._passed_turn
+            self._cut()
+
+    def go_to(self, position: StreamsPosition, loop: int) -> None:
+        """Go on elsewhere; ``loop`` is a number that no loop before had."""
+        self.close()
+        self._go_to(position, loop)
+
+    def close(self) -> None:
+        """Nobody takes what was asked for."""
+        while self._asked:
+            self._maker.forget(self._asked.popleft().number)
+
+    def end(self) -> None:
+        """The loop is over: nothing is asked for any more."""
+        self.close()
+        self.has_ended = True
+
+    def _go_to(self, position: StreamsPosition, loop: int) -> None:
+        self._loop = loop
+        self.num_workers = position.num_workers
+        self._slots = [
+            _Slot(number, passed, deque([mark]))
+            for number, (passed, mark) in enumerate(zip(position.num_passed, position.marks, strict=True))
+        ]
+        self._passed_turn = self._handed_turn = self._turn = position.turn
+        self._is_over = False
+        self._cut()
+
+    def _cut(self) -> None:
+        """Begin a step at what was handed out."""
+        self._is_in_step = False
+        self._take_back()
+        self._to_come = self._sizes()
+        self._ask()
+
+    def _sizes(self) -> Iterator[Chunk]:
+        if self._plan is None:
+            return repeat(Chunk(0, self._batch_size, 0, ends_step=True))
+        return chunks(self._plan, self._rank, position=0, num_samples=None)
+
+    def _take_back(self, *again: Chunk) -> None:
+        """Nobody takes what was asked for, and the same sizes are asked for again; first of all what is given."""
+        sizes = [*again, *(asked.chunk for asked in self._asked)]
+        self.close()
+        if sizes:
+            self._to_come = chain(sizes, self._to_come)
+        for slot in self._slots:
+            slot.asked = slot.handed
+        self._turn = self._handed_turn
+
+    def _ask(self) -> None:
+        """Ask for batches until as many are under way as should be, one at least."""
+        most = 0 if self.has_ended else max(self._maker.num_ahead, 1)
+        while len(self._asked) < most:
+            slot = self._next_slot()
+            if slot is None:
+                return
+            chunk = next(self._to_come)
+            start = slot.asked
+            number = self._submit(slot, start, chunk.num_samples)
+            slot.asked = start + chunk.num_samples
+            self._asked.append(_Asked(chunk, slot, start, number, self._turn))
+
+    def _next_slot(self) -> _Slot | None:
+        """Whose turn it is, of those whose stream may have more."""
+        for number in range(self._turn, self._turn + len(self._slots)):
+            slot = self._slots[number % len(self._slots)]
+            if not slot.is_over:
+                self._turn = (slot.number + 1) % len(self._slots)
+                return slot
+        return None
+
+    def _submit(self, slot: _Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
+        mark = None if slot.is_found else slot.marks[0]
+        slot.is_found = True
+        request = Request(slot.number, self._loop, start, num_samples, slot.passed, mark, is_raw)
+        return self._maker.submit([request], slot.number)
+
+    def _taken(self, slot: _Slot, number: int) -> Answer:
+        answer = self._maker.take(number)
+        assert isinstance(answer, Answer)
+        if answer.mark is not None and answer.mark.num_samples > slot.marks[-1].num_samples:
+            slot.marks.append(answer.mark)
+        return answer
+
+    def _find_again(self, slot: _Slot) -> None:
+        """Its worker is another one, which has to be told where to go on."""
+        if slot.passed and not slot.marks[0].has_state and not self._fast_forward:
+            raise WorkerDiedError(
+                f"data worker {slot.number} died, and where its stream goes on is not known: {NO_STATE}",
+                indices=[],
+            )
+        slot.is_found = False
+
+    def _pieced_together(self, slot: _Slot, num_samples: int) -> list[Any] | None:
+        """So many samples of a stream that has too few, and of those after it; None where all have too few."""
+        self._take_back()
+        samples: list[Any] = []
+        each: _Slot | None = slot
+        while each is not None:
+            answer = self._raw(each, num_samples - len(samples))
+            samples += answer.batch or []
+            each.asked += answer.num_samples
+            if len(samples) == num_samples:
+                for drawn in self._slots:
+                    drawn.handed = drawn.asked
+                self._handed_turn = self._turn
+                return samples
+            each.end = each.asked
+            each = self._next_slot()
+        return None  # all of them are over now
+
+    def _raw(self, slot: _Slot, num_samples: int) -> Answer:
+        """The next samples of one stream as they are."""
+        while True:
+            answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
+            if not answer.is_lost:
+                return answer
+            self._find_again(slot)
+
+    def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
+        self._is_in_step = not chunk.ends_step
+        self._ask()
+        return batch

@@ -1,0 +1,359 @@
+"""A loader over an IterableDataset gives each sample once, whatever changes, and goes on where it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from elastic_ext.accumulate import BatchPlan
+from elastic_ext.config import ElasticConfig
+from elastic_ext.data.loader import ElasticDataLoader
+from elastic_ext.data.stream import START, Answer, Mark, Request, Stream
+from elastic_ext.errors import WorkerDiedError
+
+
+class Counting(IterableDataset[int]):
+    """0 to ``size`` - 1, shared out among the workers; ``ends`` gives the workers streams of other lengths."""
+
+    def __init__(self, size: int, ends: tuple[int, ...] = ()) -> None:
+        self.size = size
+        self.ends = ends
+        self.num_passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_passes += 1
+        worker = get_worker_info()
+        own, num = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if self.ends and worker is not None:
+            first = sum(self.ends[:own])
+            yield from range(first, first + self.ends[own])
+        else:
+            yield from range(own, self.size, num)
+
+
+class Telling(Counting):
+    """One that tells where it is, and can go on there."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.at = self.at, 0
+        for number, sample in enumerate(super().__iter__()):
+            if number >= start:
+                self.at = number + 1
+                yield sample
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Dying(Telling):
+    """One whose worker dies of ``sample`` as long as there is the file."""
+
+    def __init__(self, size: int, sample: int, file: Path, *, forever: bool = False) -> None:
+        super().__init__(size)
+        self.sample, self.file, self.forever = sample, file, forever
+
+    def __iter__(self) -> Iterator[int]:
+        for sample in super().__iter__():
+            if sample == self.sample and self.file.exists():
+                if not self.forever:
+                    self.file.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield sample
+
+
+def listed(samples: list[int]) -> list[int]:
+    return list(samples)
+
+
+def all_in(batches: Any) -> list[int]:
+    return [int(sample) for batch in batches for sample in batch]
+
+
+def changed(loader: ElasticDataLoader, **values: Any) -> None:
+    new = ElasticConfig.from_values({f"dataloader.{name}": value for name, value in values.items()})
+    assert loader.check(new) is None
+    loader.apply(ElasticConfig.from_values({}), new)
+
+
+# --- a worker's part ------------------------------------------------------------------------------------------------
+
+
+def asked(start: int, num_samples: int, *, keep_from: int = 0, mark: Mark | None = None, loop: int = 1) -> Request:
+    return Request(0, loop, start, num_samples, keep_from, mark)
+
+
+def test_a_stream_gives_again_what_it_may_be_asked_for_again() -> None:
+    dataset = Counting(20)
+    stream = Stream(dataset, listed, auto_collation=True)
+    assert stream[asked(0, 4, mark=START)] == Answer([0, 1, 2, 3], 4)
+    assert stream[asked(4, 4)].batch == [4, 5, 6, 7]
+    assert stream[asked(2, 3)].batch == [2, 3, 4]
+    assert stream[asked(5, 2, keep_from=5)].batch == [5, 6]
+    assert stream[asked(4, 2, keep_from=4)].is_lost
+    assert stream[asked(18, 4, keep_from=5)] == Answer([18, 19], 2)
+    assert stream[asked(20, 4, keep_from=5)] == Answer()
+    assert dataset.num_passes == 1
+
+
+def test_a_stream_that_is_new_has_to_be_told_where_to_go() -> None:
+    stream = Stream(Telling(20), listed, auto_collation=True)
+    assert stream[asked(4, 2)].is_lost
+    assert stream[asked(7, 2, keep_from=7, mark=Mark(5, True, {"at": 5}))] == Answer(
+        [7, 8], 2, Mark(9, True, {"at": 9})
+    )
+    assert stream[asked(0, 2, mark=START, loop=2)].batch == [0, 1]
+
+
+def test_a_stream_without_a_state_passes_what_lies_before() -> None:
+    stream = Stream(Counting(20), listed, auto_collation=True)
+    assert stream[asked(7, 2, keep_from=7, mark=START)] == Answer([7, 8], 2)
+
+
+# --- as torch's -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("arguments", [{}, {"drop_last": True}, {"batch_size": None}, {"batch_size": 50}])
+def test_batches_are_those_of_torch(arguments: dict[str, Any], num_workers: int) -> None:
+    settings = {"batch_size": 4, **arguments, "num_workers": num_workers}
+    ours, theirs = ElasticDataLoader(Counting(23), **settings), DataLoader(Counting(23), **settings)
+    for _ in range(2):
+        own, other = list(ours), list(theirs)
+        assert len(own) == len(other)
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(own, other, strict=True))
+
+
+@pytest.mark.parametrize("ends", [(3, 17), (17, 3), (0, 9), (8, 8)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_worker_whose_stream_has_ended_is_left_out_as_torch_does(ends: tuple[int, ...], drop_last: bool) -> None:
+    settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "drop_last": drop_last, "collate_fn": listed}
+    assert list(ElasticDataLoader(Counting(0, ends), **settings)) == list(DataLoader(Counting(0, ends), **settings))
+
+
+class Sized(Counting):
+    def __len__(self) -> int:
+        return self.size
+
+
+def test_its_length_is_what_the_dataset_says() -> None:
+    assert [len(ElasticDataLoader(Sized(23), 4, drop_last=drops)) for drops in (False, True)] == [6, 5]
+    with pytest.raises(TypeError):
+        len(ElasticDataLoader(Counting(23), 4))
+
+
+def test_workers_are_kept_from_loop_to_loop_and_more_come_with_the_next_one() -> None:
+    loader = ElasticDataLoader(Counting(24), 4, num_workers=1, persistent_workers=True)
+    before = {child.pid for child in psutil.Process().children()}
+    batches = iter(loader)
+    found = all_in([next(batches)])
+    workers = {child.pid for child in psutil.Process().children()} - before
+    changed(loader, num_workers=2)
+    assert found + all_in(batches) == list(range(24))  # the one worker's
+    assert {child.pid for child in psutil.Process().children()} - before == workers
+    assert sorted(all_in(loader)) == list(range(24))
+    assert len({child.pid for child in psutil.Process().children()} - before) == 2
+    assert sorted(all_in(loader)) == list(range(24))
+
+
+class Shown(IterableDataset[int]):
+    """Gives what ``worker_init_fn`` has left at the dataset."""
+
+    first = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.first])
+
+
+def leave_id(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    dataset: Any = info.dataset
+    dataset.first = 10 + info.id  # as torch's documentation has it
+
+
+def test_worker_init_fn_finds_the_dataset_that_was_given() -> None:
+    assert all_in(ElasticDataLoader(Shown(), num_workers=2, worker_init_fn=leave_id)) == [10, 11]
+
+
+# --- what changes ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(0, 90),
+    stages=st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 7), st.integers(0, 4), st.none() | st.integers(1, 3)), max_size=5
+    ),
+    collates=st.booleans(),
+)
+def test_every_sample_is_committed_once_in_order(
+    size: int, stages: list[tuple[int, int, int, int | None]], collates: bool
+) -> None:
+    check_stages(size, stages, num_workers=0, collates=collates)
+
+
+@pytest.mark.parametrize("collates", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_every_sample_of_workers_is_committed_once(num_workers: int, collates: bool) -> None:
+    check_stages(
+        150,
+        [(8, 3, 3, 2), (12, 12, 1, 1), (5, 2, 4, None), (9, 9, 3, None)],
+        num_workers=num_workers,
+        collates=collates,
+    )
+
+
+def check_stages(
+    size: int, stages: list[tuple[int, int, int, int | None]], *, num_workers: int, collates: bool
+) -> None:
+    """A loader is cut otherwise in mid-epoch, and each time another goes on from its state."""
+    state: dict[str, Any] | None = None
+    committed: list[int] = []
+    for global_batch, micro_batch, num_steps, rolls_back_after in [*stages, (5, 2, 1 << 30, None)]:
+        loader = ElasticDataLoader(Telling(size), 4, num_workers=num_workers, collate_fn=None if collates else listed)
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        plan = BatchPlan(global_batch=global_batch, num_ranks=1, micro_batch=micro_batch)
+        loader.plan(plan, 0)
+        batches = iter(loader)
+        for _ in range(num_steps):
+            if rolls_back_after is not None:
+                list(itertools.islice(batches, min(rolls_back_after, plan.full_step.num_micro_steps)))
+                rolls_back_after = None
+                loader.rollback()
+            taken = list(itertools.islice(batches, plan.full_step.num_micro_steps))
+            if len(taken) < plan.full_step.num_micro_steps:
+                loader.rollback()
+                break
+            assert [len(batch) for batch in taken] == list(plan.full_step.micro_batches[0])
+            committed += all_in(taken)
+            loader.commit()
+        state = loader.state_dict()
+        if state["is_over"]:
+            break
+    assert len(set(committed)) == len(committed) and set(committed) <= set(range(size))
+    if num_workers <= 1:
+        assert committed == list(range(len(committed)))
+    assert size - len(committed) < max(stage[0] for stage in [*stages, (5, 0, 0, 0)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_size_without_a_trainer_changes_between_two_batches(num_workers: int) -> None:
+    loader = ElasticDataLoader(Counting(60), 4, num_workers=num_workers, collate_fn=listed)
+    sizes = []
+    found: list[int] = []
+    for batch in loader:
+        found += batch
+        sizes.append(len(batch))
+        changed(loader, batch_size=6 if len(sizes) < 4 else 5)
+    assert sorted(found) == list(range(60)) and sizes[:6] == [4, 6, 6, 6, 5, 5]
+
+
+def test_going_back_hands_out_again_in_the_same_loop() -> None:
+    loader = ElasticDataLoader(Telling(40), 4, num_workers=2, collate_fn=listed)
+    loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
+    found: list[list[int]] = []
+    state: dict[str, Any] = {}
+    for number, batch in enumerate(loader):
+        found.append(batch)
+        loader.commit()
+        if number == 2:
+            state = loader.state_dict()
+        if number == 5:
+            loader.rewind(state)
+    assert found[6:9] == found[3:6] and len(found) == 13
+    assert sorted(itertools.chain(*found[:3], *found[6:])) == list(range(40))
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_worker_that_dies_is_replaced_and_its_stream_goes_on(tmp_path: Path, num_workers: int) -> None:
+    file = tmp_path / "dies"
+    file.touch()
+    loader = ElasticDataLoader(Dying(60, 31, file), 4, num_workers=num_workers, collate_fn=listed)
+    expected = list(ElasticDataLoader(Counting(60), 4, num_workers=num_workers, collate_fn=listed))
+    assert list(loader) == expected and not file.exists()
+
+
+def test_a_sample_that_kills_three_workers_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "dies"
+    file.touch()
+    loader = ElasticDataLoader(Dying(60, 31, file, forever=True), 4, num_workers=1, collate_fn=listed)
+    batches = iter(loader)
+    assert all_in(itertools.islice(batches, 7)) == list(range(28))
+    with pytest.raises(WorkerDiedError, match="28 to 31 of the stream of worker 0"):
+        next(batches)
+
+
+class Silent(Dying):
+    """One that cannot tell where it is."""
+
+    state_dict = load_state_dict = property()
+
+
+def test_a_worker_without_a_state_is_replaced_only_where_samples_may_be_passed(tmp_path: Path) -> None:
+    file = tmp_path / "dies"
+    file.touch()
+    with pytest.raises(WorkerDiedError, match="has no state_dict"):
+        list(ElasticDataLoader(Silent(60, 31, file), 4, num_workers=1))
+    file.touch()
+    assert all_in(ElasticDataLoader(Silent(60, 31, file), 4, num_workers=1, fast_forward=True)) == list(range(60))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resuming_without_a_state_is_refused_or_passes_what_lies_before(num_workers: int) -> None:
+    def loader(**arguments: Any) -> ElasticDataLoader:
+        return ElasticDataLoader(Counting(40), 4, num_workers=num_workers, collate_fn=listed, **arguments)
+
+    whole = list(loader())
+    first = loader()
+    batches = iter(first)
+    assert list(itertools.islice(batches, 3)) == whole[:3]
+    state = json.loads(json.dumps(first.state_dict()))
+    with pytest.raises(ValueError, match=r"has no state_dict.*fast_forward=True"):
+        loader().load_state_dict(state)
+    second = loader(fast_forward=True)
+    second.load_state_dict(state)
+    assert list(second) == whole[3:]
+    assert list(second) == whole  # the next epoch
+
+
+def test_a_state_of_another_kind_of_dataset_is_refused() -> None:
+    of_indices = ElasticDataLoader(range(5)).state_dict()
+    with pytest.raises(ValueError, match="asked for by index"):
+        ElasticDataLoader(Counting(5)).load_state_dict(of_indices)
+
+
+class OneShot(IterableDataset[int]):
+    def __iter__(self) -> OneShot:
+        return self
+
+    def __next__(self) -> int:
+        raise StopIteration
+
+
+def test_workers_of_a_dataset_that_is_an_iterator_do_not_change() -> None:
+    told = ElasticDataLoader(OneShot(), num_workers=1).check(ElasticConfig.from_values({"dataloader.num_workers": 2}))
+    assert told is not None and "this dataset is an iterator" in told
