@@ -24,8 +24,6 @@ from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 
-pytestmark = pytest.mark.slow  # until a whole run has shown that no worker waits after other tests' process groups
-
 
 class Numbers:
     """Each sample is its own index, and who made it."""

@@ -29,8 +29,6 @@ from elastic_ext.errors import ElasticError, WorkerDiedError
 from tests import pools
 from tests.pools import Both, Once, Raise, Samples, WaitAt, WhenTaken, gate, held, open_gate, work
 
-pytestmark = pytest.mark.slow  # until a whole run has shown that no worker waits after other tests' process groups
-
 SECONDS = 60
 FORK = multiprocessing.get_context("fork")
 multiprocessing.get_context("forkserver").set_forkserver_preload([pools.__name__])

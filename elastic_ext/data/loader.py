@@ -283,14 +283,11 @@ class ElasticDataLoader(DataLoader[Any]):
             timeout_seconds=self.timeout,
             num_workers=num_workers,
             prefetch_factor=self.prefetch_factor or _PREFETCH,
-            draw_seed=self._draw_seed,
+            draw_seed=partial(_draw_seed, self.generator),
             pin=self._pin(),
         )
         self._makings.add(making)
         return making
-
-    def _draw_seed(self) -> int:
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
 
 
 class _Loop:
@@ -333,6 +330,10 @@ def _says_more(given: Mapping[str, Any]) -> bool:
 
 def _can_pin() -> bool:
     return torch.accelerator.is_available()
+
+
+def _draw_seed(generator: torch.Generator | None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -36,6 +36,7 @@ class Making:
         self._draw_seed = draw_seed
         self._pinning = Pinning(pin)
         self._num_workers = 0
+        self._is_closed = False
         self.prefetch_factor = prefetch_factor
         self._pool: Pool | None = None
         self._fills_in = False  # this process makes batches until the first worker is ready
@@ -64,8 +65,8 @@ class Making:
         return self._num_workers
 
     def resize(self, num_workers: int) -> None:
-        """Have so many workers, in a while."""
-        if num_workers == self._num_workers:
+        """Have so many workers, in a while; none where it is closed."""
+        if num_workers == self._num_workers or self._is_closed:
             return
         self._fills_in = self._num_workers == 0
         self._num_workers = num_workers
@@ -104,6 +105,7 @@ class Making:
 
     def close(self) -> None:
         """End all workers; twice is allowed."""
+        self._is_closed = True
         self._own.clear()
         if self._pool is not None:
             self._pool.close()

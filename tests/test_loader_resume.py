@@ -1,0 +1,138 @@
+"""A trainer's checkpoints hold where each rank's stream of an IterableDataset stands."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset, get_worker_info
+
+from elastic_ext import ElasticTrainer
+from elastic_ext.data.loader import ElasticDataLoader
+from tests.ranks import RankPool
+
+SIZE = 96
+BATCH = 8
+
+
+class OfRank(IterableDataset[torch.Tensor]):
+    """Every so many numbers, for each worker of each rank; it can tell where it is, as a tensor."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.at = torch.tensor(0)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        own, num = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        mine = range(self.rank * num + own, SIZE, self.num_ranks * num)
+        start, self.at = int(self.at), torch.tensor(0)
+        for number in range(start, len(mine)):
+            self.at += number + 1 - self.at
+            yield torch.tensor([float(mine[number])])
+        self.at = torch.tensor(0)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.at = state["at"].clone()
+
+
+class Silent(OfRank):
+    state_dict = load_state_dict = property()
+
+
+def train(
+    rank: int,
+    folder: Path,
+    num_workers: int,
+    stops_at: int | None,
+    kind: type[OfRank] = OfRank,
+    goes_back: bool = False,
+) -> list[list[float]]:
+    """Take an epoch, or a part of it; gives the samples of the committed steps on this rank."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    model = torch.nn.Linear(1, 1)
+    trained = DistributedDataParallel(model) if num_ranks > 1 else model
+    loader = ElasticDataLoader(kind(rank, num_ranks), 2, num_workers=num_workers)
+    trainer = ElasticTrainer(
+        trained,
+        loader,
+        global_batch_size=BATCH,
+        shared_storage_path=folder / "storage",
+        job="job",
+        run_dir=folder / f"run {rank}",
+    )
+    optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    steps: list[list[float]] = []
+    taken: list[float] = []
+    with trainer, trainer.epoch(trainer.start_epoch):
+        for inputs in loader:
+            before = trainer.global_step
+            with trainer.step():
+                trained(inputs).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            taken += inputs.flatten().tolist()
+            if trainer.global_step > before:
+                steps.append(taken)
+                taken = []
+                if trainer.global_step == 2:
+                    trainer.save_checkpoint()
+                if trainer.global_step == 4 and goes_back:
+                    goes_back = False
+                    trainer.rewind(2)
+                    del steps[-2:]
+                if trainer.global_step == stops_at:
+                    break
+    return steps
+
+
+def expected(rank: int, num_ranks: int, num_workers: int) -> list[list[float]]:
+    """The samples of each step of an epoch that nothing interrupts."""
+    num = max(num_workers, 1)
+    streams = [iter(range(rank * num + own, SIZE, num_ranks * num)) for own in range(num)]
+    found: list[float] = []
+    for stream in itertools.cycle(streams):
+        batch = [float(sample) for sample in itertools.islice(stream, 2)]
+        if not batch:
+            break
+        found += batch
+    size = BATCH // num_ranks
+    return [found[start : start + size] for start in range(0, len(found), size)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_each_rank_goes_on_where_its_streams_were(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, num_workers: int
+) -> None:
+    ranks.run(num_ranks, train, tmp_path, num_workers, 4)
+    rest = ranks.run(num_ranks, train, tmp_path, 3 - num_workers, None)  # as many as there were, until the epoch ends
+    assert rest == [expected(rank, num_ranks, num_workers)[2:] for rank in range(num_ranks)]
+
+
+def test_going_back_within_an_epoch_takes_the_same_samples_again(ranks: RankPool, tmp_path: Path) -> None:
+    taken = ranks.run(2, train, tmp_path, 1, None, OfRank, True)
+    assert taken == [expected(rank, 2, 1) for rank in range(2)]
+
+
+def test_other_numbers_of_ranks_and_silent_datasets_begin_the_epoch_anew_and_say_so(
+    ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.run(2, train, tmp_path, 0, 2)
+    with caplog.at_level(logging.WARNING):
+        assert train(0, tmp_path, 0, None) == expected(0, 1, 0)
+    assert "each rank stood elsewhere in the dataset, and there were more or fewer ranks" in caplog.text
+    caplog.clear()
+    train(0, tmp_path / "silent", 0, 3, Silent)
+    with caplog.at_level(logging.WARNING):
+        assert train(0, tmp_path / "silent", 0, None, Silent) == expected(0, 1, 0)
+    assert "has no state_dict() and load_state_dict()" in caplog.text
