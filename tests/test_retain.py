@@ -318,6 +318,7 @@ def test_a_call_that_fails_leaves_whole_checkpoints_and_the_next_removal_ends_th
             return
 
 
+@pytest.mark.slow
 def test_two_who_remove_at_once_remove_the_same(ram: Path) -> None:
     for call in range(1000):
         path = ram / str(call)
