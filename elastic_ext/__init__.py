@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .amp import ElasticScaler
     from .appliers import Applied, Applier
     from .config import ElasticConfig
+    from .data.loader import ElasticDataLoader
+    from .data.sampler import ElasticDistributedSampler
     from .errors import (
         ApplyError,
         ConfigError,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
         RanksFailedError,
         StepError,
         TornStepError,
+        WorkerDiedError,
     )
     from .follow import ConfigFollower, follow_config
     from .interval import CheckpointInterval
@@ -45,6 +48,8 @@ __all__ = [
     "ConfigFollower",
     "ConfigWatcher",
     "ElasticConfig",
+    "ElasticDataLoader",
+    "ElasticDistributedSampler",
     "ElasticError",
     "ElasticLRScheduler",
     "ElasticOptimizer",
@@ -59,6 +64,7 @@ __all__ = [
     "StepError",
     "StepPlan",
     "TornStepError",
+    "WorkerDiedError",
     "follow_config",
 ]
 
@@ -73,6 +79,8 @@ _HOMES = {
     "ConfigFollower": "follow",
     "ConfigWatcher": "watch",
     "ElasticConfig": "config",
+    "ElasticDataLoader": "data.loader",
+    "ElasticDistributedSampler": "data.sampler",
     "ElasticError": "errors",
     "ElasticLRScheduler": "scheduler",
     "ElasticOptimizer": "optimizer",
@@ -87,6 +95,7 @@ _HOMES = {
     "StepError": "errors",
     "StepPlan": "accumulate",
     "TornStepError": "errors",
+    "WorkerDiedError": "errors",
     "follow_config": "follow",
 }
 

@@ -315,6 +315,8 @@ PUBLIC_NAMES = [
     "ConfigFollower",
     "ConfigWatcher",
     "ElasticConfig",
+    "ElasticDataLoader",
+    "ElasticDistributedSampler",
     "ElasticError",
     "ElasticLRScheduler",
     "ElasticOptimizer",
@@ -329,6 +331,7 @@ PUBLIC_NAMES = [
     "StepError",
     "StepPlan",
     "TornStepError",
+    "WorkerDiedError",
     "follow_config",
 ]
 
