@@ -247,6 +247,30 @@ def test_tasks_go_to_the_worker_that_has_least_to_do(tmp_path: Path) -> None:
         assert pool.take(0)[0] not in pids
 
 
+def test_tasks_are_left_for_a_worker_that_is_still_starting(tmp_path: Path) -> None:
+    start, meet = gate(tmp_path / "start"), gate(tmp_path / "meet")
+    doing: dict[int, Callable[[], Any]] = {0: WaitAt(meet), 1: lambda: open_gate(meet)}
+    with Pool(work(doing, worker_init_fn=lambda _: WaitAt(start)()), context=FORK) as pool:
+        pool.resize(2)
+        open_gate(start)
+        pool.wait_ready()
+        for number in range(4):
+            pool.submit(number, [number])
+        open_gate(start)
+        assert [pool.take(number) for number in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_nobody_waits_for_a_worker_that_is_still_starting(tmp_path: Path) -> None:
+    start = gate(tmp_path / "start")
+    with Pool(work(worker_init_fn=lambda _: WaitAt(start)()), context=FORK, end_seconds=0.1) as pool:
+        pool.resize(2)
+        open_gate(start)
+        pool.wait_ready()
+        for number in range(6):
+            pool.submit(number, [number])
+        assert [pool.take(number) for number in range(6)] == [[number] for number in range(6)]
+
+
 def test_worker_that_is_one_too_many_stays_until_its_batches_are_taken() -> None:
     made = work(dict.fromkeys(range(8), pools.a_tensor), collate_fn=default_collate)
     with Pool(made, context=FORK) as pool:

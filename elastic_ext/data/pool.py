@@ -44,6 +44,7 @@ class Pool:
         self._timeout_seconds = timeout_seconds
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
         self._unassigned: deque[Task] = deque()  # those of them that no worker has, in order
+        self._num_submitted = 0
         self._crew = Crew(work, context, end_seconds)
         self._news = self._crew.news
 
@@ -83,14 +84,16 @@ class Pool:
 
     def submit(self, number: int, indices: Any) -> None:
         """Have a batch made. Numbers grow."""
-        if self._news or not self._crew.ready or self._unassigned:
+        task = Task(number, indices, turn=self._num_submitted)
+        if self._news or self._unassigned or not self._crew.ready or self._crew.num_starting:
             self._check_open()
-            self._tasks[number] = task = Task(number, indices)
             self._unassigned.append(task)
+            self._tasks[number] = task
             self._arrange()
         else:
-            self._tasks[number] = task = Task(number, indices)
-            self._give(task)
+            self._tasks[number] = task
+            self._give(task, self._least_busy())
+        self._num_submitted += 1
 
     def take(self, number: int) -> Any:
         """The batch of a number, once; raises what its making raised."""
@@ -123,18 +126,35 @@ class Pool:
         """Take over new workers, start and retire some as needed, and have tasks made that were waiting for one."""
         self._crew.absorb()
         self._fit()
-        while self._unassigned and self._crew.ready:
-            self._give(self._unassigned.popleft())
+        self._hand_out()
 
     def _fit(self) -> None:
         self._crew.fit(at_least=1 if self._unassigned else 0)
 
-    def _give(self, task: Task) -> None:
+    def _hand_out(self) -> None:
+        """Give out the tasks that no worker has. Those who are starting are left theirs, unless another is idle."""
         ready = self._crew.ready
-        worker = ready[0]
-        for each in ready:
-            if len(each.tasks) < len(worker.tasks):
-                worker = each
+        if not ready:
+            return
+        num_workers = len(ready) + self._crew.num_starting
+        left: deque[Task] = deque()
+        for task in self._unassigned:
+            worker = self._least_busy()
+            if task.turn % num_workers < len(ready) or not worker.tasks:
+                self._give(task, worker)
+            else:
+                left.append(task)
+        self._unassigned = left
+
+    def _least_busy(self) -> Worker:
+        ready = self._crew.ready
+        least = ready[0]
+        for worker in ready:
+            if len(worker.tasks) < len(least.tasks):
+                least = worker
+        return least
+
+    def _give(self, task: Task, worker: Worker) -> None:
         task.worker = worker
         for each_task in (*task.probes(), task) if task.num_deaths else (task,):
             worker.tasks.append(each_task)
@@ -145,7 +165,7 @@ class Pool:
     def _wait_for(self, task: Task) -> None:
         if task.worker is not None:
             self._receive(task.worker)  # most often it is there, or is the next to come
-        if self._news:
+        if self._news or self._unassigned:
             self._arrange()
         last_sign: object = None
         until: float | None = None
@@ -154,11 +174,11 @@ class Pool:
             worker = task.worker
             if worker is None:
                 self._crew.check_some_will_come()
-            sign = (worker, None if worker is None else worker.num_answers)
+            sign = (worker, *[each.num_answers for each in (self._crew.ready if worker is None else [worker])])
             if sign != last_sign:
                 last_sign, until = sign, self._deadline()
             if not self._wait(_left(until), task):
-                self._raise_timeout(worker)
+                self._raise_timeout(worker or next(iter(self._crew.ready), None))
 
     def _wait(self, timeout_seconds: float | None, task: Task | None = None) -> bool:
         """Take in what comes next, from any worker until the task is done; False if nothing came in time."""
@@ -200,29 +220,15 @@ class Pool:
         worker.is_heard = False
         if messages and worker.slot >= self._crew.num_wanted:
             self._fit()
+        if self._unassigned:
+            self._hand_out()
 
     def _settle(self, worker: Worker, payload: memoryview) -> None:
         worker.num_answers += 1
         task = worker.tasks.popleft()
-        outcome = self._loaded(worker, payload)
+        outcome = _loaded(worker, payload)
         if outcome is not _LOST:
             task.outcome = outcome
-
-    def _loaded(self, worker: Worker, payload: memoryview) -> Any:
-        try:
-            return ForkingPickler.loads(payload)
-        except Exception as error:  # what the user's classes raise included: kept for who takes the batch
-            if isinstance(error, OSError | EOFError) and worker.has_ended(_DYING_SECONDS):
-                return _LOST  # its tensors went with it
-            if getattr(error, "errno", None) == errno.EMFILE or "ancdata" in str(error):
-                return Raised(
-                    RuntimeError(
-                        "Too many open files. Communication with the workers is no longer possible. Please increase "
-                        "the limit using `ulimit -n` in the shell, or change the sharing strategy by calling "
-                        "`torch.multiprocessing.set_sharing_strategy('file_system')` at the beginning of your code"
-                    )
-                )
-            return Raised(error)
 
     def _bury(self, worker: Worker) -> None:
         """See what a dead worker has left, and have others do what it has not."""
@@ -271,3 +277,20 @@ class Pool:
 
 def _left(until: float | None) -> float | None:
     return None if until is None else max(until - time.monotonic(), 0.0)
+
+
+def _loaded(worker: Worker, payload: memoryview) -> Any:
+    try:
+        return ForkingPickler.loads(payload)
+    except Exception as error:  # what the user's classes raise included: kept for who takes the batch
+        if isinstance(error, OSError | EOFError) and worker.has_ended(_DYING_SECONDS):
+            return _LOST  # its tensors went with it
+        if getattr(error, "errno", None) == errno.EMFILE or "ancdata" in str(error):
+            return Raised(
+                RuntimeError(
+                    "Too many open files. Communication with the workers is no longer possible. Please increase "
+                    "the limit using `ulimit -n` in the shell, or change the sharing strategy by calling "
+                    "`torch.multiprocessing.set_sharing_strategy('file_system')` at the beginning of your code"
+                )
+            )
+        return Raised(error)

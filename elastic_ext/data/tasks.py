@@ -33,6 +33,8 @@ class Task:
 
     number: int
     indices: Any
+    turn: int = 0
+    """How many were submitted before it."""
     worker: Worker | None = None
     """Who makes it."""
     outcome: Any = NOTHING
