@@ -201,7 +201,7 @@ class ElasticDataLoader(DataLoader[Any]):
             Work(
                 dataset=self.dataset,
                 collate_fn=self.collate_fn,
-                base_seed=0,
+                base_seed=self._draw_seed(),
                 auto_collation=self.batch_size is not None,
                 worker_init_fn=self.worker_init_fn,
             ),
@@ -209,13 +209,17 @@ class ElasticDataLoader(DataLoader[Any]):
             timeout_seconds=self.timeout,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor or _PREFETCH,
-            draw_seed=self._draw_seed,
         )
         self._makings.add(making)
         return making
 
     def _draw_seed(self) -> int:
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+        """What workers are seeded from, drawn with or without any: those that come later change no random number."""
+        generator = self.generator
+        if generator is None and self._position > 0:  # an epoch that goes on has had it drawn
+            generator = torch.Generator()
+            generator.set_state(torch.get_rng_state())
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 class _Loop:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -13,10 +11,7 @@ __all__ = ["Making"]
 
 
 class Making:
-    """Who makes the batches of a loader. Workers come and go in the background; with none this process makes them.
-
-    ``draw_seed`` gives the number from which the workers' random states are made; it is called for each pool.
-    """
+    """Who makes the batches of a loader. Workers come and go in the background; with none this process makes them."""
 
     def __init__(
         self,
@@ -26,12 +21,10 @@ class Making:
         timeout_seconds: float,
         num_workers: int,
         prefetch_factor: int,
-        draw_seed: Callable[[], int],
     ) -> None:
         self._work = work
         self._context = context
         self._timeout_seconds = timeout_seconds
-        self._draw_seed = draw_seed
         self._num_workers = 0
         self.prefetch_factor = prefetch_factor
         self._pool: Pool | None = None
@@ -53,8 +46,7 @@ class Making:
         self._fills_in = self._num_workers == 0
         self._num_workers = num_workers
         if self._pool is None:
-            work = replace(self._work, base_seed=self._draw_seed())
-            self._pool = Pool(work, context=self._context, timeout_seconds=self._timeout_seconds)
+            self._pool = Pool(self._work, context=self._context, timeout_seconds=self._timeout_seconds)
         self._pool.resize(num_workers)
 
     def submit(self, indices: list[Any]) -> int:
