@@ -470,6 +470,19 @@ def test_tensors_that_went_with_their_worker_are_made_again(tmp_path: Path, capl
     assert len(_warnings(caplog)) == 1
 
 
+def test_tensors_that_went_with_a_worker_that_was_to_retire_are_made_again() -> None:
+    with Pool(work({0: pools.a_tensor, 1: pools.pid}), context=FORK) as pool:
+        ((victim,),) = _make(pool, 1, [[1]])
+        watched = os.pidfd_open(victim)
+        pool.submit(1, [0])
+        assert _is_readable_soon(pool._crew.ready[0].results_descriptor)
+        os.kill(victim, signal.SIGKILL)
+        assert _is_readable_soon(watched)
+        pool.resize(0)
+        assert torch.equal(pool.take(1)[0], torch.arange(1000))
+    os.close(watched)
+
+
 def test_idle_worker_that_dies_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with Pool(work({0: pools.pid}), context=FORK) as pool:
         ((victim,),) = _make(pool, 1, [[0]])

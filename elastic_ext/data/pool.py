@@ -215,20 +215,26 @@ class Pool:
         except EOFError:
             self._bury(worker)
             return
+        is_whole = True
         for _, payload in messages:
-            self._settle(worker, payload)
+            is_whole = self._settle(worker, payload) and is_whole
         worker.is_heard = False
-        if messages and worker.slot >= self._crew.num_wanted:
+        if not is_whole:  # before it can be taken for one that has done all it had
+            self._bury(worker)
+        elif messages and worker.slot >= self._crew.num_wanted:
             self._fit()
         if self._unassigned:
             self._hand_out()
 
-    def _settle(self, worker: Worker, payload: memoryview) -> None:
+    def _settle(self, worker: Worker, payload: memoryview) -> bool:
+        """Take an answer; False if what it refers to went with the worker."""
         worker.num_answers += 1
         task = worker.tasks.popleft()
         outcome = _loaded(worker, payload)
-        if outcome is not _LOST:
-            task.outcome = outcome
+        if outcome is _LOST:
+            return False
+        task.outcome = outcome
+        return True
 
     def _bury(self, worker: Worker) -> None:
         """See what a dead worker has left, and have others do what it has not."""
