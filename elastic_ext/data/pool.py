@@ -106,6 +106,8 @@ class Pool:
 
     def forget(self, number: int) -> None:
         """Nobody will take the batch of this number."""
+        if self._crew.is_closed:
+            return
         task = self._tasks.pop(number)
         task.is_forgotten = True
         if task in self._unassigned:
