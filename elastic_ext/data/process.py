@@ -5,7 +5,9 @@ Nothing here runs in the parent but the making of a ``Work``.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import multiprocessing
 import os
 import queue
 import select
@@ -14,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -29,6 +31,8 @@ STOP = -2
 """The number of what a worker is sent last."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
 """Has a worker write down where it is."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,7 @@ class Seat:
 
 def run(work: Work, seat: Seat, indices: Connection, results: Connection, inherited: Sequence[Connection]) -> None:
     """Make batches until told to stop, or until the parent is gone. ``inherited``: the pipes of others."""
+    _end_with_parent()
     for connection in inherited:
         connection.close()
     parts = private_parts()
@@ -73,6 +78,22 @@ def run(work: Work, seat: Seat, indices: Connection, results: Connection, inheri
         worker_id=seat.slot,
         num_workers=seat.num_workers,
     )
+
+
+def _end_with_parent() -> None:
+    """Have this process killed when its parent is gone, in the middle of whatever it does then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if os.getppid() == parent.pid:
+        # The thread that forked it is the parent here: one that stays as long as there are workers.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it has a fork server's, which outlives the parent
+        threading.Thread(target=_follow, args=(parent.sentinel,), name="elastic_ext parent", daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    wait([parent])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Noted(list[Any]):
