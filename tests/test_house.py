@@ -324,6 +324,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "appliers:Appliers.check": "an applier is the user's code: what it raises is told to all ranks",
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
     "data.ahead:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
+    "data.making:Making._made": "says of which samples it is what the user's code raised, and raises again",
     "data.pool:_loaded": "unpickling runs the user's code: kept for who takes the batch, who raises it",
     "data.process:Line._pickled": "pickling runs the user's code: what it raises is sent instead of the batch",
     "data.spawner:Spawner._run": "the top of a thread: kept for the pool, who raises it",

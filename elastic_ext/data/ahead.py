@@ -15,6 +15,7 @@ from elastic_ext.accumulate import BatchPlan
 from .cursor import Chunk, Cursor, chunks
 from .order import Order
 from .recut import cut, join
+from .tasks import in_short
 
 __all__ = ["Ahead", "Maker"]
 
@@ -90,7 +91,11 @@ class Ahead:
         chunk = asked.chunk
         self.cursor.hand_out(chunk)  # also where it cannot be made: after a rollback it comes again
         self._is_in_step = not chunk.ends_step
-        batch = self._batch_of(asked)
+        try:
+            batch = self._batch_of(asked)
+        except StopIteration as error:  # of the dataset: the loop would end as if the epoch were over
+            samples = in_short(self.order.indices(chunk.start, chunk.stop))
+            raise RuntimeError(f"making a batch of {samples} raised StopIteration") from error
         self._ask()
         return batch
 

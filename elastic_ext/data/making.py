@@ -6,6 +6,8 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from .pool import Pool, Work
+from .process import Noted
+from .tasks import name_samples
 
 __all__ = ["Making"]
 
@@ -82,7 +84,12 @@ class Making:
 
     def _made(self, indices: list[Any]) -> Any:
         work = self._work
-        if not work.auto_collation:
-            return work.collate_fn(work.dataset[indices[0]])
-        at_once = getattr(work.dataset, "__getitems__", None)
-        return work.collate_fn(at_once(indices) if at_once else [work.dataset[index] for index in indices])
+        noted = Noted(indices)
+        try:
+            if not work.auto_collation:
+                return work.collate_fn(work.dataset[indices[0]])
+            at_once = getattr(work.dataset, "__getitems__", None)
+            return work.collate_fn(at_once(indices) if at_once else [work.dataset[index] for index in noted])
+        except Exception as error:
+            name_samples(error, noted.at, indices)
+            raise

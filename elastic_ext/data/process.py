@@ -23,7 +23,7 @@ from typing import Any
 from .frames import Inbox, Outbox
 from .internals import PrivateParts, private_parts
 
-__all__ = ["READY", "STACK_SIGNAL", "STOP", "Seat", "Work", "run"]
+__all__ = ["READY", "STACK_SIGNAL", "STOP", "Noted", "Seat", "Work", "run"]
 
 READY = -1
 """The number of a worker's first message: it can take tasks; the pipe on which its stack can be had."""
