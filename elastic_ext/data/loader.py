@@ -229,6 +229,11 @@ class _Loop:
         self._loader = loader
         self._ahead = ahead
         self._making = making
+        self._start = ahead.cursor.passed
+
+    def __len__(self) -> int:
+        """How many batches it has from its beginning on, as they are cut now."""
+        return num_chunks(self._loader._planned(), (self._ahead.cursor.num_samples or 0) - self._start)
 
     def __iter__(self) -> _Loop:
         return self
