@@ -94,6 +94,13 @@ class ElasticDataLoader(DataLoader[Any]):
         """How many batches the loop that comes has on this rank."""
         return num_chunks(self._planned(), self._order.order.num_samples - self._position)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the loops that are under way and their workers, which a copy has none of."""
+        return {**self.__dict__, "_ahead": None, "_making": None, "_makings": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _makings=weakref.WeakSet())
+
     def set_epoch(self, epoch: int) -> None:
         """Name the epoch that the next loop is over; one that is under way, or was loaded, goes on where it stands."""
         if epoch != self._order.epoch:
