@@ -9,6 +9,7 @@ Where an epoch stands is one position in an order that no number of ranks, worke
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from multiprocessing.context import BaseContext
@@ -80,6 +81,7 @@ class ElasticDataLoader(DataLoader[Any]):
         if self._is_begun:
             self.set_epoch(self._order.epoch + 1)
         self._is_begun = True
+        self._warn_of_pinning()
         making = self._making if self._making is not None else self._new_making()
         if self.persistent_workers:
             self._making = making
@@ -219,6 +221,20 @@ class ElasticDataLoader(DataLoader[Any]):
         )
         self._makings.add(making)
         return making
+
+    def _warn_of_pinning(self) -> None:
+        """Of what torch warns of, in words that begin as its do."""
+        if self.pin_memory and self.pin_memory_device:
+            warnings.warn(
+                "pin_memory_device is deprecated, the current accelerator will be used as the device; leave it out",
+                stacklevel=3,
+            )
+        if self.pin_memory and not torch.accelerator.is_available():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be "
+                "used; leave it out, or set it where there is one",
+                stacklevel=3,
+            )
 
     def _draw_seed(self) -> int:
         """What workers are seeded from, drawn with or without any: those that come later change no random number."""
