@@ -212,7 +212,8 @@ def open_gate(path: Path | str) -> None:
 class Held:
     """What a process has."""
 
-    descriptors: int
+    descriptors: tuple[str, ...]
+    """What each is of."""
     processes: frozenset[int]
     threads: frozenset[str]
     shared_memory: frozenset[str]
@@ -221,11 +222,25 @@ class Held:
 def held() -> Held:
     """What this one has."""
     return Held(
-        descriptors=len(os.listdir("/proc/self/fd")),
+        descriptors=tuple(sorted(filter(None, map(_opened, os.listdir("/proc/self/fd"))))),
         processes=frozenset(child.pid for child in psutil.Process().children()),
         threads=frozenset(thread.name for thread in threading.enumerate()) & {THREAD_NAME},
-        shared_memory=frozenset(name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")),
+        shared_memory=frozenset(name for name in os.listdir("/dev/shm") if _is_left(name)),
     )
+
+
+def _opened(descriptor: str) -> str:
+    """What a descriptor is of, without the number that it has in the kernel; nothing once it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").partition(":[")[0]
+    except FileNotFoundError:
+        return ""
+
+
+def _is_left(name: str) -> bool:
+    """Whether a piece of shared memory is torch's, and was made by this process or by one that is gone."""
+    made_by = name.split("_")[1] if name.startswith("torch_") else ""
+    return made_by.isdigit() and (int(made_by) == os.getpid() or not psutil.pid_exists(int(made_by)))
 
 
 @contextlib.contextmanager

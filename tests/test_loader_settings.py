@@ -191,7 +191,7 @@ def test_seeding_samples_leaves_the_random_states_of_the_process() -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    drawn(0, 4)
+    drawn(0, 4, generator=torch.Generator())  # from which a loop draws what its workers are seeded from
     assert own() == expected
 
 

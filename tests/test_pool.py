@@ -245,6 +245,30 @@ def test_tasks_go_to_the_worker_that_has_least_to_do(tmp_path: Path) -> None:
         assert pool.take(0)[0] not in pids
 
 
+def test_tasks_are_left_for_a_worker_that_is_still_starting(tmp_path: Path) -> None:
+    start, meet = gate(tmp_path / "start"), gate(tmp_path / "meet")
+    doing: dict[int, Callable[[], Any]] = {0: WaitAt(meet), 1: lambda: open_gate(meet)}
+    with Pool(work(doing, worker_init_fn=lambda _: WaitAt(start)()), context=FORK) as pool:
+        pool.resize(2)
+        open_gate(start)
+        pool.wait_ready()
+        for number in range(4):
+            pool.submit(number, [number])
+        open_gate(start)
+        assert [pool.take(number) for number in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_nobody_waits_for_a_worker_that_is_still_starting(tmp_path: Path) -> None:
+    start = gate(tmp_path / "start")
+    with Pool(work(worker_init_fn=lambda _: WaitAt(start)()), context=FORK, end_seconds=0.1) as pool:
+        pool.resize(2)
+        open_gate(start)
+        pool.wait_ready()
+        for number in range(6):
+            pool.submit(number, [number])
+        assert [pool.take(number) for number in range(6)] == [[number] for number in range(6)]
+
+
 def test_worker_that_is_one_too_many_stays_until_its_batches_are_taken() -> None:
     made = work(dict.fromkeys(range(8), pools.a_tensor), collate_fn=default_collate)
     with Pool(made, context=FORK) as pool:
@@ -444,6 +468,19 @@ def test_tensors_that_went_with_their_worker_are_made_again(tmp_path: Path, capl
     assert len(_warnings(caplog)) == 1
 
 
+def test_tensors_that_went_with_a_worker_that_was_to_retire_are_made_again() -> None:
+    with Pool(work({0: pools.a_tensor, 1: pools.pid}), context=FORK) as pool:
+        ((victim,),) = _make(pool, 1, [[1]])
+        watched = os.pidfd_open(victim)
+        pool.submit(1, [0])
+        assert _is_readable_soon(pool._crew.ready[0].results_descriptor)
+        os.kill(victim, signal.SIGKILL)
+        assert _is_readable_soon(watched)
+        pool.resize(0)
+        assert torch.equal(pool.take(1)[0], torch.arange(1000))
+    os.close(watched)
+
+
 def test_idle_worker_that_dies_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with Pool(work({0: pools.pid}), context=FORK) as pool:
         ((victim,),) = _make(pool, 1, [[0]])
@@ -584,7 +621,7 @@ def test_resizes_leave_nothing(num_resizes: int) -> None:
             pool.submit(2 * number + 1, [0])
             pool.take(2 * number)
             pool.take(2 * number + 1)
-            most = max(most, held().descriptors)
+            most = max(most, len(held().descriptors))
     assert most < 100  # those that retire go at once, rather than in the end
 
 

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from elastic_ext.accumulate import BatchPlan
 
-from .cursor import Chunk, Cursor, chunks
+from .cursor import Chunk, Cursor, chunks, num_chunks
 from .order import Order
 from .recut import cut, join
+from .tasks import in_short
 
 __all__ = ["Ahead", "Maker"]
 
@@ -74,6 +75,7 @@ class Ahead:
     ) -> None:
         self.order = order
         self.cursor = cursor
+        self._start = cursor.passed
         self._maker = maker
         self._plan, self._rank = plan, rank
         self._can_recut = can_recut
@@ -83,6 +85,10 @@ class Ahead:
         self.has_ended = False
         self._cut()
 
+    def __len__(self) -> int:
+        """How many batches there are from its beginning on, as they are cut now."""
+        return num_chunks(self._plan, (self.cursor.num_samples or 0) - self._start)
+
     def __next__(self) -> Any:
         self._ask()
         if not self._asked:
@@ -91,7 +97,11 @@ class Ahead:
         chunk = asked.chunk
         self.cursor.hand_out(chunk)  # also where it cannot be made: after a rollback it comes again
         self._is_in_step = not chunk.ends_step
-        batch = self._batch_of(asked)
+        try:
+            batch = self._batch_of(asked)
+        except StopIteration as error:  # of the dataset: the loop would end as if the epoch were over
+            samples = in_short(self.order.indices(chunk.start, chunk.stop))
+            raise RuntimeError(f"making a batch of {samples} raised StopIteration") from error
         self._ask()
         return batch
 

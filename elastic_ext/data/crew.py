@@ -50,6 +50,11 @@ class Crew:
         """Nothing will be made any more."""
         return not self._end.alive
 
+    @property
+    def num_starting(self) -> int:
+        """How many are on their way to be ready."""
+        return sum(worker is None for worker in self._slots.values())
+
     def has(self, worker: Worker) -> bool:
         """Whether a worker still belongs to it."""
         return self._slots.get(worker.slot) is worker

@@ -55,6 +55,10 @@ class Epochs(Protocol):
     def num_workers(self) -> int | None:
         """With how many workers alone the loop that comes can go on; None: any."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the loop that comes goes on with an epoch that was under way."""
+
     def begin(self, making: Making) -> Running:
         """The loop that comes."""
 

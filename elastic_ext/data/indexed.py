@@ -54,6 +54,14 @@ class Indexed:
     def remaining(self) -> int | None:
         return self._cursor.remaining
 
+    @property
+    def goes_on(self) -> bool:
+        return self._position > 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the loop that is under way, which a copy has none of."""
+        return {**self.__dict__, "running": None}
+
     def begin(self, making: Making) -> Ahead:
         if self._is_begun:
             self.set_epoch(self.epoch + 1)

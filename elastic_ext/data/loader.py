@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 
+from .ahead import Ahead
 from .epochs import Epochs, Running
 from .following import Following
 from .indexed import Indexed
@@ -93,8 +94,7 @@ class ElasticDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._following is not None:
             self._following.look()
-        if self._started_with[2] and not _can_pin():
-            warnings.warn("pin_memory is True, and there is no accelerator: nothing is pinned", stacklevel=2)
+        self._warn_of_pinning()
         num_workers = self._epochs.num_workers
         making = self._made_by(self.num_workers if num_workers is None else num_workers)
         return _Loop(self, self._epochs.begin(making), None if making is self._making else making)
@@ -102,6 +102,13 @@ class ElasticDataLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """How many batches the loop that comes has on this rank."""
         return self._epochs.num_batches()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the loops under way, their workers, and the file that it follows: a copy has none of them."""
+        return {**self.__dict__, "_making": None, "_makings": None, "_following": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _makings=weakref.WeakSet())
 
     def set_epoch(self, epoch: int) -> None:
         """Name the epoch that the next loop is over; one that is under way, or was loaded, goes on where it stands."""
@@ -274,7 +281,7 @@ class ElasticDataLoader(DataLoader[Any]):
             Work(
                 dataset=asked,
                 collate_fn=_as_it_is if is_stream else self.collate_fn,
-                base_seed=0,
+                base_seed=self._draw_seed(),
                 auto_collation=self._auto_collation and not is_stream,
                 worker_init_fn=self.worker_init_fn,
                 told_dataset=None if asked is self.dataset else self.dataset,
@@ -283,11 +290,32 @@ class ElasticDataLoader(DataLoader[Any]):
             timeout_seconds=self.timeout,
             num_workers=num_workers,
             prefetch_factor=self.prefetch_factor or _PREFETCH,
-            draw_seed=partial(_draw_seed, self.generator),
             pin=self._pin(),
         )
         self._makings.add(making)
         return making
+
+    def _draw_seed(self) -> int:
+        """What workers are seeded from, drawn with or without any: those that come later change no random number."""
+        generator = self.generator
+        if generator is None and self._epochs.goes_on:  # with an epoch that has had it drawn
+            generator = torch.Generator()
+            generator.set_state(torch.get_rng_state())
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+    def _warn_of_pinning(self) -> None:
+        """Of what torch warns of, in words that begin as its do."""
+        if self.pin_memory and self.pin_memory_device:
+            warnings.warn(
+                "pin_memory_device is deprecated, the current accelerator will be used as the device; leave it out",
+                stacklevel=3,
+            )
+        if self.pin_memory and not _can_pin():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be "
+                "used; leave it out, or set it where there is one",
+                stacklevel=3,
+            )
 
 
 class _Loop:
@@ -297,6 +325,10 @@ class _Loop:
         self._loader = loader
         self._running = running
         self._making = making
+
+    def __len__(self) -> int:
+        """How many batches it has from its beginning on, as they are cut now."""
+        return len(self._running) if isinstance(self._running, Ahead) else len(self._loader)
 
     def __iter__(self) -> _Loop:
         return self
@@ -315,9 +347,9 @@ class _Loop:
                 running.commit()
 
     def close(self) -> None:
-        self._running.end()
         if self._making is not None:
-            self._making.close()
+            self._making.close()  # first: whoever has died by the same Ctrl-C is not to be replaced
+        self._running.end()
 
     def __del__(self) -> None:
         self.close()
@@ -330,10 +362,6 @@ def _says_more(given: Mapping[str, Any]) -> bool:
 
 def _can_pin() -> bool:
     return torch.accelerator.is_available()
-
-
-def _draw_seed(generator: torch.Generator | None) -> int:
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from .pinning import Pinning
 from .pool import Pool, Work
+from .process import Noted
+from .tasks import name_samples
 
 __all__ = ["Making"]
 
 
 class Making:
-    """Who makes the batches of a loader. Workers come and go in the background; with none this process makes them.
-
-    ``draw_seed`` gives the number from which the workers' random states are made; it is called for each pool.
-    """
+    """Who makes the batches of a loader. Workers come and go in the background; with none this process makes them."""
 
     def __init__(
         self,
@@ -27,13 +25,11 @@ class Making:
         timeout_seconds: float,
         num_workers: int,
         prefetch_factor: int,
-        draw_seed: Callable[[], int],
         pin: Callable[[Any], Any] | None = None,
     ) -> None:
         self._work = work
         self._context = context
         self._timeout_seconds = timeout_seconds
-        self._draw_seed = draw_seed
         self._pinning = Pinning(pin)
         self._num_workers = 0
         self._is_closed = False
@@ -71,9 +67,8 @@ class Making:
         self._fills_in = self._num_workers == 0
         self._num_workers = num_workers
         if self._pool is None:
-            work = replace(self._work, base_seed=self._draw_seed())
             self._pool = Pool(
-                work, context=self._context, timeout_seconds=self._timeout_seconds, finish=self._pinning.begin
+                self._work, context=self._context, timeout_seconds=self._timeout_seconds, finish=self._pinning.begin
             )
         self._pool.resize(num_workers)
 
@@ -104,16 +99,20 @@ class Making:
             self._pool.forget(number)
 
     def close(self) -> None:
-        """End all workers; twice is allowed."""
+        """End all workers; twice is allowed. What is asked for is forgotten as before."""
         self._is_closed = True
-        self._own.clear()
         if self._pool is not None:
             self._pool.close()
         self._pinning.close()
 
     def _made(self, indices: list[Any]) -> Any:
         work = self._work
-        if not work.auto_collation:
-            return work.collate_fn(work.dataset[indices[0]])
-        at_once = getattr(work.dataset, "__getitems__", None)
-        return work.collate_fn(at_once(indices) if at_once else [work.dataset[index] for index in indices])
+        noted = Noted(indices)
+        try:
+            if not work.auto_collation:
+                return work.collate_fn(work.dataset[indices[0]])
+            at_once = getattr(work.dataset, "__getitems__", None)
+            return work.collate_fn(at_once(indices) if at_once else [work.dataset[index] for index in noted])
+        except Exception as error:
+            name_samples(error, noted.at, indices)
+            raise

@@ -54,6 +54,7 @@ class Pool:
         self._finish = finish
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
         self._unassigned: deque[Task] = deque()  # those of them that no worker has, in order
+        self._num_submitted = 0
         self._crew = Crew(work, context, end_seconds)
         self._news = self._crew.news
 
@@ -93,15 +94,18 @@ class Pool:
 
     def submit(self, number: int, indices: Any, slot: int | None = None) -> None:
         """Have a batch made, by the worker of that slot or by any. Numbers grow."""
-        if self._news or not self._crew.ready or self._unassigned:
+        task = Task(number, indices, slot, turn=self._num_submitted)
+        worker = None
+        if not (self._news or self._unassigned or self._crew.num_starting):
+            worker = self._worker_for(task)
+        self._tasks[number] = task
+        if worker is not None:
+            self._give(task, worker)
+        else:
             self._check_open()
-            self._tasks[number] = task = Task(number, indices, slot)
             self._unassigned.append(task)
             self._arrange()
-        else:
-            self._tasks[number] = task = Task(number, indices, slot)
-            if not self._give(task):
-                self._unassigned.append(task)
+        self._num_submitted += 1
 
     def take(self, number: int) -> Any:
         """The batch of a number, once; raises what its making raised."""
@@ -136,34 +140,49 @@ class Pool:
         """Take over new workers, start and retire some as needed, and have tasks made that were waiting for one."""
         self._crew.absorb()
         self._fit()
-        self._unassigned = deque([task for task in self._unassigned if not self._give(task)])
+        self._hand_out()
 
     def _fit(self) -> None:
         self._crew.fit(at_least=1 if self._unassigned else 0)
 
-    def _give(self, task: Task) -> bool:
-        """Have a worker make it; False if whoever has to is not ready."""
-        worker: Worker | None = None
-        for each in self._crew.ready:
-            if task.slot is None:
-                if worker is None or len(each.tasks) < len(worker.tasks):
-                    worker = each
-            elif each.slot == task.slot:
-                worker = each
-        if worker is None:
-            return False
+    def _hand_out(self) -> None:
+        """Give out the tasks that no worker has. Those who are starting are left theirs, unless another is idle."""
+        num_ready = len(self._crew.ready)
+        num_workers = num_ready + self._crew.num_starting
+        left: deque[Task] = deque()
+        for task in self._unassigned:
+            worker = self._worker_for(task)
+            if worker is not None and (
+                task.slot is not None or task.turn % num_workers < num_ready or not worker.tasks
+            ):
+                self._give(task, worker)
+            else:
+                left.append(task)
+        self._unassigned = left
+
+    def _worker_for(self, task: Task) -> Worker | None:
+        """Who has to make it, or who has least to do; None where nobody is ready that may."""
+        found: Worker | None = None
+        for worker in self._crew.ready:
+            if task.slot is not None:
+                if worker.slot == task.slot:
+                    return worker
+            elif found is None or len(worker.tasks) < len(found.tasks):
+                found = worker
+        return found
+
+    def _give(self, task: Task, worker: Worker) -> None:
         task.worker = worker
         for each_task in (*task.probes(), task) if task.num_deaths else (task,):
             worker.tasks.append(each_task)
             self._crew.send(worker, each_task.number, each_task.indices)
-        return True
 
     # --- batches come in ---
 
     def _wait_for(self, task: Task) -> None:
         if task.worker is not None:
             self._receive(task.worker)  # most often it is there, or is the next to come
-        if self._news:
+        if self._news or self._unassigned:
             self._arrange()
         last_sign: object = None
         until: float | None = None
@@ -172,11 +191,11 @@ class Pool:
             worker = task.worker
             if worker is None:
                 self._crew.check_some_will_come()
-            sign = (worker, None if worker is None else worker.num_answers)
+            sign = (worker, *[each.num_answers for each in (self._crew.ready if worker is None else [worker])])
             if sign != last_sign:
                 last_sign, until = sign, self._deadline()
             if not self._wait(_left(until), task):
-                self._raise_timeout(worker)
+                self._raise_timeout(worker or next(iter(self._crew.ready), None))
 
     def _wait(self, timeout_seconds: float | None, task: Task | None = None) -> bool:
         """Take in what comes next, from any worker until the task is done; False if nothing came in time."""
@@ -213,39 +232,29 @@ class Pool:
         except EOFError:
             self._bury(worker)
             return
+        is_whole = True
         for _, payload in messages:
-            self._settle(worker, payload)
+            is_whole = self._settle(worker, payload) and is_whole
         worker.is_heard = False
-        if messages and worker.slot >= self._crew.num_wanted:
+        if not is_whole:  # before it can be taken for one that has done all it had
+            self._bury(worker)
+        elif messages and worker.slot >= self._crew.num_wanted:
             self._fit()
+        if self._unassigned:
+            self._hand_out()
 
-    def _settle(self, worker: Worker, payload: memoryview) -> None:
+    def _settle(self, worker: Worker, payload: memoryview) -> bool:
+        """Take an answer; False if what it refers to went with the worker."""
         worker.num_answers += 1
         task = worker.tasks.popleft()
-        outcome = self._loaded(worker, payload)
+        outcome = _loaded(worker, payload)
         if outcome is _LOST:
-            return
-        is_wanted = self._finish is not None and not task.is_forgotten and task.probes_for is None
-        if is_wanted and type(outcome) not in (Raised, self._parts.wrapper):
-            assert self._finish is not None
+            return False
+        is_batch = type(outcome) not in (Raised, self._parts.wrapper)
+        if is_batch and self._finish is not None and not task.is_forgotten and task.probes_for is None:
             outcome = self._finish(outcome)
         task.outcome = outcome
-
-    def _loaded(self, worker: Worker, payload: memoryview) -> Any:
-        try:
-            return ForkingPickler.loads(payload)
-        except Exception as error:  # what the user's classes raise included: kept for who takes the batch
-            if isinstance(error, OSError | EOFError) and worker.has_ended(_DYING_SECONDS):
-                return _LOST  # its tensors went with it
-            if getattr(error, "errno", None) == errno.EMFILE or "ancdata" in str(error):
-                return Raised(
-                    RuntimeError(
-                        "Too many open files. Communication with the workers is no longer possible. Please increase "
-                        "the limit using `ulimit -n` in the shell, or change the sharing strategy by calling "
-                        "`torch.multiprocessing.set_sharing_strategy('file_system')` at the beginning of your code"
-                    )
-                )
-            return Raised(error)
+        return True
 
     def _bury(self, worker: Worker) -> None:
         """See what a dead worker has left, and have others do what it has not."""
@@ -294,3 +303,20 @@ class Pool:
 
 def _left(until: float | None) -> float | None:
     return None if until is None else max(until - time.monotonic(), 0.0)
+
+
+def _loaded(worker: Worker, payload: memoryview) -> Any:
+    try:
+        return ForkingPickler.loads(payload)
+    except Exception as error:  # what the user's classes raise included: kept for who takes the batch
+        if isinstance(error, OSError | EOFError) and worker.has_ended(_DYING_SECONDS):
+            return _LOST  # its tensors went with it
+        if getattr(error, "errno", None) == errno.EMFILE or "ancdata" in str(error):
+            return Raised(
+                RuntimeError(
+                    "Too many open files. Communication with the workers is no longer possible. Please increase "
+                    "the limit using `ulimit -n` in the shell, or change the sharing strategy by calling "
+                    "`torch.multiprocessing.set_sharing_strategy('file_system')` at the beginning of your code"
+                )
+            )
+        return Raised(error)

@@ -5,7 +5,9 @@ Nothing here runs in the parent but the making of a ``Work``.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import multiprocessing
 import os
 import queue
 import select
@@ -15,14 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from .frames import Inbox, Outbox
 from .internals import PrivateParts, private_parts
 
-__all__ = ["READY", "STACK_SIGNAL", "STOP", "Seat", "Work", "run"]
+__all__ = ["READY", "STACK_SIGNAL", "STOP", "Noted", "Seat", "Work", "run"]
 
 READY = -1
 """The number of a worker's first message: it can take tasks; the pipe on which its stack can be had."""
@@ -30,6 +32,8 @@ STOP = -2
 """The number of what a worker is sent last."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
 """Has a worker write down where it is."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,7 @@ class Seat:
 
 def run(work: Work, seat: Seat, indices: Connection, results: Connection, inherited: Sequence[Connection]) -> None:
     """Make batches until told to stop, or until the parent is gone. ``inherited``: the pipes of others."""
+    _end_with_parent()
     for connection in inherited:
         connection.close()
     parts = private_parts()
@@ -83,6 +88,22 @@ def _begin(work: Work, parts: PrivateParts, slot: int) -> None:
     parts.tell_dataset(work.told_dataset)
     if work.worker_init_fn is not None:
         work.worker_init_fn(slot)
+
+
+def _end_with_parent() -> None:
+    """Have this process killed when its parent is gone, in the middle of whatever it does then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if os.getppid() == parent.pid:
+        # The thread that forked it is the parent here: one that stays as long as there are workers.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it has a fork server's, which outlives the parent
+        threading.Thread(target=_follow, args=(parent.sentinel,), name="elastic_ext parent", daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    wait([parent])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Noted(list[Any]):

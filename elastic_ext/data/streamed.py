@@ -56,6 +56,14 @@ class Streamed:
             return None
         return NO_STATE
 
+    @property
+    def goes_on(self) -> bool:
+        return self._position is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the loop that is under way, which a copy has none of."""
+        return {**self.__dict__, "running": None}
+
     def begin(self, making: Making) -> Streams:
         if self._is_begun:
             self.epoch += 1

@@ -300,7 +300,10 @@ class Streams:
         return self._maker.submit([request], slot.number)
 
     def _taken(self, slot: _Slot, number: int) -> Answer:
-        answer = self._maker.take(number)
+        try:
+            answer = self._maker.take(number)
+        except StopIteration as error:  # of a collate_fn: the loop would end as if the epoch were over
+            raise RuntimeError(f"making a batch of the stream of worker {slot.number} raised StopIteration") from error
         assert isinstance(answer, Answer)
         if answer.mark is not None and answer.mark.num_samples > slot.marks[-1].num_samples:
             slot.marks.append(answer.mark)

@@ -12,7 +12,7 @@ from elastic_ext.errors import WorkerDiedError
 from .internals import PrivateParts
 from .worker import Worker
 
-__all__ = ["NOTHING", "Raised", "Task", "in_short", "reraise"]
+__all__ = ["NOTHING", "Raised", "Task", "in_short", "name_samples", "reraise"]
 
 NOTHING: Any = object()
 """What came of a task so far, where nothing has."""
@@ -35,6 +35,8 @@ class Task:
     indices: Any
     slot: int | None = None
     """Which worker has to make it; None: any."""
+    turn: int = 0
+    """How many were submitted before it."""
     worker: Worker | None = None
     """Who makes it."""
     outcome: Any = NOTHING
@@ -74,17 +76,26 @@ def reraise(task: Task, parts: PrivateParts) -> None:
         raise outcome.error
     if type(outcome) is not parts.wrapper:
         return
-    at: tuple[Any, ...] = getattr(outcome, "at", ())  # the index that was being looked up
-    note = f"raised by the dataset for sample {at[0]!r}" if at else f"raised while making {in_short(task.indices)}"
+    at = getattr(outcome, "at", ())
     if sys.version_info >= (3, 11):
         try:
             outcome.reraise()
         except BaseException as error:
-            error.add_note(note)
+            name_samples(error, at, task.indices)
             raise
     else:
-        outcome.exc_msg += note
+        outcome.exc_msg += _note(at, task.indices)
         outcome.reraise()
+
+
+def name_samples(error: BaseException, at: tuple[Any, ...], indices: Any) -> None:
+    """Say in its traceback, where Python can, which sample was looked up (``at``), or which were made, when it came."""
+    if sys.version_info >= (3, 11):
+        error.add_note(_note(at, indices))
+
+
+def _note(at: tuple[Any, ...], indices: Any) -> str:
+    return f"raised by the dataset for sample {at[0]!r}" if at else f"raised while making {in_short(indices)}"
 
 
 def _died_over(indices: Any, how: str) -> WorkerDiedError:
