@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,49 +13,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from elastic_ext import ElasticTrainer, MicroBatchSource
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
-
-
-class Numbers:
-    """Each sample is its own index, and who made it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        return index, 0 if get_worker_info() is None else os.getpid()
-
-
-def collate_by_hand(samples: list[tuple[int, int]]) -> list[torch.Tensor]:
-    return [torch.tensor(part) for part in zip(*samples, strict=True)]
-
-
-def loader_of(size: int, batch_size: int = 4, **arguments: Any) -> ElasticDataLoader:
-    return ElasticDataLoader(Numbers(size), batch_size, **arguments)
-
-
-def indices_in(batches: Any) -> list[int]:
-    return [int(index) for indices, _ in batches for index in indices]
-
-
-def changed(loader: ElasticDataLoader, **values: Any) -> None:
-    """Have a config with these values come into force."""
-    old = ElasticConfig.from_values({})
-    new = ElasticConfig.from_values({f"dataloader.{name}": value for name, value in values.items()})
-    assert loader.check(new) is None
-    loader.apply(old, new)
+from tests.loading import Numbers, changed, collate_by_hand, indices_in, loader_of
 
 
 @pytest.fixture(autouse=True)
@@ -258,70 +220,6 @@ def test_workers_that_cannot_go_are_not_taken() -> None:
     assert told is not None and "persistent_workers" in told
 
 
-@st.composite
-def changes(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "num_ranks": draw(st.integers(1, 3)),
-        "global_batch": draw(st.integers(3, 20)),
-        "micro_batch": draw(st.integers(1, 7)),
-        "num_steps": draw(st.integers(0, 4)),
-        "rolls_back_after": draw(st.none() | st.integers(1, 3)),
-    }
-
-
-@settings(max_examples=60)
-@given(size=st.integers(1, 120), stages=st.lists(changes(), max_size=5), num_workers=st.just(0), seed=st.integers(0, 9))
-def test_every_sample_is_committed_once_in_order(
-    size: int, stages: list[dict[str, Any]], num_workers: int, seed: int
-) -> None:
-    state: dict[str, Any] | None = None
-    committed: list[int] = []
-    last = {"num_ranks": 1, "global_batch": 5, "micro_batch": 2, "num_steps": 1 << 30, "rolls_back_after": 2}
-    for stage in [*stages, last]:
-        num_ranks = stage["num_ranks"]
-        plan = BatchPlan(
-            global_batch=max(stage["global_batch"], num_ranks), num_ranks=num_ranks, micro_batch=stage["micro_batch"]
-        )
-        loaders = [loader_of(size, shuffle=True, seed=seed, num_workers=num_workers) for _ in range(num_ranks)]
-        for rank, loader in enumerate(loaders):
-            if state is not None:
-                loader.load_state_dict(json.loads(json.dumps(state)))
-            loader.plan(plan, rank)
-        committed += take_steps(loaders, plan, stage["num_steps"], stage["rolls_back_after"])
-        states = [loader.state_dict() for loader in loaders]
-        assert all(each == states[0] for each in states)
-        state = states[0]
-        assert state["position"] == len(committed)
-        if state["is_over"]:
-            break
-    expected = loader_of(size, 1, shuffle=True, seed=seed)
-    assert committed == indices_in(expected)[: len(committed)]
-    assert size - len(committed) < (num_ranks if state is not None else 1)
-
-
-def take_steps(
-    loaders: list[ElasticDataLoader], plan: BatchPlan, num_steps: int, rolls_back_after: int | None
-) -> list[int]:
-    """What is committed of so many steps on all ranks; the first of them is rolled back after some micro-steps."""
-    streams = [iter(loader) for loader in loaders]
-    committed: list[int] = []
-    while num_steps > 0 and (step := plan.next_step(loaders[0].remaining)) is not None:
-        num_steps -= 1
-        if rolls_back_after is not None:
-            for _ in range(min(rolls_back_after, step.num_micro_steps)):
-                taken = [next(stream) for stream in streams]
-            rolls_back_after = None
-            for loader in loaders:
-                loader.rollback()
-        for number in range(step.num_micro_steps):
-            taken = [next(stream) for stream in streams]
-            assert [len(indices) for indices, _ in taken] == [sizes[number] for sizes in step.micro_batches]
-            committed += indices_in(taken)
-        for loader in loaders:
-            loader.commit()
-    return committed
-
-
 def test_a_step_that_commits_early_is_followed_by_one_that_begins_there() -> None:
     loader = loader_of(20, num_workers=1)
     loader.plan(BatchPlan(global_batch=8, num_ranks=1, micro_batch=3), 0)
@@ -392,6 +290,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from elastic_ext.data.loader import ElasticDataLoader
+from tests.loading import Numbers, changed, collate_by_hand, indices_in, loader_of
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from .crew import Crew
 from .internals import private_parts, thread_state
@@ -195,7 +195,7 @@ class Pool:
             if sign != last_sign:
                 last_sign, until = sign, self._deadline()
             if not self._wait(_left(until), task):
-                self._raise_timeout(worker or next(iter(self._crew.ready), None))
+                raise _timed_out(self._timeout_seconds, worker or next(iter(self._crew.ready), None))
 
     def _wait(self, timeout_seconds: float | None, task: Task | None = None) -> bool:
         """Take in what comes next, from any worker until the task is done; False if nothing came in time."""
@@ -291,14 +291,16 @@ class Pool:
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout_seconds if self._timeout_seconds > 0 else None
 
-    def _raise_timeout(self, worker: Worker | None) -> NoReturn:
-        message = f"DataLoader timed out after {self._timeout_seconds} seconds: "
-        if worker is None:
-            raise RuntimeError(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
-        indices = worker.tasks[0].indices if worker.tasks else []
-        stack = worker.stack()
-        where = f"it is here:\n{stack}" if stack else "it does not tell where it is"
-        raise RuntimeError(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")
+
+def _timed_out(after_seconds: float, worker: Worker | None) -> RuntimeError:
+    """What is raised where nothing came in time of this worker."""
+    message = f"DataLoader timed out after {after_seconds} seconds: "
+    if worker is None:
+        return RuntimeError(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
+    indices = worker.tasks[0].indices if worker.tasks else []
+    stack = worker.stack()
+    where = f"it is here:\n{stack}" if stack else "it does not tell where it is"
+    return RuntimeError(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")
 
 
 def _left(until: float | None) -> float | None:
