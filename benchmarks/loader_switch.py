@@ -1,9 +1,10 @@
 """How long a loop waits for a batch where workers and batch size change, beside making torch's DataLoader anew.
 
 A consumer takes as long for each batch; in the middle of an epoch 4 workers become 6, and batches of 8 samples 12.
-Read is the longest that it waits from there on, with what it does for the change itself. Workers need half of its time,
-before and after, and sleep for that, as those that wait for storage do. ElasticDataLoader is told as a trainer tells
-it. Torch's is made anew with what is left of the order, and the old one is let go once the new workers are at work.
+Read is by how much the longest time between two batches is more than that: a wait, what is done for the change itself,
+and what keeps the consumer from going on. Workers need half of its time, before and after, and sleep for that, as those
+that wait for storage do. ElasticDataLoader is told as a trainer tells it. Torch's is made anew with what is left of the
+order, and the old one is let go once the new workers are at work.
 
 The live change waits at most 0.05 times as long, and at most one sample's time longer than where nothing changes.
 
@@ -66,7 +67,7 @@ class Switch:
 
 
 SWITCH = Switch(
-    num_workers=(4, 6), batch_size=(8, 12), num_batches=(6, 16), sample_seconds=0.010, consumer_seconds=0.040
+    num_workers=(4, 6), batch_size=(8, 12), num_batches=(5, 20), sample_seconds=0.010, consumer_seconds=0.040
 )
 
 
@@ -190,22 +191,23 @@ def _taken(
     """An epoch, consumed; ``change`` gives what it goes on with."""
     seen: list[int] = []
     taken = _Taken(waits=[], sizes=[], workers=set())
+    ends_at = time.perf_counter()  # what is done with the batch before
     for number in count():
-        began = time.perf_counter()
         if number == switch.num_batches[0]:
             batches = change(batches)
         batch = next(batches, None)
-        waited = time.perf_counter() - began
+        came_at = time.perf_counter()
         if batch is None:
             break
         indices, workers = (part.tolist() for part in batch)
         seen += indices
         if number >= switch.num_batches[0]:
-            taken.waits.append(waited)
+            taken.waits.append(came_at - ends_at)
             taken.sizes.append(len(indices))
             taken.workers.update(workers)
-        time.sleep(switch.consumer_seconds)
         commit()
+        ends_at = came_at + switch.consumer_seconds
+        time.sleep(max(ends_at - time.perf_counter(), 0.0))
     if sorted(seen) != list(range(switch.num_samples)):
         raise UnlikeWorkError(f"of {switch.num_samples} samples, {len(set(seen))} came, in {len(seen)} places")
     return taken
