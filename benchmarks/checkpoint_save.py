@@ -1,10 +1,11 @@
 """What saving costs while training goes on: ours in the background, and torch.distributed.checkpoint (DCP) in each way.
 
-A language model of 41 million parameters, sharded with fully_shard block by block, with the state of AdamW: 496 MB in
-all. Gloo ranks, one thread each; on 4 of them, which share the same state, fewer ways are compared. A save blocks until
-the call returns, when all of the state may change; it is durable when its end has been waited for. Both are the time of
-the rank that takes longest. Beside them stands the machine by itself: one copy of the same bytes to memory that was
-touched before, and one file of them for each rank, written with O_DIRECT, all at once, and synced.
+Language models of 41 and of 88 million parameters, sharded with fully_shard block by block, with the state of AdamW:
+496 MB and 1055 MB in all. Gloo ranks, one thread each: two of them hold 0.25 GB each, and 0.53 GB, four of them 0.26
+GB. A save blocks until the call returns, when all of the state may change; it is durable when its end has been waited
+for. Both are the time of the rank that takes longest. Beside them stands the machine by itself: one copy of the same
+bytes to memory that was touched before, and one file of them for each rank, written with O_DIRECT, all at once, and
+synced.
 
 The first save of each way is loaded and compared with the state that was saved, all of which had changed as soon as
 the call returned. Before each save the processes give the system what memory they keep for nothing, so that none
@@ -14,7 +15,8 @@ Peers: ``dcp.save``, and ``async_save`` with a stager that is kept, with the set
 ``async_save`` with nothing but a folder; ``async_save`` from processes of its own, with a stager in shared memory that
 is kept. BlockingAsyncStager can keep its copy only where there is an accelerator, whose pinned memory it asks for.
 
-Not measured: an accelerator, network file systems, a state that changes its shape.
+Not measured: an accelerator, network file systems, a state that changes its shape, more than 0.53 GB a rank: with what
+each way keeps, ranks take five times their state.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import TypeVar
@@ -88,6 +91,7 @@ Values = Sequence[Sequence[Mapping[str, float]]]
 _Kind = TypeVar("_Kind")
 
 LARGE = Task(num_blocks=11, width=512, num_words=13_003)  # words that no number of ranks divides
+LARGER = Task(num_blocks=11, width=768, num_words=13_003)
 NAMES: Mapping[BackgroundName, str] = {
     "dcp": "dcp.save",
     "ours": "ShardCheckpointer, in the background",
@@ -101,20 +105,36 @@ CPU, EXTRA = "CPU time of a rank for a save", "Extra memory of a save"
 STEP, LOST = "Step", "Lost"
 CLAIMS = {BLOCKED: Claim(at_most=0.10), DURABLE: Claim(at_most=0.5), CPU: Claim(at_most=0.4)}
 BLOCKED_OVER: Mapping[BackgroundName, float] = {"default": 0.15, "reused": 1.0}
-SAVED: Mapping[int, Sequence[BackgroundName]] = {2: tuple(NAMES), 4: ("dcp", "ours", "reused", "machine")}
-"""Which ways are compared on how many ranks."""
 TRAINED: Sequence[BackgroundName] = ("ours", "default", "reused", "process")
 NO_SAVE = "no save"
 FRESH: Sequence[BackgroundName] = ("ours", "dcp", "ours", "reused", "ours")
 FIRST_OVER_LATER = QuantileTarget(quantile=0.5, at_most=2.0)
 NO_EXTRA = QuantileTarget(quantile=1.0, at_most=8e6)  # 0, but for what threads and collectives take
-SAVE_SECONDS = {2: 50.0, 4: 30.0}  # how long to go on, about
-TRAIN_SECONDS = 35.0
+TRAIN_SECONDS = 35.0  # how long to go on, about
 MIN_ROUNDS = 5
 NUM_QUIET_STEPS = 10
 NUM_STEPS_TO_PREPARE = 20
 NUM_LATER_SAVES = 4
 SECONDS_TO_WAIT = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A state that some ranks hold together, and save in every way."""
+
+    num_ranks: int
+    task: Task
+    save_seconds: float
+    """How long to go on with saves, about."""
+    trains: bool = False
+    """The small model's steps are measured, too."""
+
+
+CASES = (
+    Case(num_ranks=2, task=LARGE, save_seconds=50.0, trains=True),
+    Case(num_ranks=2, task=LARGER, save_seconds=80.0),
+    Case(num_ranks=4, task=LARGER, save_seconds=80.0),
+)
 
 
 class SavingRanks:
@@ -126,8 +146,9 @@ class SavingRanks:
         self._shown: dict[BackgroundName, str] = {}
         held = _all_of(Held, gang.ask(Show()))
         self._digest = full_digest([each.parts for each in held])
-        self.num_ranks = num_ranks
-        self.state_bytes = max(each.num_bytes for each in held)
+        state_bytes = max(each.num_bytes for each in held)
+        self.what = f"{num_ranks} ranks, {shown_value(state_bytes, 'bytes')} of state each"
+        """Who saves, and how much."""
         self.kept_bytes: dict[BackgroundName, int] = {}
         """What each way keeps from save to save, on the rank where that is most."""
 
@@ -188,15 +209,15 @@ def saving_ranks(num_ranks: int, task: Task, storage: Path) -> Iterator[SavingRa
 
 
 def main() -> list[Result]:
-    """Tables of what a save takes on 2 and on 4 ranks, of the steps beside it, and of first saves."""
+    """Tables of what a save takes, case by case, of the steps beside it, and of first saves."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         storage = Path(name)
-        for num_ranks in (2, 4):
-            with saving_ranks(num_ranks, LARGE, storage) as ranks:
-                sides = sides_of_saves(ranks, SAVED[num_ranks])
-                results += tables_of_saves(ranks, sides, _rounds(sides, SAVE_SECONDS[num_ranks]))
-                if num_ranks == 2:
+        for case in CASES:
+            with saving_ranks(case.num_ranks, case.task, storage) as ranks:
+                sides = sides_of_saves(ranks)
+                results += tables_of_saves(ranks, sides, _rounds(sides, case.save_seconds))
+                if case.trains:
                     training = sides_of_training(ranks)
                     results += tables_of_training(ranks, training, _rounds(training, TRAIN_SECONDS))
         results.append(first_saves(FRESH, LARGE, storage))
@@ -206,7 +227,7 @@ def main() -> list[Result]:
 # --- saves ----------------------------------------------------------------------------------------------------------
 
 
-def sides_of_saves(ranks: SavingRanks, ways: Sequence[BackgroundName]) -> list[Side]:
+def sides_of_saves(ranks: SavingRanks) -> list[Side]:
     """Sides that read what a save takes; each way has been made and shown to save what there is."""
 
     def side(way: BackgroundName) -> Side:
@@ -217,12 +238,11 @@ def sides_of_saves(ranks: SavingRanks, ways: Sequence[BackgroundName]) -> list[S
 
         return Side(name=NAMES[way], run=run)
 
-    return [side(way) for way in ways]
+    return [side(way) for way in NAMES]
 
 
 def tables_of_saves(ranks: SavingRanks, sides: Sequence[Side], values: Values) -> list[Result]:
     """A table for each thing that a save takes."""
-    what = f"{ranks.num_ranks} ranks, {shown_value(ranks.state_bytes, 'bytes')} of state each"
     notes = {
         BLOCKED: "the machine by itself: one copy of these bytes to memory that was touched before",
         DURABLE: "every side syncs its files (DCP by its own sync_files, which is on by default; DCP does not sync "
@@ -230,11 +250,11 @@ def tables_of_saves(ranks: SavingRanks, sides: Sequence[Side], values: Values) -
         CPU: "of all threads and of a rank's own processes, from the call until the save is durable, mean of the ranks",
     }
     return [
-        _compared(BLOCKED, what, sides, values, notes[BLOCKED]),
-        _blocked_over(what, sides, values),
-        _compared(DURABLE, what, sides, values, notes[DURABLE]),
-        _compared(CPU, what, sides, values, notes[CPU]),
-        _extra_table(ranks, what, sides, values),
+        _compared(BLOCKED, ranks.what, sides, values, notes[BLOCKED]),
+        _blocked_over(ranks.what, sides, values),
+        _compared(DURABLE, ranks.what, sides, values, notes[DURABLE]),
+        _compared(CPU, ranks.what, sides, values, notes[CPU]),
+        _extra_table(ranks, sides, values),
     ]
 
 
@@ -267,12 +287,11 @@ def _blocked_over(what: str, sides: Sequence[Side], values: Values) -> QuantileT
             target=QuantileTarget(quantile=0.5, at_most=at_most),
         )
         for way, at_most in BLOCKED_OVER.items()
-        if way in blocked
     ]
     return QuantileTable(title=f"{BLOCKED}, ours over others round by round, {what}", rows=tuple(rows))
 
 
-def _extra_table(ranks: SavingRanks, what: str, sides: Sequence[Side], values: Values) -> QuantileTable:
+def _extra_table(ranks: SavingRanks, sides: Sequence[Side], values: Values) -> QuantileTable:
     rows = [
         Samples(
             name=NAMES[way],
@@ -289,7 +308,7 @@ def _extra_table(ranks: SavingRanks, what: str, sides: Sequence[Side], values: V
         f"kept from save to save (resident after the first save, over that before the way was made): {kept}; shared "
         "memory counts in each process that has it",
     )
-    return QuantileTable(title=f"{EXTRA}, beyond what is kept, {what}", rows=tuple(rows), notes=notes)
+    return QuantileTable(title=f"{EXTRA}, beyond what is kept, {ranks.what}", rows=tuple(rows), notes=notes)
 
 
 def _columns(sides: Sequence[Side], values: Values, measure: str) -> dict[BackgroundName, list[float]]:
@@ -319,10 +338,9 @@ def sides_of_training(ranks: SavingRanks) -> list[Side]:
 
 def tables_of_training(ranks: SavingRanks, sides: Sequence[Side], values: Values) -> list[Result]:
     """A table of steps, and one of what saves lost."""
-    what = f"{ranks.num_ranks} ranks"
     steps = dataclasses.replace(
         comparison_of(STEP, sides, values),
-        title=f"A step of a small model while a save is in progress, {what}",
+        title=f"A step of a small model while a save is in progress, {ranks.what}",
         notes=(f"mean of the steps until the save is durable on all ranks; without one, of {NUM_QUIET_STEPS}",),
     )
     _, _, *of_ways = values
@@ -334,7 +352,7 @@ def tables_of_training(ranks: SavingRanks, sides: Sequence[Side], values: Values
         f"time from the call until the save is durable, less what the steps made meanwhile take without a save, as "
         f"{NUM_QUIET_STEPS} did just before; dcp.save loses what it blocks"
     )
-    lost = QuantileTable(title=f"Training time that a save loses, {what}", rows=tuple(rows), notes=(note,))
+    lost = QuantileTable(title=f"Training time that a save loses, {ranks.what}", rows=tuple(rows), notes=(note,))
     return [steps, lost]
 
 
@@ -344,8 +362,10 @@ def tables_of_training(ranks: SavingRanks, sides: Sequence[Side], values: Values
 def first_saves(ways: Sequence[BackgroundName], task: Task, storage: Path) -> QuantileTable:
     """How long the first save of two new processes blocks over later ones; a row for each way, in the order given."""
     ratios: dict[BackgroundName, list[float]] = {}
+    what = ""
     for way in ways:
         with saving_ranks(2, task, storage) as ranks:
+            what = ranks.what
             ratios.setdefault(way, []).append(ranks.first_over_later(way))
     rows = [
         Samples(
@@ -357,11 +377,11 @@ def first_saves(ways: Sequence[BackgroundName], task: Task, storage: Path) -> Qu
         for way, mine in ratios.items()
     ]
     note = (
-        f"2 ranks; ours has prepare() called {NUM_STEPS_TO_PREPARE} steps of the small model before its first save; "
+        f"ours has prepare() called {NUM_STEPS_TO_PREPARE} steps of the small model before its first save; "
         f"over the median of {NUM_LATER_SAVES} later saves, each pair of processes a sample"
     )
     return QuantileTable(
-        title="Blocked by the first save over later ones, in new processes", rows=tuple(rows), notes=(note,)
+        title=f"Blocked by the first save over later ones, in new processes, {what}", rows=tuple(rows), notes=(note,)
     )
 
 
