@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import AbstractContextManager
@@ -290,7 +291,7 @@ def test_ranks_that_are_all_sent_it_end_with_one_checkpoint_of_one_step(tmp_path
     ("stuck", "said"),
     [
         (1, "the ranks' store does not answer"),  # which rank 0 has
-        pytest.param(0, "nothing is saved", marks=pytest.mark.slow),
+        pytest.param(0, "nothing is saved|rank 1 has not said", marks=pytest.mark.slow),  # with a copy or without
     ],
 )
 def test_a_rank_that_waits_for_one_that_stands_still_ends_in_the_time_it_has(
@@ -305,7 +306,7 @@ def test_a_rank_that_waits_for_one_that_stands_still_ends_in_the_time_it_has(
         assert time.monotonic() - began < 20  # of which 4 are the time it has
         job.processes[1 - stuck].kill()
         job.end()
-        assert said in "\n".join(job.lines[stuck])
+        assert re.search(said, "\n".join(job.lines[stuck]))
 
 
 def test_a_rank_that_is_stuck_and_alone_with_its_store_gone_ends_when_it_is_told_to(tmp_path: Path) -> None:
