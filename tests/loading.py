@@ -128,9 +128,13 @@ def is_alive(pid: int) -> bool:
 # --- processes of their own -----------------------------------------------------------------------------------------
 
 
+_KEPT: list[Any] = []  # loops that are there at the interpreter's end
+
+
 def main_that_is_interrupted() -> None:
     """Waits for a Ctrl-C in the body of a loop, says what that leaves, and waits for the next between two batches."""
-    list(loader_of(4, num_workers=1))  # what is opened once and stays
+    _KEPT.append(iter(loader_of(100, num_workers=1)))
+    next(_KEPT[0])
     before = settled()
     with contextlib.suppress(KeyboardInterrupt):
         _hang_in_a_loop()

@@ -146,14 +146,17 @@ class Pool:
         self._crew.fit(at_least=1 if self._unassigned else 0)
 
     def _hand_out(self) -> None:
-        """Give out the tasks that no worker has. Those who are starting are left theirs, unless another is idle."""
-        num_ready = len(self._crew.ready)
-        num_workers = num_ready + self._crew.num_starting
+        """Give out the tasks that no worker has.
+
+        Where half of the workers or more are still starting they are left theirs, unless another is idle.
+        """
+        num_ready, num_starting = len(self._crew.ready), self._crew.num_starting
+        num_dealt_to = num_ready + (num_starting if num_starting >= num_ready else 0)
         left: deque[Task] = deque()
         for task in self._unassigned:
             worker = self._worker_for(task)
             if worker is not None and (
-                task.slot is not None or task.turn % num_workers < num_ready or not worker.tasks
+                task.slot is not None or task.turn % num_dealt_to < num_ready or not worker.tasks
             ):
                 self._give(task, worker)
             else:
