@@ -15,8 +15,8 @@ Peers: ``dcp.save``, and ``async_save`` with a stager that is kept, with the set
 ``async_save`` with nothing but a folder; ``async_save`` from processes of its own, with a stager in shared memory that
 is kept. BlockingAsyncStager can keep its copy only where there is an accelerator, whose pinned memory it asks for.
 
-Not measured: an accelerator, network file systems, a state that changes its shape, more than 0.53 GB a rank: with what
-each way keeps, ranks take five times their state.
+Not measured: an accelerator, network file systems, a state that changes its shape; more than 0.53 GB a rank, which
+takes longer than a benchmark is given, and six times as much memory with what all ways keep.
 """
 
 from __future__ import annotations

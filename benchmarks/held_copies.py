@@ -43,7 +43,7 @@ NAMES: Mapping[bool, str] = {False: "save_on_signals=False", True: "save_on_sign
 LOST = Claim(at_most=1.02)
 BLOCK_SECONDS = 6.0  # about: some copies come in each, by the rules for how often
 NUM_ROUNDS = 5
-NUM_TRIED = 2  # epochs, to see how long one takes
+NUM_TRIED = 1  # epochs, to see how long one takes
 
 
 @dataclass(frozen=True, slots=True)
