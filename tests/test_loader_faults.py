@@ -225,7 +225,7 @@ def test_changes_of_workers_prefetch_and_size_leave_nothing(num_changes: int, co
             loader.plan(BatchPlan(global_batch=size, num_ranks=1, micro_batch=size), 0)
             most = max(most, len(settled().descriptors))
     assert found == list(range(len(found)))
-    assert most < 100  # what is used no more is given back at once, and not in the end
+    assert most < 250  # what is used no more is given back soon, and not in the end
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
