@@ -18,6 +18,7 @@ __all__ = ["THREAD_NAME", "spare_loader_workers"]
 THREAD_NAME = "elastic_ext signals"
 _SPARED = (signal.SIGTERM, signal.SIGUSR1)
 _TARGET = "_worker_loop"  # torch's, and torchdata's
+_OWN = "elastic_ext.data.process"  # where an ElasticDataLoader's workers begin
 
 
 def spare_loader_workers(owner: object, *, is_over: Callable[[], bool]) -> None:
@@ -28,7 +29,8 @@ def spare_loader_workers(owner: object, *, is_over: Callable[[], bool]) -> None:
 
     def in_worker(_: object) -> None:
         target = getattr(multiprocessing.current_process(), "_target", None)
-        if getattr(target, "__name__", "") == _TARGET and not is_over():
+        is_worker = getattr(target, "__name__", "") == _TARGET or getattr(target, "__module__", "") == _OWN
+        if is_worker and not is_over():
             # The worker sets a handler of its own before any of our code runs again: so it is not to arrive there.
             signal.pthread_sigmask(signal.SIG_BLOCK, _SPARED)
             threading.Thread(target=_obey, args=(os.getppid(),), name=THREAD_NAME, daemon=True).start()

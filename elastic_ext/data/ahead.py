@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from elastic_ext.accumulate import BatchPlan
 
 from .cursor import Chunk, Cursor, chunks, num_chunks
+from .late import Late
 from .order import Order
 from .recut import cut, join
 from .tasks import in_short
@@ -75,7 +76,7 @@ class Ahead:
     ) -> None:
         self.order = order
         self.cursor = cursor
-        self._start = cursor.passed
+        self._num_handed = self._num_passed = 0
         self._maker = maker
         self._plan, self._rank = plan, rank
         self._can_recut = can_recut
@@ -86,22 +87,26 @@ class Ahead:
         self._cut()
 
     def __len__(self) -> int:
-        """How many batches there are from its beginning on, as they are cut now."""
-        return num_chunks(self._plan, (self.cursor.num_samples or 0) - self._start)
+        """How many batches it hands out in all: those it has, and the rest as they are cut now."""
+        return self._num_handed + num_chunks(self._plan, (self.cursor.num_samples or 0) - self.cursor.handed)
 
     def __next__(self) -> Any:
         self._ask()
         if not self._asked:
             raise StopIteration
-        asked = self._asked.popleft()
+        asked = self._asked[0]
         chunk = asked.chunk
-        self.cursor.hand_out(chunk)  # also where it cannot be made: after a rollback it comes again
-        self._is_in_step = not chunk.ends_step
         try:
             batch = self._batch_of(asked)
-        except StopIteration as error:  # of the dataset: the loop would end as if the epoch were over
-            samples = in_short(self.order.indices(chunk.start, chunk.stop))
+        except Late:  # the next call may have it
+            raise
+        except Exception as error:
+            self._hand_out(asked)  # what cannot be made is passed; after a rollback it comes again
+            if not isinstance(error, StopIteration):
+                raise
+            samples = in_short(self.order.indices(chunk.start, chunk.stop))  # else the epoch would seem to be over
             raise RuntimeError(f"making a batch of {samples} raised StopIteration") from error
+        self._hand_out(asked)
         self._ask()
         return batch
 
@@ -114,12 +119,14 @@ class Ahead:
     def commit(self) -> None:
         """What was handed out is consumed; a step that was cut short there is followed by one that begins there."""
         self.cursor.commit()
+        self._num_passed = self._num_handed
         if self._is_in_step:
             self._cut()
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""
         if self.cursor.rollback():
+            self._num_handed = self._num_passed
             self._cut()
 
     def go_to(self, order: Order, cursor: Cursor) -> None:
@@ -205,19 +212,31 @@ class Ahead:
                     for each, batch in zip(made, batches, strict=True)
                 ]
             )
+        except Late:
+            raise
         except Exception:
             if (made[0].start, made[0].stop) == (chunk.start, chunk.stop):
                 raise
             # It may be of a sample that this chunk does not have; or samples are not as alike as batches have to be.
             return self._maker.take(self._maker.submit(self.order.indices(chunk.start, chunk.stop)))
-        finally:
-            self._release(asked)
 
     def _taken(self, made: _Made) -> Any:
         if made.batch is NOT_TAKEN:
-            made.batch = None
-            made.batch = self._maker.take(made.number)
+            try:
+                made.batch = self._maker.take(made.number)
+            except Late:
+                raise
+            except Exception:
+                made.batch = None  # it is taken
+                raise
         return made.batch
+
+    def _hand_out(self, asked: _Asked) -> None:
+        self._asked.popleft()
+        self.cursor.hand_out(asked.chunk)
+        self._is_in_step = not asked.chunk.ends_step
+        self._num_handed += 1
+        self._release(asked)
 
     def _release(self, asked: _Asked) -> None:
         for made in asked.made:

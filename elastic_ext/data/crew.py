@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import select
 import weakref
+from contextlib import AbstractContextManager
 from multiprocessing.context import BaseContext
 
 from elastic_ext.errors import ElasticError, WorkerDiedError
@@ -28,7 +29,9 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, and far from what slots add
 class Crew:
     """Starts and retires workers through a spawner, and waits for them. It is called on one thread."""
 
-    def __init__(self, work: Work, context: BaseContext, end_seconds: float) -> None:
+    def __init__(
+        self, work: Work, context: BaseContext, end_seconds: float, may_start: AbstractContextManager[object]
+    ) -> None:
         self.ready: list[Worker] = []
         """Who may be given tasks."""
         self.num_wanted = 0
@@ -39,7 +42,7 @@ class Crew:
         self._unstarted: Unstarted | None = None  # why no more are started for now
         self._poll = select.poll()
         self._polled: dict[int, Worker] = {}  # by each descriptor of theirs
-        self._spawner = Spawner(work, context, end_seconds)
+        self._spawner = Spawner(work, context, end_seconds, may_start)
         self.news = self._spawner.news
         """Not empty when ``absorb`` has something to do."""
         self._poll.register(self._spawner.news_descriptor, select.POLLIN)

@@ -56,6 +56,10 @@ class Epochs(Protocol):
         """With how many workers alone the loop that comes can go on; None: any."""
 
     @property
+    def num_ranks(self) -> int:
+        """Among how many the samples are shared out, as far as that is known."""
+
+    @property
     def goes_on(self) -> bool:
         """Whether the loop that comes goes on with an epoch that was under way."""
 
@@ -64,6 +68,9 @@ class Epochs(Protocol):
 
     def num_batches(self) -> int:
         """How many batches the loop that comes has on this rank."""
+
+    def why_not_resize(self, batch_size: int) -> str | None:
+        """Why batches cannot have so many samples where nobody plans them, None if they can."""
 
     def resize(self, batch_size: int) -> None:
         """Batches of so many samples, where nobody plans them."""

@@ -25,10 +25,12 @@ class Following:
         *,
         check: Callable[[ElasticConfig], str | None],
         apply: Callable[[ElasticConfig, ElasticConfig], None],
+        num_ranks: int = 1,
     ) -> None:
         self._watcher = ConfigWatcher(file)
         self._check = check
         self._apply = apply
+        self._num_ranks = num_ranks
         self._has_news = True
         self._is_started = False
         self._in_force = ElasticConfig.from_values({})
@@ -47,7 +49,7 @@ class Following:
         if new is None or new is self._seen:
             return
         self._seen = new
-        reason = _why_not_alone(new) or self._check(new)
+        reason = _why_not_alone(new, self._num_ranks) or self._check(new)
         if reason is not None:
             _logger.warning("%s of %s is not taken: %s", new.label, self._watcher.path, reason)
             return
@@ -63,8 +65,9 @@ class Following:
         self._has_news = True
 
 
-def _why_not_alone(new: ElasticConfig) -> str | None:
-    num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def _why_not_alone(new: ElasticConfig, num_ranks: int) -> str | None:
+    if dist.is_available() and dist.is_initialized():
+        num_ranks = max(num_ranks, dist.get_world_size())
     if new.dataloader.batch_size is None or num_ranks == 1:
         return None
     return (

@@ -86,7 +86,9 @@ class ElasticDataLoader(DataLoader[Any]):
         self._following: Following | None = None
         if config_file is not None:
             me = weakref.ref(self)
-            self._following = Following(config_file, check=partial(_check, me), apply=partial(_apply, me))
+            self._following = Following(
+                config_file, check=partial(_check, me), apply=partial(_apply, me), num_ranks=self._epochs.num_ranks
+            )
             weakref.finalize(self, self._following.close)
 
     # ---- a loop ----
@@ -189,7 +191,7 @@ class ElasticDataLoader(DataLoader[Any]):
             )
         if wanted.batch_size is not None and self._batches is None and self.batch_size is None:
             return "batch_size is None, which makes no batches; make the loader with a number"
-        return None
+        return None if wanted.batch_size is None else self._epochs.why_not_resize(wanted.batch_size)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Have as many workers, and so on; more workers are started beside training."""
@@ -231,7 +233,13 @@ class ElasticDataLoader(DataLoader[Any]):
         sampler = given.get("sampler") if self._batches is None else self._batches
         if sampler is None:
             sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle=bool(given.get("shuffle")), seed=seed)
-        elif not isinstance(sampler, ElasticDistributedSampler):
+        elif isinstance(sampler, ElasticDistributedSampler):
+            if sampler.pad or sampler.drop_last:
+                raise ValueError(
+                    "pad and drop_last of an ElasticDistributedSampler are for one without such a loader, which cuts "
+                    "whole steps; give drop_last to the loader"
+                )
+        else:
             sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
         return Indexed(
             dataset,
@@ -335,6 +343,11 @@ class _Loop:
 
     def __next__(self) -> Any:
         loader, running = self._loader, self._running
+        if not loader.is_alone and loader._epochs.running is not running:
+            raise ValueError(
+                "another loop over this loader has begun, and a trainer counts what one takes: this one is over; for a "
+                "loop within a loop make a loader that no trainer has"
+            )
         if loader._following is not None:
             loader._following.look()
         try:

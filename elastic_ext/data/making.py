@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -37,6 +38,7 @@ class Making:
         self._pool: Pool | None = None
         self._fills_in = False  # this process makes batches until the first worker is ready
         self._own: dict[int, list[Any]] = {}  # what this process is to make, when it is taken
+        self._is_making = threading.Lock()  # this process, in which nobody forks meanwhile
         self._number = 0
         self.resize(num_workers)
         self._fills_in = False
@@ -68,7 +70,11 @@ class Making:
         self._num_workers = num_workers
         if self._pool is None:
             self._pool = Pool(
-                self._work, context=self._context, timeout_seconds=self._timeout_seconds, finish=self._pinning.begin
+                self._work,
+                context=self._context,
+                timeout_seconds=self._timeout_seconds,
+                finish=self._pinning.begin,
+                may_start=self._is_making,
             )
         self._pool.resize(num_workers)
 
@@ -86,9 +92,16 @@ class Making:
 
     def take(self, number: int) -> Any:
         """The batch of that number, once it is made; raises what making it raised."""
-        indices = self._own.pop(number, None)
+        indices = self._own.get(number)
         if indices is not None:
-            return self._pinning.done(self._made(indices))
+            try:
+                with self._is_making:
+                    batch = self._pinning.done(self._made(indices))
+            except Exception:
+                del self._own[number]
+                raise
+            del self._own[number]  # not where it was interrupted: it is asked for again then
+            return batch
         assert self._pool is not None
         return self._pool.take(number)
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
@@ -19,6 +20,7 @@ from typing import Any
 
 from .crew import Crew
 from .internals import private_parts, thread_state
+from .late import Late
 from .process import Work
 from .tasks import NOTHING, Raised, Task, in_short, reraise
 from .worker import Worker
@@ -36,7 +38,8 @@ class Pool:
 
     ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without a sign of whom they wait for; 0: for ever.
     A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
-    gives what is to be taken, or its future.
+    gives what is to be taken, or its future. Processes are started within ``may_start``, on another thread: who holds
+    it is in the middle of nothing that they would find locked for ever.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Pool:
         timeout_seconds: float = 0.0,
         end_seconds: float = 5.0,
         finish: Callable[[Any], Future[Any] | Any] | None = None,
+        may_start: AbstractContextManager[object] | None = None,
     ) -> None:
         self._parts = private_parts()
         self._thread_state = thread_state()  # another thread forks
@@ -55,7 +59,7 @@ class Pool:
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
         self._unassigned: deque[Task] = deque()  # those of them that no worker has, in order
         self._num_submitted = 0
-        self._crew = Crew(work, context, end_seconds)
+        self._crew = Crew(work, context, end_seconds, may_start or nullcontext())
         self._news = self._crew.news
 
     def __enter__(self) -> Pool:
@@ -295,15 +299,15 @@ class Pool:
         return time.monotonic() + self._timeout_seconds if self._timeout_seconds > 0 else None
 
 
-def _timed_out(after_seconds: float, worker: Worker | None) -> RuntimeError:
+def _timed_out(after_seconds: float, worker: Worker | None) -> Late:
     """What is raised where nothing came in time of this worker."""
     message = f"DataLoader timed out after {after_seconds} seconds: "
     if worker is None:
-        return RuntimeError(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
+        return Late(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
     indices = worker.tasks[0].indices if worker.tasks else []
     stack = worker.stack()
     where = f"it is here:\n{stack}" if stack else "it does not tell where it is"
-    return RuntimeError(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")
+    return Late(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")
 
 
 def _left(until: float | None) -> float | None:

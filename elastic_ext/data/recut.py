@@ -15,7 +15,7 @@ def cut(batch: Any, start: int, stop: int, num_samples: int) -> Any:
     if isinstance(batch, torch.Tensor):
         if batch.dim() == 0 or batch.shape[0] != num_samples:
             raise ValueError(f"a tensor of shape {list(batch.shape)} is no batch of {num_samples} samples")
-        return batch[start:stop]
+        return batch[start:stop].clone()  # the rest is handed out later, whatever becomes of this
     if _is_of_texts(batch):
         if len(batch) != num_samples:
             raise ValueError(f"{len(batch)} texts are no batch of {num_samples} samples")

@@ -94,6 +94,11 @@ class ElasticDistributedSampler(Sampler[Any]):
         """Samples that come twice in what is left of the epoch, so that all ranks have as many."""
         return -self._num_left() % self._round if self.pad and self._num_left() else 0
 
+    @property
+    def goes_on_at(self) -> int:
+        """The position at which the next iteration begins: 0, or that of a state that was loaded."""
+        return self._goes_on_at
+
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
         if epoch != self.epoch:
@@ -139,6 +144,9 @@ class ElasticDistributedSampler(Sampler[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration go on from there, with however many ranks; ValueError where its order is another."""
+        missing = sorted({"epoch", "position", "order"} - set(state))
+        if missing:
+            raise ValueError(f"the state has no {', '.join(missing)}, and is none of such a sampler")
         saved = dict(state["order"])
         before = self.epoch, self.seed
         self.epoch, self.seed, self._order = int(state["epoch"]), saved.get("seed", self.seed), None
@@ -169,7 +177,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         for each in parts:
             if hasattr(each, "set_epoch"):
                 each.set_epoch(self.epoch)
-            if hasattr(each, "generator"):
+            if isinstance(getattr(each, "generator", self), torch.Generator | None):
                 each.generator = torch.Generator().manual_seed(_seed_of(self.seed, self.epoch))
         return Drawn(sampler)
 

@@ -45,7 +45,8 @@ class SeededOrder:
         return self._order.state_dict()
 
     def _seed_of(self, index: Any) -> int:
-        told = hashlib.blake2b(repr(index).encode(), digest_size=8, key=self._key).digest()
+        plain = index.__index__() if hasattr(index, "__index__") else index  # whatever kind of integer it is
+        told = hashlib.blake2b(repr(plain).encode(), digest_size=8, key=self._key).digest()
         return int.from_bytes(told, "little") >> 1  # what torch takes
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -50,8 +51,11 @@ class Unstarted:
 class Spawner:
     """Takes orders from one thread, and has ``news`` for it."""
 
-    def __init__(self, work: Work, context: BaseContext, end_seconds: float) -> None:
+    def __init__(
+        self, work: Work, context: BaseContext, end_seconds: float, may_start: AbstractContextManager[object]
+    ) -> None:
         self._end_seconds = end_seconds
+        self._may_start = may_start
         self.news: deque[Started | Unstarted] = deque()
         self.error: Exception | None = None
         """Why the thread is gone, None unless it failed."""
@@ -144,7 +148,8 @@ class Spawner:
 
     def _start(self, seat: Seat) -> None:
         try:
-            worker = Worker(self._work, seat, self._context, self._workers)
+            with self._may_start:
+                worker = Worker(self._work, seat, self._context, self._workers)
         except Exception as error:  # pickling runs the user's code: kept for the pool, which raises it
             self._tell(Unstarted(seat.slot, "could not be started", error))
             return

@@ -37,6 +37,8 @@ class Request:
     slot: int
     loop: int
     """Which loop over the dataset they are of."""
+    attempt: int
+    """How often the loop has gone elsewhere."""
     start: int
     num_samples: int
     keep_from: int
@@ -78,16 +80,17 @@ class Stream:
         self._auto_collation = auto_collation
         self._tells_state = can_tell_state(dataset)
         self._first_state: Any = None
-        self._loop: int | None = None
+        self._loop = self._attempt = -1
         self._iterator: Iterator[Any] = iter(())
         self._at = 0  # samples of the loop that were drawn
         self._kept: deque[Any] = deque()  # the last of them, which may be asked for again
 
     def __getitem__(self, request: Request) -> Answer:
-        if request.loop != self._loop or request.start < self._at - len(self._kept):
+        if (request.loop, request.attempt) != (self._loop, self._attempt) or request.start < self._at - len(self._kept):
             if request.mark is None:
                 return Answer(is_lost=True)
-            self._go_to(request.mark, request.loop)
+            self._go_to(request.mark, is_new=request.loop != self._loop)
+            self._loop, self._attempt = request.loop, request.attempt
         self._draw(request.keep_from, keeps=False)
         while self._kept and self._at - len(self._kept) < request.keep_from:
             self._kept.popleft()
@@ -118,13 +121,12 @@ class Stream:
     def _told_state(self) -> Any:
         return copy.deepcopy(self.dataset.state_dict())  # which may be what the dataset goes on to change
 
-    def _go_to(self, mark: Mark, loop: int) -> None:
+    def _go_to(self, mark: Mark, *, is_new: bool) -> None:
         self._kept.clear()
         if self._tells_state:
-            if self._loop is None:
+            if is_new:
                 self._first_state = self._told_state()
-            # A loop that was left early may have left the dataset anywhere.
-            self.dataset.load_state_dict(copy.deepcopy(mark.state if mark.has_state else self._first_state))
+            if mark.has_state or not is_new:  # a new loop begins where the dataset is, as torch's does
+                self.dataset.load_state_dict(copy.deepcopy(mark.state if mark.has_state else self._first_state))
         self._iterator = iter(self.dataset)
         self._at = mark.num_samples if mark.has_state else 0
-        self._loop = loop

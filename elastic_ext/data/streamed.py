@@ -19,6 +19,7 @@ class Streamed:
     """The epochs of a dataset that gives its samples itself. Ranks and workers see to it that each gives its own."""
 
     remaining = None
+    num_ranks = 1
 
     def __init__(
         self,
@@ -42,6 +43,8 @@ class Streamed:
         self._rank = 0
         self._position: StreamsPosition | None = None  # that the next loop begins at
         self._is_begun = False
+        self._is_over = False  # the epoch of a state that was loaded
+        self._next_epoch: int | None = None  # named while a loop is under way
         self._num_loops = 0
 
     @property
@@ -65,13 +68,18 @@ class Streamed:
         return {**self.__dict__, "running": None}
 
     def begin(self, making: Making) -> Streams:
-        if self._is_begun:
+        if self.running is not None and self._given_plan is not None:
+            self.running.end()  # a trainer counts what one loop takes
+        named, self.running = self._next_epoch, None
+        if named is not None:
+            self.set_epoch(named)
+        elif self._is_begun:
             self.epoch += 1
-        self._is_begun = True
+        self._is_begun, self._is_over, self._next_epoch = True, False, None
         self.running = Streams(
             making,
             self._position or StreamsPosition.start(making.num_workers),
-            loop=self._next_loop(),
+            loop=self._new_loop(),
             batch_size=self._batch_size,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
@@ -87,6 +95,9 @@ class Streamed:
         num_samples = len(self._dataset)
         return num_samples // size if self._drop_last else -(-num_samples // size)
 
+    def why_not_resize(self, batch_size: int) -> str | None:
+        return None
+
     def resize(self, batch_size: int) -> None:
         self._batch_size = batch_size
         if self.running is not None:
@@ -98,8 +109,12 @@ class Streamed:
             self.running.plan(plan, rank)
 
     def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
+        if self._is_under_way:
+            self._next_epoch = epoch
+            return
+        if epoch != self.epoch or self.running is not None:
             self._position = None
+        self.running = None
         self.epoch = epoch
         self._is_begun = False
         if hasattr(self._dataset, "set_epoch"):
@@ -111,7 +126,7 @@ class Streamed:
             position = self.running.position
         return {
             "epoch": self.epoch,
-            "is_over": position is not None and position.is_over,
+            "is_over": self._is_over if position is None else position.is_over,
             "streams": None if position is None else position.state_dict(),
         }
 
@@ -126,8 +141,8 @@ class Streamed:
             raise ValueError(f"the loop cannot go on where the state was saved: {NO_STATE}")
         self.epoch = int(state["epoch"])
         self.running = None
-        self._is_begun = bool(state["is_over"])
-        self._position = position
+        self._is_begun = self._is_over = bool(state["is_over"])
+        self._position, self._next_epoch = position, None
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         running = self.running
@@ -140,9 +155,14 @@ class Streamed:
                 f"the loop under way has {running.num_workers} workers, and where it is to go back to was saved with "
                 f"{position.num_workers}; leave the loop first"
             )
-        running.go_to(replace(position, is_over=False), self._next_loop())
+        running.go_to(replace(position, is_over=False))
         self.running, self._position, self._is_begun = running, None, True
 
-    def _next_loop(self) -> int:
+    @property
+    def _is_under_way(self) -> bool:
+        """Somebody loops."""
+        return self.running is not None and not self.running.has_ended
+
+    def _new_loop(self) -> int:
         self._num_loops += 1
         return self._num_loops

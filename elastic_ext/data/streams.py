@@ -17,6 +17,7 @@ from elastic_ext.accumulate import BatchPlan
 from elastic_ext.errors import WorkerDiedError
 
 from .cursor import Chunk, chunks
+from .late import Late
 from .stream import START, Answer, Mark, Request
 
 __all__ = ["NO_STATE", "StreamMaker", "Streams", "StreamsPosition"]
@@ -150,9 +151,10 @@ class Streams:
         self._collate_fn = collate_fn
         self._fast_forward = fast_forward
         self.has_ended = False
+        self._loop, self._attempt = loop, 0
         self._plan, self._rank = plan, rank
         self._asked: deque[_Asked] = deque()
-        self._go_to(position, loop)
+        self._go_to(position)
 
     def __next__(self) -> Any:
         while True:
@@ -160,10 +162,16 @@ class Streams:
             if not self._asked:
                 self._is_over = True
                 raise StopIteration
-            asked = self._asked.popleft()
+            asked = self._asked[0]
             slot, chunk, start = asked.slot, asked.chunk, asked.start
-            slot.handed, self._handed_turn = start + chunk.num_samples, asked.turn  # also where it cannot be made
-            answer = self._taken(slot, asked.number)
+            try:
+                answer = self._taken(slot, asked.number)
+            except Late:  # the next call may have it
+                raise
+            except Exception:
+                self._pass(asked)
+                raise
+            self._pass(asked)
             if answer.num_samples == chunk.num_samples:
                 return self._handed_out(chunk, answer.batch)
             if answer.is_lost:
@@ -223,10 +231,11 @@ class Streams:
             self._handed_turn = self._passed_turn
             self._cut()
 
-    def go_to(self, position: StreamsPosition, loop: int) -> None:
-        """Go on elsewhere; ``loop`` is a number that no loop before had."""
+    def go_to(self, position: StreamsPosition) -> None:
+        """Go on elsewhere."""
         self.close()
-        self._go_to(position, loop)
+        self._attempt += 1
+        self._go_to(position)
 
     def close(self) -> None:
         """Nobody takes what was asked for."""
@@ -238,8 +247,7 @@ class Streams:
         self.close()
         self.has_ended = True
 
-    def _go_to(self, position: StreamsPosition, loop: int) -> None:
-        self._loop = loop
+    def _go_to(self, position: StreamsPosition) -> None:
         self.num_workers = position.num_workers
         self._slots = [
             _Slot(number, passed, deque([mark]))
@@ -296,7 +304,7 @@ class Streams:
     def _submit(self, slot: _Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
         mark = None if slot.is_found else slot.marks[0]
         slot.is_found = True
-        request = Request(slot.number, self._loop, start, num_samples, slot.passed, mark, is_raw)
+        request = Request(slot.number, self._loop, self._attempt, start, num_samples, slot.passed, mark, is_raw)
         return self._maker.submit([request], slot.number)
 
     def _taken(self, slot: _Slot, number: int) -> Answer:
@@ -308,6 +316,11 @@ class Streams:
         if answer.mark is not None and answer.mark.num_samples > slot.marks[-1].num_samples:
             slot.marks.append(answer.mark)
         return answer
+
+    def _pass(self, asked: _Asked) -> None:
+        """It is handed out, also where it cannot be made."""
+        self._asked.popleft()
+        asked.slot.handed, self._handed_turn = asked.start + asked.chunk.num_samples, asked.turn
 
     def _find_again(self, slot: _Slot) -> None:
         """Its worker is another one, which has to be told where to go on."""
