@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.data.order import Drawn, InTurn, Order, Shuffled
@@ -16,6 +16,7 @@ from elastic_ext.data.order import Drawn, InTurn, Order, Shuffled
 SIZES = st.one_of(st.integers(0, 300), st.integers(65_500, 65_600), st.integers(65_537, 140_000))
 
 
+@settings(max_examples=40)
 @given(num_samples=SIZES, seed=st.integers(-(1 << 70), 1 << 70), epoch=st.integers(0, 1 << 40))
 def test_every_sample_comes_once(num_samples: int, seed: int, epoch: int) -> None:
     order = Shuffled(num_samples, seed=seed, epoch=epoch)

@@ -28,6 +28,7 @@ from elastic_ext.data.pool import Pool, Work
 from elastic_ext.errors import ElasticError, WorkerDiedError
 from tests import pools
 from tests.pools import Both, Once, Raise, Samples, WaitAt, WhenTaken, gate, held, open_gate, work
+from tests.thinning import the_first
 
 SECONDS = 60
 FORK = multiprocessing.get_context("fork")
@@ -74,7 +75,7 @@ def _is_readable_soon(descriptor: int) -> bool:
 # --- as torch's ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", the_first(["fork", "forkserver", "spawn"], 2))
 def test_batches_are_those_of_the_dataset_however_workers_are_started(method: str) -> None:
     made = work({3: pools.a_tensor}, collate_fn=default_collate)
     with Pool(made, context=multiprocessing.get_context(method)) as pool:
@@ -607,7 +608,7 @@ def test_worker_that_hangs_while_it_starts_is_an_error() -> None:
 # --- nothing is left -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_resizes", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_resizes", [40, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("_nothing_left")
 def test_resizes_leave_nothing(num_resizes: int) -> None:
     most = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from elastic_ext.files import write_whole
 from elastic_ext.fsdp import ShardCheckpointer
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, values_of
+from tests.thinning import the_first
 from tests.training import ResumableSlices, bits_of, make_data, trainer_of
 
 BATCH = 12
@@ -147,8 +149,16 @@ def drawn_alike() -> None:
 # --- as a run that never stopped ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    the_first(  # each optimizer with one scheduler and each scheduler with one optimizer, and then all the others
+        sorted(
+            itertools.product(OPTIMIZERS, SCHEDULERS),
+            key=lambda pair: list(OPTIMIZERS).index(pair[0]) * list(SCHEDULERS).index(pair[1]) > 0,
+        ),
+        len(OPTIMIZERS) + len(SCHEDULERS) - 1,
+    ),
+)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, scheduler: str) -> None:
     whole = train(make(tmp_path, "whole"), None, until=NUM_STEPS, optimizer=optimizer, scheduler=scheduler)
     random.seed(7)

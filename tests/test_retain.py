@@ -341,7 +341,7 @@ def test_two_who_remove_at_once_remove_the_same(ram: Path) -> None:
 
 def test_a_reader_that_comes_at_any_call_of_a_removal_reads_all_of_it_or_finds_none(ram: Path) -> None:
     num_read = num_missing = 0
-    for call in range(1000):
+    for call in range(0, 1000, 2):
         path = ram / str(call)
         path.mkdir()
         run = _with_some(path)
@@ -357,7 +357,7 @@ def test_a_reader_that_comes_at_any_call_of_a_removal_reads_all_of_it_or_finds_n
         with at_call(call, read):
             _retain(run)
         if not seen:
-            assert num_read > 20 and num_missing > 20
+            assert num_read > 10 and num_missing > 10
             return
         ((reading, read_one),) = seen
         if read_one is not None:

@@ -109,7 +109,7 @@ def farthest(ours: Sequence[Sequence[float]], plain: Sequence[float], batches: S
     return float(max(abs(a - b) / abs(b) for a, b in zip(together, plain, strict=True)))
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("make_optimizer", the_first([adamw, sgd]))
 @pytest.mark.parametrize("dtype", the_first([torch.float64, torch.float32]))
 @pytest.mark.parametrize(
     ("world_size", "global_batch", "micro_batches"),
