@@ -389,3 +389,32 @@ def test_where_parameters_may_change_elsewhere_they_are_copied_before_the_step()
     hook.remove()
     assert why(SGD(model.parameters())) is None
     assert why_not_overlap(model, [], sharding="none", ranks_here=10_000, asked="auto") == "no core is idle"
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("asked", ["auto", True])
+def test_what_torch_changes_in_a_pass_is_copied_before_the_step(kind: Any, asked: Any) -> None:
+    def why(max_norm: float | None) -> str | None:
+        model = nn.Sequential(kind(4, 2, max_norm=max_norm), nn.Linear(2, 2))
+        return why_not_overlap(model, [SGD(model.parameters())], sharding="none", ranks_here=0, asked=asked)
+
+    assert why(None) is None
+    assert why(1.0) == f"{kind.__name__} with max_norm changes its weight in each pass"
+
+
+def test_with_max_norm_what_is_saved_is_what_was_there_before_the_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(4, 6, max_norm=0.1), nn.Linear(6, 5)).double()
+    loop = Loop(tmp_path, model)
+    saved: list[torch.Tensor] = []
+    for _ in range(3):
+        saved.append(model[0].weight.detach().clone())
+        with loop.trainer.step():
+            nn.functional.cross_entropy(model(torch.arange(4)), torch.arange(4)).backward()  # type: ignore[no-untyped-call]
+            assert not loop.trainer._session.checkpoints.is_copying
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    loop.trainer.close()
+    for step in (1, 2):
+        (path,) = (tmp_path / "storage").glob(f"fsdp_checkpoint/*/step_{step}/model_param.*")
+        assert torch.equal(load_file(path)["0.weight"], saved[step].flatten())
