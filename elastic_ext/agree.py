@@ -165,8 +165,12 @@ class Agreement:
         self.rouse()
 
     def request_copy(self) -> None:
-        """Have ``copy`` be true on all ranks at one boundary, within two agreements. Any rank may call it."""
-        self._copy_wanted = True
+        """Have ``copy`` be true on all ranks at one boundary, within two agreements. Any rank may call it.
+
+        Until then it may be called again, and that is no second request.
+        """
+        word = self._exchange.word
+        self._copy_wanted |= word is None or not word.copy
         self.rouse()
 
     def request_save(self) -> None:

@@ -45,6 +45,9 @@ def why_not_overlap(
         return f"{', '.join(unknown)} may change parameters elsewhere than in step()"
     if any(acts_on_gradients(parameter) for parameter in model.parameters()):
         return "hooks act on parameters as soon as these have their gradients"
+    renorming = {type(part).__name__ for part in model.modules() if _changes_in_passes(part)}
+    if renorming:
+        return f"{', '.join(sorted(renorming))} with max_norm changes its weight in each pass"
     if sharding == "FSDP1":
         return "FSDP1 moves its parameters within a pass"
     if asked is True or _are_on_gpus(model.parameters()):
@@ -56,6 +59,11 @@ def why_not_overlap(
 
 def _is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
+def _changes_in_passes(part: nn.Module) -> bool:
+    """Whether torch's own forward of this module changes a parameter."""
+    return isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
 
 
 def _are_on_gpus(parameters: Iterable[nn.Parameter]) -> bool:

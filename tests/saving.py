@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp import Loaded, ShardCheckpointer
@@ -366,7 +367,9 @@ class Small:
 
     def __init__(self, tmp_path: Path, **arguments: Any) -> None:
         self.storage = tmp_path / "storage"
-        self.model = make_model()
+        self.model: nn.Module = make_model()
+        if dist.is_initialized():
+            self.model = DistributedDataParallel(self.model)
         options: dict[str, Any] = {
             "micro_batch_size": 4,
             "checkpoint_interval": CheckpointInterval(steps=2),

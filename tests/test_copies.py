@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
 from tests.file_operations import FileOperations
+from tests.ranks import RankPool
 from tests.saving import Small, end_saves
 
 
@@ -70,3 +73,24 @@ def test_the_next_copy_waits_until_this_one_was_worth_it(tmp_path: Path) -> None
     small.take()
     assert not checkpoints.wants_copy()
     small.trainer.close()
+
+
+def num_copies(rank: int, folder: Path, every: int) -> int:
+    """Of a run in which the first copy takes so long that there is time for no other."""
+    small = Small(folder, rank=rank, checkpoint_interval=CheckpointInterval(steps=1000), agree_every_steps=every)
+    checkpoints = checkpoints_of(small)
+    checkpoints._job.live._staging._finish()  # its memory is there
+    checkpoints._copy_seconds = 600.0
+    moments = set()
+    for _ in range(6 * every):
+        small.take()
+        moments.add(checkpoints._copied_at)
+    small.trainer.close()
+    return len(moments - {-math.inf})
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_copy_is_made_of_one_that_is_wanted(every: int, ranks: RankPool, tmp_path: Path) -> None:
+    assert num_copies(0, tmp_path, every) == 1
+    (tmp_path / "ranks").mkdir()
+    assert ranks.run(2, num_copies, tmp_path / "ranks", every) == [1, 1]

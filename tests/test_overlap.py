@@ -21,8 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint import copying
+from elastic_ext.fsdp.checkpoint.complete import complete, rows_in
 from elastic_ext.overlap import has_idle_core, num_cores, why_not_overlap
+from tests.file_operations import FileOperations
 from tests.ranks import RankPool
+from tests.saving import end_saves
 from tests.sharded import values_of
 from tests.training import bits_of, make_data, trainer_of
 
@@ -202,6 +205,75 @@ def test_a_change_in_place_that_nobody_was_told_of_is_an_error_that_names_the_pa
     assert not list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/COMMIT"))
 
 
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An agent's folder, for a trainer that is made afterwards."""
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    monkeypatch.setenv("ELASTIC_EXT_STAGING_DIR", str(folder))
+    return folder
+
+
+def test_what_is_refused_as_changed_in_place_is_not_completed_by_the_agent(
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path)
+    gate.open()
+    loop.take()
+    gate.close()
+    with loop.trainer.step():
+        loop.pass_through()
+        with torch.no_grad():
+            loop.model.bias.add_(1.0)
+        gate.open()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    with pytest.raises(CheckpointError, match="bias was changed in place"):
+        loop.trainer.close()
+    assert complete(shelf) == []
+    assert not list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_*/COMMIT"))
+
+
+def test_what_was_copied_beside_a_step_is_for_the_agent_from_the_optimizers_step_on(
+    tmp_path: Path, shelf: Path
+) -> None:
+    loop = Loop(tmp_path)
+    loop.take()
+    due = loop.model.bias.detach().clone()
+    full = FileOperations(tmp_path / "storage", "full", range(1000), like="os.mkdir")
+    with loop.trainer.step():
+        loop.pass_through()
+        end_saves()  # it is copied, and there is no room to write it
+        assert rows_in(shelf) == []
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        assert [row.name for row in rows_in(shelf)] == ["step_1"]
+    with pytest.raises(CheckpointError, match="No space left"):
+        loop.trainer.close()
+    full.end()
+    (outcome,) = complete(shelf)
+    assert outcome.path is not None
+    (path,) = outcome.path.glob("model_param.*")
+    assert torch.equal(load_file(path)["bias"], due)
+
+
+def test_a_copy_that_fails_beside_a_step_is_for_no_agent_to_complete(
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("it cannot be read")
+
+    monkeypatch.setattr(copying, "put_bytes", fail)
+    loop = Loop(tmp_path)
+    loop.take()
+    loop.take()
+    assert rows_in(shelf) == []
+    with pytest.raises(CheckpointError, match="it cannot be read"):
+        loop.trainer.close()
+    assert complete(shelf) == []
+
+
 class Averaging(nn.Linear):
     """A parameter that no optimizer has follows the others in each pass."""
 
@@ -317,3 +389,32 @@ def test_where_parameters_may_change_elsewhere_they_are_copied_before_the_step()
     hook.remove()
     assert why(SGD(model.parameters())) is None
     assert why_not_overlap(model, [], sharding="none", ranks_here=10_000, asked="auto") == "no core is idle"
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("asked", ["auto", True])
+def test_what_torch_changes_in_a_pass_is_copied_before_the_step(kind: Any, asked: Any) -> None:
+    def why(max_norm: float | None) -> str | None:
+        model = nn.Sequential(kind(4, 2, max_norm=max_norm), nn.Linear(2, 2))
+        return why_not_overlap(model, [SGD(model.parameters())], sharding="none", ranks_here=0, asked=asked)
+
+    assert why(None) is None
+    assert why(1.0) == f"{kind.__name__} with max_norm changes its weight in each pass"
+
+
+def test_with_max_norm_what_is_saved_is_what_was_there_before_the_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(4, 6, max_norm=0.1), nn.Linear(6, 5)).double()
+    loop = Loop(tmp_path, model)
+    saved: list[torch.Tensor] = []
+    for _ in range(3):
+        saved.append(model[0].weight.detach().clone())
+        with loop.trainer.step():
+            nn.functional.cross_entropy(model(torch.arange(4)), torch.arange(4)).backward()  # type: ignore[no-untyped-call]
+            assert not loop.trainer._session.checkpoints.is_copying
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    loop.trainer.close()
+    for step in (1, 2):
+        (path,) = (tmp_path / "storage").glob(f"fsdp_checkpoint/*/step_{step}/model_param.*")
+        assert torch.equal(load_file(path)["0.weight"], saved[step].flatten())

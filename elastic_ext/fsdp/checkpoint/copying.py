@@ -6,7 +6,7 @@ They are those that change in ``optimizer.step()`` alone, which waits for the en
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -20,10 +20,12 @@ __all__ = ["Copying"]
 
 
 class Copying:
-    """Copies of some parts, begun by the training's thread and made by another."""
+    """Copies of some parts, begun by the training's thread and made by another; ``keep`` is called if all are good."""
 
-    def __init__(self, parts: Sequence[tuple[Part, memoryview]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Part, memoryview]], keep: Callable[[], None]) -> None:
         self._parts = parts
+        self._keep = keep
+        self._is_whole = False
         self._versions = [version_of(part.tensor) for part, _ in parts]
         self._has_ended, self._is_judged = threading.Event(), threading.Event()
         self._changed: str | None = None  # the name of a part that was
@@ -39,6 +41,7 @@ class Copying:
                 stream = self._streams.get(part.tensor.device)
                 with nullcontext() if stream is None else torch.cuda.stream(stream):
                     put_bytes(part, into)
+            self._is_whole = True
         finally:
             self._has_ended.set()
 
@@ -48,7 +51,10 @@ class Copying:
         for (part, _), version in zip(self._parts, self._versions, strict=True):
             if self._changed is None and version_of(part.tensor) != version:
                 self._changed = part.name
-        self._is_judged.set()
+        is_good, self._is_whole = self._is_whole and self._changed is None, False  # kept once, if that is interrupted
+        if is_good:
+            self._keep()
+        self._is_judged.set()  # only now: what is committed is kept no more
 
     def end(self) -> None:
         """Nobody is to wait for it any more."""

@@ -112,7 +112,6 @@ class LiveSaver:
         def copy() -> None:
             if copying is not None:
                 copying.run()
-                staging.keep(held, lambda: writing.record(draft))
 
         def write() -> dict[str, list[object]]:
             rows = writing.write(shards)
@@ -145,9 +144,13 @@ class LiveSaver:
             held = staging.hold(met.parts, later if overlaps else None)
             for kind, staged in held.items():
                 shards[kind] = Shard(staged.pieces, staged.data)
-            copying = self._copying = Copying(later) if later else None
-            if copying is None:
+
+            def keep() -> None:
                 staging.keep(held, lambda: writing.record(draft))
+
+            copying = self._copying = Copying(later, keep) if later else None
+            if copying is None:
+                keep()
             if starts:
                 save.start()
             else:
