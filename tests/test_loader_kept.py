@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,29 @@ def test_a_seed_is_the_index_s_whatever_type_it_has(kind: Any) -> None:
     loader = ElasticDataLoader(Drawing(), sampler=[kind(3)], seed_samples=True, seed=3, collate_fn=list)
     expected = ElasticDataLoader(Drawing(), sampler=[3], seed_samples=True, seed=3, collate_fn=list)
     assert list(loader) == list(expected)
+
+
+class Locked:
+    """Whoever makes a sample holds a lock meanwhile, for a while."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        with self.lock:
+            return int(torch.linalg.matrix_rank(torch.eye(200))) - 200 + index
+
+
+def test_workers_that_come_while_this_process_makes_a_sample_find_no_lock_held() -> None:
+    loader = ElasticDataLoader(Locked(60), 2, timeout=30)
+    found: list[int] = []
+    for number, batch in enumerate(loader):
+        found += batch.tolist()
+        if number == 1:
+            new = ElasticConfig.from_values({"dataloader.num_workers": 2})
+            loader.apply(ElasticConfig.from_values({}), new)
+    assert found == list(range(60))
