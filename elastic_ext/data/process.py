@@ -109,14 +109,19 @@ def _follow(parent: int) -> None:
 class Noted(list[Any]):
     """Indices that note which of them is being looked up."""
 
-    at: tuple[Any, ...] = ()
-    """It, or nothing before the first and after the last."""
+    _reading: Any = None  # the iterator over them
 
     def __iter__(self) -> Iterator[Any]:
-        for index in super().__iter__():
-            self.at = (index,)
-            yield index
-        self.at = ()
+        self._reading = super().__iter__()  # which costs nothing where nobody asks
+        return self._reading  # type: ignore[no-any-return]
+
+    @property
+    def at(self) -> tuple[Any, ...]:
+        """It, or nothing before the first and after the last."""
+        if self._reading is None:
+            return ()
+        _, _, *num_read = self._reading.__reduce__()  # an iterator that is at its end tells no number
+        return (self[num_read[0] - 1],) if num_read and num_read[0] > 0 else ()
 
 
 class Line:
