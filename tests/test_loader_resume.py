@@ -50,6 +50,17 @@ class Silent(OfRank):
     state_dict = load_state_dict = property()
 
 
+class Indexed(OfRank):
+    """The numbers themselves."""
+
+
+def loader_of(kind: type[OfRank], rank: int, num_ranks: int, num_workers: int) -> ElasticDataLoader:
+    if kind is Indexed:
+        numbers = torch.arange(float(SIZE))[:, None]
+        return ElasticDataLoader(numbers, 2, shuffle=True, seed=5, num_workers=num_workers)
+    return ElasticDataLoader(kind(rank, num_ranks), 2, num_workers=num_workers)
+
+
 def train(
     rank: int,
     folder: Path,
@@ -62,7 +73,7 @@ def train(
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     model = torch.nn.Linear(1, 1)
     trained = DistributedDataParallel(model) if num_ranks > 1 else model
-    loader = ElasticDataLoader(kind(rank, num_ranks), 2, num_workers=num_workers)
+    loader = loader_of(kind, rank, num_ranks, num_workers)
     trainer = ElasticTrainer(
         trained,
         loader,
@@ -118,6 +129,14 @@ def test_each_rank_goes_on_where_its_streams_were(
     ranks.run(num_ranks, train, tmp_path, num_workers, 4)
     rest = ranks.run(num_ranks, train, tmp_path, 3 - num_workers, None)  # as many as there were, until the epoch ends
     assert rest == [expected(rank, num_ranks, num_workers)[2:] for rank in range(num_ranks)]
+
+
+def test_samples_with_an_index_go_on_with_any_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    first = ranks.run(2, train, tmp_path, 1, 2, Indexed)
+    rest = ranks.run(3, train, tmp_path, 0, None, Indexed)
+    order = [float(number) for numbers in loader_of(Indexed, 0, 1, 0) for number in numbers]
+    taken = [sorted(itertools.chain(*parts)) for run in (first, rest) for parts in zip(*run, strict=True)]
+    assert taken == [sorted(order[start : start + BATCH]) for start in range(0, SIZE, BATCH)]  # step by step
 
 
 def test_going_back_within_an_epoch_takes_the_same_samples_again(ranks: RankPool, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Spawner:
         self._work = work
         self._context = context
         self._orders: deque[Callable[[], None]] = deque()
+        self._seats: deque[Seat] = deque()  # of workers that are to be started
         self._told = os.eventfd(0, _EVENTS)
         self._has_news = os.eventfd(0, _EVENTS)
         self._closing = threading.Event()
@@ -86,7 +87,8 @@ class Spawner:
 
     def start(self, seat: Seat) -> None:
         """Start a worker; comes back at once, and there will be news of it."""
-        self._order(partial(self._start, seat))
+        self._seats.append(seat)
+        self._wake()
 
     def end(self, worker: Worker) -> None:
         """Have a worker end that has nothing to do, or is dead; nobody may use it after that."""
@@ -112,6 +114,9 @@ class Spawner:
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
+        self._wake()
+
+    def _wake(self) -> None:
         os.eventfd_write(self._told, 1)
         if self._thread is None:
             multiprocessing.util.get_temp_dir()  # that workers share: one that is killed leaves none of its own
@@ -123,6 +128,8 @@ class Spawner:
             while not self._closing.is_set():
                 while self._orders and not self._closing.is_set():
                     self._orders.popleft()()
+                while self._seats and not self._must_wait() and not self._closing.is_set():
+                    self._start(self._seats.popleft())
                 self._wait()
         except Exception as error:  # the top of a thread: kept for the pool, which raises it
             _logger.error("the thread that starts data workers died", exc_info=error)
@@ -132,6 +139,10 @@ class Spawner:
             self._end_all()
             if self._is_abandoned:
                 self._close_descriptors()
+
+    def _must_wait(self) -> bool:
+        """Others work, and one is on its way: a fork stops this process for milliseconds, two in a row for more."""
+        return bool(self._starting) and len(self._workers) > len(self._starting) + len(self._ending)
 
     def _wait(self) -> None:
         due = min(self._ending.values(), default=None)
