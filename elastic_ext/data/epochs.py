@@ -5,7 +5,7 @@ A dataset that is asked for samples by index is in indexed.py, one that gives it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from elastic_ext.accumulate import BatchPlan
@@ -21,6 +21,9 @@ class Running(Protocol):
     @property
     def has_ended(self) -> bool:
         """Whether nobody loops any more."""
+
+    def __len__(self) -> int:
+        """How many batches it hands out in all, as far as that is known."""
 
     def __next__(self) -> Any: ...
 
@@ -42,6 +45,24 @@ class Epochs(Protocol):
 
     asked: Any
     """What is asked for samples, instead of the dataset itself."""
+    auto_collation: bool
+    """It is asked for several samples at once, as a list."""
+
+    @property
+    def collate_fn(self) -> Callable[[Any], Any]:
+        """What makes a batch of what it gives."""
+
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether the number of workers stays what it was while somebody loops."""
+
+    @property
+    def has_own_positions(self) -> bool:
+        """Whether each rank has to go on from a state of its own."""
+
+    @property
+    def why_no_position(self) -> str | None:
+        """Why a loop cannot go on where this one is, None if it can."""
 
     @property
     def running(self) -> Running | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch.utils.data import default_collate
 
 from elastic_ext.accumulate import BatchPlan
 
@@ -21,6 +23,8 @@ class Indexed:
     """The epochs of a sampler's order, which is one of samples, or of whole batches of them."""
 
     num_workers = None
+    keeps_workers = has_own_positions = False
+    why_no_position = None
 
     def __init__(
         self,
@@ -30,16 +34,17 @@ class Indexed:
         batch_size: int | None,
         drop_last: bool,
         is_of_batches: bool,
-        can_recut: bool,
+        collate_fn: Callable[[Any], Any],
         seeds_samples: bool,
     ) -> None:
         self.asked = SeededDataset(dataset) if seeds_samples else dataset
+        self.collate_fn = collate_fn
+        self.auto_collation = is_of_batches or batch_size is not None
         self.running: Ahead | None = None
         self._sampler = sampler
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
         self._is_of_batches = is_of_batches
-        self._can_recut = can_recut
         self._seeds_samples = seeds_samples
         self._given_plan: BatchPlan | None = None
         self._rank = sampler.rank
@@ -82,7 +87,9 @@ class Indexed:
         self._is_begun, self._begun_epoch, self._next_epoch = True, self.epoch, None
         order = self._order()
         cursor = Cursor(order.num_samples, position=self._position or self._sampler.goes_on_at)
-        self.running = Ahead(order, cursor, making, self._planned(), self._rank, can_recut=self._can_recut)
+        self.running = Ahead(
+            order, cursor, making, self._planned(), self._rank, can_recut=self.collate_fn is default_collate
+        )
         self._position = 0
         return self.running
 

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 
-from .ahead import Ahead
 from .epochs import Epochs, Running
 from .following import Following
 from .indexed import Indexed
@@ -131,12 +130,12 @@ class ElasticDataLoader(DataLoader[Any]):
     @property
     def has_own_positions(self) -> bool:
         """Whether each rank has to go on from a state of its own."""
-        return isinstance(self._epochs, Streamed)
+        return self._epochs.has_own_positions
 
     @property
     def why_no_position(self) -> str | None:
         """Why it cannot go on where another was, None if it can."""
-        return self._epochs.why_no_position if isinstance(self._epochs, Streamed) else None
+        return self._epochs.why_no_position
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from the last commit on."""
@@ -205,7 +204,7 @@ class ElasticDataLoader(DataLoader[Any]):
         for making in self._makings:
             making.prefetch_factor = self.prefetch_factor or _PREFETCH
             making.pin = self._pin()
-            if not isinstance(self._epochs, Streamed):  # whose workers share the samples out among them
+            if not self._epochs.keeps_workers:
                 making.resize(self.num_workers)
 
     # ---- how it is made ----
@@ -247,7 +246,7 @@ class ElasticDataLoader(DataLoader[Any]):
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             is_of_batches=self._batches is not None,
-            can_recut=self.collate_fn is default_collate,
+            collate_fn=self.collate_fn,
             seeds_samples=seed_samples,
         )
 
@@ -268,7 +267,7 @@ class ElasticDataLoader(DataLoader[Any]):
     def _made_by(self, num_workers: int) -> Making:
         """Who makes the batches of a loop."""
         making = self._making
-        if making is not None and isinstance(self._epochs, Streamed) and making.num_workers != num_workers:
+        if making is not None and self._epochs.keeps_workers and making.num_workers != num_workers:
             making.close()
             making = None
         if making is None:
@@ -284,13 +283,12 @@ class ElasticDataLoader(DataLoader[Any]):
         elif not isinstance(context, BaseContext):
             context = multiprocessing.get_context(context)
         asked = self._epochs.asked
-        is_stream = isinstance(self._epochs, Streamed)
         making = Making(
             Work(
                 dataset=asked,
-                collate_fn=_as_it_is if is_stream else self.collate_fn,
+                collate_fn=self._epochs.collate_fn,
                 base_seed=self._draw_seed(),
-                auto_collation=self._auto_collation and not is_stream,
+                auto_collation=self._epochs.auto_collation,
                 worker_init_fn=self.worker_init_fn,
                 told_dataset=None if asked is self.dataset else self.dataset,
             ),
@@ -336,7 +334,7 @@ class _Loop:
 
     def __len__(self) -> int:
         """How many batches it has from its beginning on, as they are cut now."""
-        return len(self._running) if isinstance(self._running, Ahead) else len(self._loader)
+        return len(self._running)
 
     def __iter__(self) -> _Loop:
         return self
@@ -375,10 +373,6 @@ def _says_more(given: Mapping[str, Any]) -> bool:
 
 def _can_pin() -> bool:
     return torch.accelerator.is_available()
-
-
-def _as_it_is(answer: Any) -> Any:
-    return answer
 
 
 def _check(loader: weakref.ref[ElasticDataLoader], new: ElasticConfig) -> str | None:

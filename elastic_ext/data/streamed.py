@@ -20,6 +20,9 @@ class Streamed:
 
     remaining = None
     num_ranks = 1
+    auto_collation = False
+    keeps_workers = True  # they share the samples out among them
+    has_own_positions = True
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class Streamed:
         fast_forward: bool,
     ) -> None:
         self.asked = Stream(dataset, collate_fn, auto_collation=batch_size is not None)
+        self.collate_fn = _as_it_is
         self.epoch = 0
         self.running: Streams | None = None
         self._dataset = dataset
@@ -83,6 +87,7 @@ class Streamed:
             batch_size=self._batch_size,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
+            num_batches=self.num_batches,
             fast_forward=self._fast_forward,
             plan=self._given_plan,
             rank=self._rank,
@@ -166,3 +171,7 @@ class Streamed:
     def _new_loop(self) -> int:
         self._num_loops += 1
         return self._num_loops
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer

@@ -141,6 +141,7 @@ class Streams:
         batch_size: int,
         drop_last: bool,
         collate_fn: Callable[[Any], Any],
+        num_batches: Callable[[], int] | None = None,
         fast_forward: bool = False,
         plan: BatchPlan | None = None,
         rank: int = 0,
@@ -149,12 +150,19 @@ class Streams:
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._collate_fn = collate_fn
+        self._num_batches = num_batches
         self._fast_forward = fast_forward
         self.has_ended = False
         self._loop, self._attempt = loop, 0
         self._plan, self._rank = plan, rank
         self._asked: deque[_Asked] = deque()
         self._go_to(position)
+
+    def __len__(self) -> int:
+        """What the dataset says of itself."""
+        if self._num_batches is None:
+            raise TypeError("it is not known how many batches there are")
+        return self._num_batches()
 
     def __next__(self) -> Any:
         while True:
