@@ -84,6 +84,9 @@ class Epochs(Protocol):
     def goes_on(self) -> bool:
         """Whether the loop that comes goes on with an epoch that was under way."""
 
+    def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
+        """Have the workers of the loops that come make batches so."""
+
     def begin(self, making: Making) -> Running:
         """The loop that comes."""
 

@@ -74,6 +74,9 @@ class Indexed:
         """All but the loop that is under way, which a copy has none of."""
         return {**self.__dict__, "running": None}
 
+    def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
     def begin(self, making: Making) -> Ahead:
         if self.running is not None and self._given_plan is not None:
             self.running.end()  # a trainer counts what one loop takes

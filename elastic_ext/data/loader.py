@@ -96,6 +96,7 @@ class ElasticDataLoader(DataLoader[Any]):
         if self._following is not None:
             self._following.look()
         self._warn_of_pinning()
+        self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
         making = self._made_by(self.num_workers if num_workers is None else num_workers)
         return _Loop(self, self._epochs.begin(making), None if making is self._making else making)

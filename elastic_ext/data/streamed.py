@@ -33,7 +33,8 @@ class Streamed:
         collate_fn: Callable[[Any], Any],
         fast_forward: bool,
     ) -> None:
-        self.asked = Stream(dataset, collate_fn, auto_collation=batch_size is not None)
+        self._auto_collation = batch_size is not None
+        self.asked = Stream(dataset, collate_fn, auto_collation=self._auto_collation)
         self.collate_fn = _as_it_is
         self.epoch = 0
         self.running: Streams | None = None
@@ -70,6 +71,11 @@ class Streamed:
     def __getstate__(self) -> dict[str, Any]:
         """All but the loop that is under way, which a copy has none of."""
         return {**self.__dict__, "running": None}
+
+    def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
+        if collate_fn is not self._collate_fn:
+            self._collate_fn = collate_fn
+            self.asked = Stream(self._dataset, collate_fn, auto_collation=self._auto_collation)
 
     def begin(self, making: Making) -> Streams:
         if self.running is not None and self._given_plan is not None:
