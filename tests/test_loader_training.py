@@ -20,6 +20,7 @@ from elastic_ext.data.loader import ElasticDataLoader
 from tests.loading import worker_pids
 from tests.loops import put
 from tests.ranks import RankPool
+from tests.thinning import the_first
 from tests.training import Batch, bits_of, make_data, make_model, plain_losses, shared, trainer_of
 
 NUM_SAMPLES = 110  # and so epochs have a tail
@@ -177,7 +178,7 @@ def pick(indices: list[int]) -> Batch:
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, pytest.param(adamw, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", the_first([2, 1, 3]))
 def test_losses_and_weights_are_those_of_a_run_in_which_nothing_changes(
     ranks: RankPool, tmp_path: Path, make_optimizer: Callable[[list[nn.Parameter]], Optimizer], world_size: int
 ) -> None:
@@ -202,7 +203,7 @@ def test_losses_and_weights_are_those_of_a_run_in_which_nothing_changes(
         assert set(each.by_workers) == {False, True}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", the_first([1, 2]))
 def test_changes_of_workers_alone_change_no_bit_dropout_included(
     ranks: RankPool, tmp_path: Path, world_size: int
 ) -> None:

@@ -247,7 +247,7 @@ def complete_each(ranks: RankPool, folder: Path, left: list[tuple[Point, Path, P
     return num_completed
 
 
-@pytest.mark.parametrize("every", [18, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [30, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_all_ranks_had_staged_is_completed_wherever_one_is_killed(
     every: int, ranks: RankPool, folder: Path
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.errors import ConfigError
@@ -133,7 +133,7 @@ def test_only_text_with_a_form_in_utf8_can_be_written(text: str) -> None:
     assert can_be_written(text) == all(not 0xD800 <= ord(character) <= 0xDFFF for character in text)
 
 
-@unhurried
+@settings(deadline=None, max_examples=40)
 @given(
     st.recursive(st.none() | st.floats() | st.text() | st.binary() | st.sets(st.integers()), st.lists),
     st.integers(10, 90),
