@@ -17,6 +17,8 @@ from benchmarks.checkpoint_ranks import Part, Task, draw_values, full_digest, ma
 from benchmarks.checkpoint_ways import WAYS, WayName
 from benchmarks.harness import Readings, Side, UnlikeWorkError, check_same_work
 
+pytestmark = pytest.mark.slow  # what it measures with is tried where that is changed
+
 SMALL = Task(num_blocks=1, width=16, num_words=11)
 
 

@@ -11,6 +11,8 @@ from benchmarks.held_copies import NAMES, Seen, check_copies, copies_in_words, s
 from benchmarks.held_copies_ranks import Block, Done, Task
 from tests.thinning import the_first
 
+pytestmark = pytest.mark.slow  # what it measures with is tried where that is changed
+
 SMALL = Task(widths=(6, 8, 4), num_samples=2, num_steps=3)
 MOST_BLOCKS = 200  # until memory for copies is made
 

@@ -24,6 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from tests.faults import Fault, Faults
 from tests.ranks import Outcome, RankError, RankPool, RanksFailed
 
+pytestmark = pytest.mark.slow  # what tests run on is tried where that is changed
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 END_SECONDS = 60.0  # for processes to end; passing takes a fraction of a second
 
@@ -368,7 +370,6 @@ def test_a_child_of_a_dead_rank_is_ended_with_it(ranks: RankPool, tmp_path: Path
             assert have_ended(ends)
 
 
-@pytest.mark.slow
 def test_closing_a_pool_leaves_no_process_or_file() -> None:
     with RankPool() as pool:
         pool.run(2, all_reduce)
@@ -382,7 +383,6 @@ def test_closing_a_pool_leaves_no_process_or_file() -> None:
     assert not folder.exists()
 
 
-@pytest.mark.slow
 def test_workers_and_files_end_with_the_process_of_the_tests_when_it_is_killed() -> None:
     script = subprocess.Popen([sys.executable, "-c", ORPHANING_SCRIPT], stdout=subprocess.PIPE, cwd=REPOSITORY)
     try:
@@ -402,7 +402,6 @@ def test_workers_and_files_end_with_the_process_of_the_tests_when_it_is_killed()
         script.wait()
 
 
-@pytest.mark.slow
 def test_workers_end_when_their_nursery_is_killed() -> None:
     with RankPool() as pool:
         pool.run(2, pid_of)

@@ -128,7 +128,7 @@ def equal_rank(rank: int, folder: Path, way: str, num_micro_steps: int, most: fl
             assert found == expected, (name, exactly)
 
 
-@pytest.mark.parametrize("most", [None, 0.05], ids=["", "clipped"])
+@pytest.mark.parametrize("most", the_first([0.05, None]), ids=["clipped", ""])
 @pytest.mark.parametrize("num_micro_steps", [1, 4])
 @pytest.mark.parametrize("way", each_of(WAYS))
 def test_a_step_is_that_of_a_loop_by_hand(
@@ -385,7 +385,7 @@ def everywhere(num_ranks: int, phase: str) -> Faults:
 RETAKEN = [way for way in ALL_WAYS if way != "FSDP1"]
 
 
-@pytest.mark.parametrize("num_micro_steps", [1, 3])
+@pytest.mark.parametrize("num_micro_steps", the_first([3, 1]))
 @pytest.mark.parametrize("way", each_of(RETAKEN, also_large=False))
 def test_a_step_that_fails_on_all_ranks_is_taken_again(
     ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int
