@@ -181,6 +181,13 @@ def sample_of(points: Sequence[Point], every: int) -> list[Point]:
     return chosen
 
 
+def not_yet_committed(points: Sequence[Point]) -> list[Point]:
+    """Those at which all had staged, and rank 0, which writes COMMIT, is killed before it has."""
+    of_the_writer = [point for point in points if point.rank == 0 and point.in_ == "storage"]
+    (commit,) = [point.at for point in of_the_writer if COMMIT in point.words and "os.link" in point.words]
+    return [point for point in of_the_writer if point.at <= commit]
+
+
 def kill_at(
     ranks: RankPool,
     folder: Path,
@@ -258,7 +265,7 @@ def test_what_all_ranks_had_staged_is_completed_wherever_one_is_killed(
     )
     num_completed = complete_each(ranks, folder, kill_at(ranks, folder, job, points))
     print(f"\nkilled at {len(points)} of {len(job.points)} points; {num_completed} saves were completed afterwards")
-    assert num_completed > len(points) / 4
+    assert num_completed >= len(not_yet_committed(points)) > 0
 
 
 @pytest.mark.parametrize("keep_previous", the_first([True, False]))
