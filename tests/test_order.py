@@ -37,7 +37,7 @@ def test_any_part_is_that_of_the_whole(num_samples: int, seed: int, place: float
 
 @pytest.mark.parametrize(
     ("num_samples", "digest"),
-    [(10, "a689202514a676d5"), (65_536, "d0a4b4776100e041"), (65_537, "073f6c75013992ef"), (10**9, "b3439a740098d411")],
+    [(10, "a689202514a676d5"), (65_536, "d0a4b4776100e041"), (65_537, "d3680a7a6bda6bc2"), (10**9, "0ba0bf57b04fe84d")],
 )
 def test_what_an_algorithm_gives_never_changes(num_samples: int, digest: str) -> None:
     found = Shuffled(num_samples, seed=7, epoch=3).indices(0, 5000)
@@ -62,8 +62,18 @@ def test_neighbours_have_nothing_to_do_with_each_other(num_samples: int) -> None
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(np.arange(len(found)), found)[0, 1]) < 0.02
     assert (found == np.arange(len(found))).sum() < 12  # one is expected
-    steps = np.diff(found) % num_samples
-    assert len(np.unique(steps)) > 0.9 * num_samples * (1 - np.exp(-60_000 / num_samples))
+    for lag in (1, 2, 3, 64, 4096):
+        steps = (found[lag:] - found[:-lag]) % num_samples
+        assert len(np.unique(steps)) > 0.9 * num_samples * (1 - np.exp(-60_000 / num_samples))
+        assert abs(np.corrcoef(found[lag:], found[:-lag])[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("num_samples", [131_072, 1_000_003])
+def test_batches_are_as_mixed_as_those_that_are_drawn(num_samples: int) -> None:
+    found = np.array(Shuffled(num_samples, seed=5, epoch=0).indices(0, 128 * 960)).reshape(-1, 128)
+    drawn = np.random.default_rng(5).permutation(num_samples)[: 128 * 960].reshape(-1, 128)
+    of_ours, of_drawn = ((indices < num_samples // 2).sum(axis=1).var() for indices in (found, drawn))
+    assert 0.75 < of_ours / of_drawn < 1.33  # each of 960 batches has its own number of them: 0.065 is one deviation
 
 
 def test_seeds_and_epochs_give_orders_of_their_own() -> None:

@@ -107,7 +107,8 @@ class Ahead:
             samples = in_short(self.order.indices(chunk.start, chunk.stop))  # else the epoch would seem to be over
             raise RuntimeError(f"making a batch of {samples} raised StopIteration") from error
         self._hand_out(asked)
-        self._ask()
+        if self._maker.num_ahead > 0:
+            self._ask()
         return batch
 
     def plan(self, plan: BatchPlan, rank: int) -> None:

@@ -120,12 +120,13 @@ class Making:
 
     def _made(self, indices: list[Any]) -> Any:
         work = self._work
+        dataset = work.dataset
         noted = Noted(indices)
         try:
             if not work.auto_collation:
-                return work.collate_fn(work.dataset[indices[0]])
-            at_once = getattr(work.dataset, "__getitems__", None)
-            return work.collate_fn(at_once(indices) if at_once else [work.dataset[index] for index in noted])
+                return work.collate_fn(dataset[indices[0]])
+            at_once = getattr(dataset, "__getitems__", None)
+            return work.collate_fn(at_once(indices) if at_once else [dataset[index] for index in noted])
         except Exception as error:
             name_samples(error, noted.at, indices)
             raise

@@ -16,8 +16,8 @@ import numpy.typing as npt
 __all__ = ["BatchOrder", "Drawn", "InTurn", "Order", "Shuffled"]
 
 _MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
-_NUM_ROUNDS = 8
-_BLOCK = 4096  # positions that are computed together: each by itself would take a hundred times as long
+_NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tests/test_order.py)
+_BLOCK = 16_384  # positions that are computed together: each by itself would take a hundred times as long
 _SORTED, _ROUNDS = 1, 2  # the numbers of the algorithms: what one of them gives never changes
 _MOST_SAMPLES = 1 << 48
 _MOST_UNCOUNTED = 1 << 24  # samples that a sampler without a length may give
@@ -54,8 +54,8 @@ class InTurn:
 class Shuffled:
     """A permutation that ``seed`` and ``epoch`` choose, computed where it is asked for and kept nowhere.
 
-    Of many samples it is a bijection with a key: rounds that mix one half of a position's bits into the other, again
-    until the result is an index. Of few it is a sorted list of random numbers.
+    Of many samples it is a bijection of all numbers with as many bits: each of its steps can be undone, and its
+    keys are drawn; it is repeated until the result is an index. Of few it is a sorted list of random numbers.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
@@ -63,11 +63,9 @@ class Shuffled:
         self._seed, self._epoch = seed, epoch
         self._algorithm = _SORTED if num_samples <= _MOST_SORTED else _ROUNDS
         self._sorted: npt.NDArray[np.int64] | None = None
-        num_bits = max(num_samples - 1, 1).bit_length()
-        self._low_bits = num_bits // 2
-        self._high_bits = num_bits - self._low_bits
+        self._num_bits = max(num_samples - 1, 1).bit_length()
         self._kept: tuple[int, list[int]] = -1, []  # the last block, and which it is
-        self._keys = _keys(seed, epoch, _NUM_ROUNDS)
+        self._keys = _keys(seed, epoch, 2 * _NUM_ROUNDS + 1)
 
     def indices(self, start: int, stop: int) -> list[int]:
         stop = min(stop, self.num_samples)
@@ -75,13 +73,13 @@ class Shuffled:
             return []
         if self._algorithm == _SORTED:
             if self._sorted is None:
-                numbers = np.arange(self.num_samples, dtype=np.uint64)
-                self._sorted = np.argsort(_mixed(numbers, self._keys[0]), kind="stable")
+                self._sorted = _drawn(self.num_samples, self._keys[0])
             return list(self._sorted[start:stop].tolist())
-        found: list[int] = []
-        for block in range(start // _BLOCK, -(-stop // _BLOCK)):
-            first = block * _BLOCK
-            found += self._block(block)[max(start - first, 0) : stop - first]
+        block, at = divmod(start, _BLOCK)
+        found = self._block(block)[at : at + stop - start]
+        while len(found) < stop - start:
+            block += 1
+            found += self._block(block)[: stop - start - len(found)]
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,17 +101,18 @@ class Shuffled:
         return self._kept[1]
 
     def _permuted(self, positions: _Words) -> _Words:
-        """Of all numbers with as many bits."""
-        low_bits = np.uint64(self._low_bits)
-        low_mask = np.uint64((1 << self._low_bits) - 1)
-        high_mask = np.uint64((1 << self._high_bits) - 1)
-        high, low = positions >> low_bits, positions & low_mask
-        for number, key in enumerate(self._keys):
-            if number % 2 == 0:
-                high = high ^ (_mixed(low, key) & high_mask)
-            else:
-                low = low ^ (_mixed(high, key) & low_mask)
-        permuted: _Words = (high << low_bits) | low
+        """Of all numbers with as many bits; overflow is cut off, as it is meant to be."""
+        all_bits = np.uint64((1 << self._num_bits) - 1)
+        half = np.uint64((self._num_bits + 1) // 2)
+        *keys, last = self._keys
+        numbers = positions + last
+        for added, factor in zip(keys[::2], keys[1::2], strict=True):
+            numbers &= all_bits
+            numbers ^= numbers >> half
+            numbers += added
+            numbers *= factor | np.uint64(1)  # an odd one, or numbers would fall together
+        numbers &= all_bits
+        permuted: _Words = numbers
         return permuted
 
 
@@ -170,6 +169,15 @@ def _keys(seed: int, epoch: int, num_keys: int) -> _Words:
         hashlib.blake2b(digest, digest_size=8, person=b"%d" % number).digest() for number in range(num_keys)
     )
     return np.frombuffer(told, dtype="<u8").astype(np.uint64)
+
+
+def _drawn(num_samples: int, key: np.uint64) -> npt.NDArray[np.int64]:
+    """All numbers below, sorted by random ones, of which each is a word's upper part."""
+    numbers = np.arange(num_samples, dtype=np.uint64)
+    number_bits = np.uint64((1 << max(num_samples - 1, 0).bit_length()) - 1)
+    by_chance: _Words = np.sort(_mixed(numbers, key) & ~number_bits | numbers)
+    drawn: npt.NDArray[np.int64] = (by_chance & number_bits).astype(np.int64)
+    return drawn
 
 
 def _mixed(words: _Words, key: np.uint64) -> _Words:
