@@ -68,7 +68,6 @@ class Checkpoints:
         self._overlap: Overlap = overlap
         self.leaves_on_signals = leaves_on_signals
         """SIGTERM and SIGUSR1 end training with a checkpoint."""
-        self._overlaps = False
         self._held_at = self._copied_at = -math.inf  # at an epoch's end, and whenever
         self._copy_seconds = 0.0
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
@@ -111,7 +110,13 @@ class Checkpoints:
         moment, self._due = self._due, None
         if moment is not None:
             name = f"step_{self._counts.global_step}"
-            self._save_or_warn(name, moment, waits=self._is_asked_for, overlaps=in_step and self._overlaps)
+            self._save_or_warn(name, moment, waits=self._is_asked_for, overlaps=in_step and self._may_overlap())
+
+    def _may_overlap(self) -> bool:
+        """Asked for each save: hooks that step what prepare() returns are not there before."""
+        why_not = self._state.why_not_overlap(self._overlap)
+        _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
+        return why_not is None
 
     @property
     def is_copying(self) -> bool:
@@ -214,9 +219,6 @@ class Checkpoints:
         """Make the memory for saving in the background, once, as soon as there is an interval to save at."""
         if not self._is_ready and (self._interval.steps or self._interval.epochs):
             self._is_ready = True
-            why_not = self._state.why_not_overlap(self._overlap)
-            self._overlaps = why_not is None
-            _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
             self._job.live.make_ready(ToSave(self._state.model, self._state.collect))
 
     def end(self) -> None:
