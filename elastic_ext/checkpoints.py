@@ -20,9 +20,11 @@ from typing import Any, Literal
 from .config import ElasticConfig
 from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
 from .follow import ConfigFollower
-from .fsdp.checkpoint.collecting import ToSave
+from .fsdp.checkpoint.collecting import SaveRequest, ToSave
 from .fsdp.checkpoint.hostmemory import num_copies
 from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
+from .fsdp.checkpoint.launched import Launched
+from .fsdp.checkpoint.livesaver import Manner
 from .fsdp.checkpoint.retain import Retention
 from .fsdp.checkpoint.together import first_says
 from .interval import CheckpointInterval
@@ -110,7 +112,8 @@ class Checkpoints:
         moment, self._due = self._due, None
         if moment is not None:
             name = f"step_{self._counts.global_step}"
-            self._save_or_warn(name, moment, waits=self._is_asked_for, overlaps=in_step and self._may_overlap())
+            overlaps = in_step and self._may_overlap()
+            self._save_or_warn(name, moment, self._manner(waits=self._is_asked_for, overlaps=overlaps))
 
     def _may_overlap(self) -> bool:
         """Asked for each save: hooks that step what prepare() returns are not there before."""
@@ -130,7 +133,7 @@ class Checkpoints:
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
         if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_or_warn(f"epoch_{self._counts.epoch}", self._state.moment(), is_epoch=True)
+            self._save_or_warn(f"epoch_{self._counts.epoch}", self._state.moment(), self._manner(), is_epoch=True)
 
     def hold(self) -> None:
         """Copy what there is at the end of an epoch, to be written if training is told to end before the next step.
@@ -161,7 +164,8 @@ class Checkpoints:
         began = time.monotonic()
         name = f"step_{self._counts.global_step}"
         try:
-            self._save(name, moment or self._state.moment(), waits=False, starts=False, on_failed=self._keep_failure)
+            manner = Manner(waits=False, starts=False, on_failed=self._keep_failure)
+            self._save(name, moment or self._state.moment(), manner)
         except CheckpointFenced:
             raise
         except CheckpointError as error:  # nobody has asked for it
@@ -229,63 +233,42 @@ class Checkpoints:
         """Let another run of the job have the folder."""
         self._job.close(hurries=sys.exc_info()[1] is not None)
 
-    def _save(
-        self,
-        name: str,
-        moment: Moment,
-        *,
-        waits: bool = True,
-        overlaps: bool = False,
-        starts: bool = True,
-        on_failed: Callable[[CheckpointError], None] | None = None,
-    ) -> Path | None:
+    def _manner(self, *, waits: bool = False, overlaps: bool = False) -> Manner:
+        """How to save what is due."""
+        waits = waits or self._when_saving == "wait"
+        return Manner(waits=waits, overlaps=overlaps, on_failed=self._note_failure)
+
+    def _save(self, name: str, moment: Moment, manner: Manner) -> Path | None:
         """Begin to save, where that goes on while training does; else save. None where another save is under way."""
         if not self._job.live.can_save:
             return self._save_and_wait(name, moment)
-        path = self._job.save_live(
-            name,
-            self._to_save(moment, overlaps=overlaps),
-            partial(self._in_words, name),
-            step=self._counts.global_step,
-            epoch=self._counts.epoch,
-            about=self._state.about(),
-            on_failed=on_failed or self._note_failure,
-            waits=waits,
-            overlaps=overlaps,
-            starts=starts,
-        )
-        if path is not None and starts:
+        path = self._job.save_live(self._request(name, moment, overlaps=manner.overlaps), manner)
+        if path is not None and manner.starts:
             self._note(path)
         return path
 
     def _save_and_wait(self, name: str, moment: Moment) -> Path:
         self._settle()
-        counts = self._counts
-        path = self._job.save(
-            name,
-            self._to_save(moment),
-            partial(self._in_words, name),
-            step=counts.global_step,
-            epoch=counts.epoch,
-            about=self._state.about(),
-        )
+        path = self._job.save(self._request(name, moment))
         self._note(path)
         return path
 
-    def _to_save(self, moment: Moment, *, overlaps: bool = False) -> ToSave:
-        collect = partial(self._state.collect, moment=moment)
-        return ToSave(self._state.model, collect, self._state.stepped() if overlaps else ())
-
-    def _in_words(self, name: str) -> str:
-        return f"save {name} at step {self._counts.global_step} of epoch {self._counts.epoch}"
+    def _request(self, name: str, moment: Moment, *, overlaps: bool = False) -> SaveRequest:
+        state, step, epoch = self._state, self._counts.global_step, self._counts.epoch
+        return SaveRequest(
+            name=name,
+            what=ToSave(state.model, partial(state.collect, moment=moment), state.stepped() if overlaps else ()),
+            ask=lambda: f"save {name} at step {step} of epoch {epoch}",
+            step=step,
+            epoch=epoch,
+            about=state.about(),
+        )
 
     def _note(self, path: Path) -> None:
         """There is, or will be, a checkpoint of now."""
         self._saved_at, self._path = self._counts.global_step, path
 
-    def _save_or_warn(
-        self, name: str, moment: Moment, *, is_epoch: bool = False, waits: bool = False, overlaps: bool = False
-    ) -> None:
+    def _save_or_warn(self, name: str, moment: Moment, manner: Manner, *, is_epoch: bool = False) -> None:
         if is_epoch and self._counts.epoch <= self._last_epoch:
             self._tell_of_repeated_epoch(name)
             name = f"step_{self._counts.global_step}"
@@ -294,8 +277,7 @@ class Checkpoints:
             return
         self._tell_failure()
         with self._warning():
-            waits = waits or self._when_saving == "wait"
-            if self._save(name, moment, waits=waits, overlaps=overlaps) is None:
+            if self._save(name, moment, manner) is None:
                 self._leave_out(name)
             elif name.startswith("epoch_"):
                 self._last_epoch = self._counts.epoch
@@ -399,7 +381,12 @@ class Checkpoints:
 
 
 def checkpoints_for(
-    state: TrainingState, follower: ConfigFollower, startup: Mapping[str, object], given: Mapping[str, Any]
+    state: TrainingState,
+    follower: ConfigFollower,
+    startup: Mapping[str, object],
+    given: Mapping[str, Any],
+    *,
+    launched: Launched,
 ) -> Checkpoints | None:
     """What a trainer's arguments ask for; None where it is to keep no checkpoints. All ranks call this.
 
@@ -419,6 +406,7 @@ def checkpoints_for(
         Path(storage),
         job,
         ranks,
+        launched=launched,
         storage_seconds=follower.settings.timeout_seconds / 2,
         retention=Retention(keep_last=arguments.pop("keep_last"), keep_every=arguments.pop("keep_every")),
         num_copies=num_copies(

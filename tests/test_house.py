@@ -87,6 +87,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.regions": 1,
     "fsdp.checkpoint.background": 1,
     "fsdp.checkpoint.hostmemory": 1,
+    "fsdp.checkpoint.launched": 1,
     "fsdp.checkpoint.blocksums": 1,
     "fsdp.checkpoint.casting": 1,
     "fsdp.checkpoint.claim": 1,
@@ -336,7 +337,7 @@ PUBLIC_NAMES = [
     "follow_config",
 ]
 
-READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.jobcheckpoints", "settings"})
+READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "settings", "trainer"})
 WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
