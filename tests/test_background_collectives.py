@@ -142,8 +142,8 @@ def collectives_of_trainer(rank: int, folder: Path, way: str, overlaps: bool) ->
         take(5)  # later ones remove what is older
         end_saves()
         checkpoints = trainer._session.checkpoints
-        checkpoints.copy()  # as at the end of an epoch, and then a signal comes
-        on_another_thread(lambda: checkpoints.write_newest(JOIN_SECONDS), "signals")
+        checkpoints.held.copy()  # as at the end of an epoch, and then a signal comes
+        on_another_thread(lambda: checkpoints.held.write_newest(JOIN_SECONDS), "signals")
         end_saves()
         writers.end()
         threads = {thread for thread, _ in collectives.seen}
