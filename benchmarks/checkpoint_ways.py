@@ -79,7 +79,7 @@ class _Dcp:
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> Path:
         path = self._storage / f"dcp_{step}"
-        dcp.save(_state_of(model, optimizer), **_fast(path))  # type: ignore[attr-defined]
+        dcp.save(_state_of(model, optimizer), **fast_settings(path))  # type: ignore[attr-defined]
         return path
 
     def load(self, path: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -258,7 +258,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _fast(path: Path) -> dict[str, Any]:
+def fast_settings(path: Path) -> dict[str, Any]:
     """The settings of DCP that were fastest."""
     return {
         "storage_writer": FileSystemWriter(path, single_file_per_rank=True, sync_files=True, thread_count=2),
@@ -309,7 +309,7 @@ def _async_default(storage: Path) -> Iterator[BackgroundWay]:
 def _async_reused(storage: Path) -> Iterator[BackgroundWay]:
     stager = _stager(is_shared=False)
     try:
-        yield _AsyncDcp(storage, lambda path: {**_fast(path), "async_stager": stager})
+        yield _AsyncDcp(storage, lambda path: {**fast_settings(path), "async_stager": stager})
     finally:
         stager.close()
 
@@ -320,7 +320,9 @@ def _async_process(storage: Path) -> Iterator[BackgroundWay]:
     kind = AsyncCheckpointerType.PROCESS
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # where its processes find each other
     try:
-        yield _AsyncDcp(storage, lambda path: {**_fast(path), "async_stager": stager, "async_checkpointer_type": kind})
+        yield _AsyncDcp(
+            storage, lambda path: {**fast_settings(path), "async_stager": stager, "async_checkpointer_type": kind}
+        )
     finally:
         stager.close()
 

@@ -385,7 +385,7 @@ def shown_value(value: float, unit: Unit) -> str:
         if unit == "seconds"
         else ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
     )
-    size, name = next((step for step in steps if value >= step[0]), steps[-1])
+    size, name = next((step for step in steps if abs(value) >= step[0]), steps[-1])
     return f"{value / size:.4g} {name}"
 
 

@@ -6,28 +6,28 @@ back, is fsdp/checkpoint's affair.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from .config import ElasticConfig
-from .errors import CheckpointError, CheckpointExists, CheckpointFenced, RanksDisagreeError
+from .errors import CheckpointError, CheckpointExists, RanksDisagreeError
 from .follow import ConfigFollower
 from .fsdp.checkpoint.collecting import ToSave
 from .fsdp.checkpoint.hostmemory import num_copies
 from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
+from .fsdp.checkpoint.launched import Launched
+from .fsdp.checkpoint.livesaver import Manner
 from .fsdp.checkpoint.retain import Retention
-from .fsdp.checkpoint.together import first_says
+from .held_copies import HeldCopies
 from .interval import CheckpointInterval
 from .overlap import Overlap
 from .resuming import Resuming
+from .saves import Saves
 from .training_state import PASSES_BY_ITSELF, Moment, Resumed, TrainingState
 
 __all__ = ["Checkpoints", "Resume", "WhenSaveFails", "WhenSaving", "checkpoints_for"]
@@ -37,7 +37,6 @@ _logger = logging.getLogger(__name__)
 Resume = Literal["auto", "strict", "never"]
 WhenSaveFails = Literal["raise", "warn"]
 WhenSaving = Literal["wait", "skip", "error"]
-_SPARING = 200  # times as long as copying takes lies between two copies of a kind, which nobody may need
 
 
 class Checkpoints:
@@ -59,25 +58,21 @@ class Checkpoints:
         self._job = job
         self._state = state
         self._counts = state.counts
+        self._saves = Saves(job, state, warns=when_save_fails == "warn")
+        self.held = HeldCopies(job, state, self._saves)
+        """What there is, should training be told to end."""
         self._given = interval or CheckpointInterval()
         self._interval = self._given
-        self._warns = when_save_fails == "warn"
         self._when_saving = when_saving
         self._how = how_to_resume
         self._resuming = Resuming(job, state, startup, falls_back=how_to_resume != "strict")
         self._overlap: Overlap = overlap
         self.leaves_on_signals = leaves_on_signals
         """SIGTERM and SIGUSR1 end training with a checkpoint."""
-        self._overlaps = False
-        self._held_at = self._copied_at = -math.inf  # at an epoch's end, and whenever
-        self._copy_seconds = 0.0
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
         self._num_skipped = 0
-        self._saved_at: int | None = None  # the global step of the last save that there is
-        self._path: Path | None = None  # where that is
         self._has_told_of_epochs = False
-        self._is_ready = self._is_asked_for = False
-        self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
+        self._is_asked_for = False
         self._due: Moment | None = None  # of the boundary at which the save was due that is not begun yet
 
     # ---- saving ----
@@ -111,7 +106,14 @@ class Checkpoints:
         moment, self._due = self._due, None
         if moment is not None:
             name = f"step_{self._counts.global_step}"
-            self._save_or_warn(name, moment, waits=self._is_asked_for, overlaps=in_step and self._overlaps)
+            overlaps = in_step and self._may_overlap()
+            self._save_or_warn(name, moment, self._manner(waits=self._is_asked_for, overlaps=overlaps))
+
+    def _may_overlap(self) -> bool:
+        """Asked for each save: hooks that step what prepare() returns are not there before."""
+        why_not = self._state.why_not_overlap(self._overlap)
+        _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
+        return why_not is None
 
     @property
     def is_copying(self) -> bool:
@@ -125,63 +127,7 @@ class Checkpoints:
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
         if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_or_warn(f"epoch_{self._counts.epoch}", self._state.moment(), is_epoch=True)
-
-    def hold(self) -> None:
-        """Copy what there is at the end of an epoch, to be written if training is told to end before the next step.
-
-        But not where that would take up much of the time, nor while something is still being written.
-        """
-        if not self._is_ready or not self._job.live.can_save:
-            return
-        if first_says(self._job.ranks, self._may_copy(self._held_at), "agreeing on a copy"):
-            self.copy()
-            self._held_at = time.monotonic()
-
-    def wants_copy(self) -> bool:
-        """Whether it is time to copy what there is, for a training that is told to end, and costs little of it."""
-        return self._is_ready and self._may_copy(self._copied_at)
-
-    def _may_copy(self, since: float) -> bool:
-        is_needed = self._saved_at != self._counts.global_step and self._job.live.is_free
-        return is_needed and time.monotonic() - since > _SPARING * self._copy_seconds
-
-    def copy(self, moment: Moment | None = None) -> None:
-        """Copy what there is, to be written if training is told to end before the next copy; with all ranks.
-
-        Not where that is saved. What has become of the save before is told where the next one is due.
-        """
-        if self._saved_at == self._counts.global_step:
-            return
-        began = time.monotonic()
-        name = f"step_{self._counts.global_step}"
-        try:
-            self._save(name, moment or self._state.moment(), waits=False, starts=False, on_failed=self._keep_failure)
-        except CheckpointFenced:
-            raise
-        except CheckpointError as error:  # nobody has asked for it
-            _logger.debug("%s is not copied: %s", name, error)
-        self._copied_at = time.monotonic()
-        self._copy_seconds = max(self._copied_at - began, self._copy_seconds / 2)
-
-    def has_newest(self) -> bool:
-        """Whether ``write_newest`` has something to write, or has nothing left to write."""
-        return self._job.live.is_holding or self._saved_at == self._counts.global_step
-
-    def write_newest(self, seconds: float) -> str:
-        """Have a checkpoint of what was copied last, without the other ranks; what became of that, in words.
-
-        Another thread than training's may call this.
-        """
-        step = self._counts.global_step
-        if not self.has_newest() and self._counts.num_boundaries == 0:
-            return "there is nothing to save yet"
-        path = self._job.live.write_held(seconds)
-        if path is None and self._path is not None and self._saved_at == self._counts.global_step:
-            return f"{self._path} has all there is"
-        if path is not None:
-            return f"{path} is what there is to go on from; training has come to step {step}"
-        return f"what was copied is not saved in the time that there is, and training has come to step {step}"
+            self._save_or_warn(f"epoch_{self._counts.epoch}", self._state.moment(), self._manner(), is_epoch=True)
 
     def moment(self) -> Moment:
         """What belongs to the boundary that was passed just now."""
@@ -195,14 +141,15 @@ class Checkpoints:
         CheckpointExists where this step has one, and something has changed since.
         """
         self._due = None  # it is this very step
-        path, name = self._path, f"step_{self._counts.global_step}"
-        if path is None or self._saved_at != self._counts.global_step:
-            return self._save_and_wait(name, moment or self._state.moment())
+        saves, name = self._saves, f"step_{self._counts.global_step}"
+        path = saves.path_of_now
+        if path is None:
+            return saves.save_and_wait(name, moment or self._state.moment())
         change = self._job.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
         if change is None:
             return path
         try:
-            return self._save_and_wait(name, moment or self._state.moment())
+            return saves.save_and_wait(name, moment or self._state.moment())
         except CheckpointExists as error:
             raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
@@ -212,88 +159,33 @@ class Checkpoints:
 
     def make_ready(self) -> None:
         """Make the memory for saving in the background, once, as soon as there is an interval to save at."""
-        if not self._is_ready and (self._interval.steps or self._interval.epochs):
-            self._is_ready = True
-            why_not = self._state.why_not_overlap(self._overlap)
-            self._overlaps = why_not is None
-            _logger.debug("parameters are copied before the next step begins: %s", why_not or "no, meanwhile")
+        if not self.held.is_on and (self._interval.steps or self._interval.epochs):
+            self.held.is_on = True
             self._job.live.make_ready(ToSave(self._state.model, self._state.collect))
 
     def end(self) -> None:
         """Training has ended well on all ranks: what is being saved is, or is an error."""
-        self._settle()
+        self._saves.settle()
 
     def close(self) -> None:
         """Let another run of the job have the folder."""
         self._job.close(hurries=sys.exc_info()[1] is not None)
 
-    def _save(
-        self,
-        name: str,
-        moment: Moment,
-        *,
-        waits: bool = True,
-        overlaps: bool = False,
-        starts: bool = True,
-        on_failed: Callable[[CheckpointError], None] | None = None,
-    ) -> Path | None:
-        """Begin to save, where that goes on while training does; else save. None where another save is under way."""
-        if not self._job.live.can_save:
-            return self._save_and_wait(name, moment)
-        path = self._job.save_live(
-            name,
-            self._to_save(moment, overlaps=overlaps),
-            partial(self._in_words, name),
-            step=self._counts.global_step,
-            epoch=self._counts.epoch,
-            about=self._state.about(),
-            on_failed=on_failed or self._note_failure,
-            waits=waits,
-            overlaps=overlaps,
-            starts=starts,
-        )
-        if path is not None and starts:
-            self._note(path)
-        return path
+    def _manner(self, *, waits: bool = False, overlaps: bool = False) -> Manner:
+        """How to save what is due."""
+        waits = waits or self._when_saving == "wait"
+        return Manner(waits=waits, overlaps=overlaps, on_failed=self._saves.note_failure)
 
-    def _save_and_wait(self, name: str, moment: Moment) -> Path:
-        self._settle()
-        counts = self._counts
-        path = self._job.save(
-            name,
-            self._to_save(moment),
-            partial(self._in_words, name),
-            step=counts.global_step,
-            epoch=counts.epoch,
-            about=self._state.about(),
-        )
-        self._note(path)
-        return path
-
-    def _to_save(self, moment: Moment, *, overlaps: bool = False) -> ToSave:
-        collect = partial(self._state.collect, moment=moment)
-        return ToSave(self._state.model, collect, self._state.stepped() if overlaps else ())
-
-    def _in_words(self, name: str) -> str:
-        return f"save {name} at step {self._counts.global_step} of epoch {self._counts.epoch}"
-
-    def _note(self, path: Path) -> None:
-        """There is, or will be, a checkpoint of now."""
-        self._saved_at, self._path = self._counts.global_step, path
-
-    def _save_or_warn(
-        self, name: str, moment: Moment, *, is_epoch: bool = False, waits: bool = False, overlaps: bool = False
-    ) -> None:
+    def _save_or_warn(self, name: str, moment: Moment, manner: Manner, *, is_epoch: bool = False) -> None:
         if is_epoch and self._counts.epoch <= self._last_epoch:
             self._tell_of_repeated_epoch(name)
             name = f"step_{self._counts.global_step}"
-        is_there = self._path is not None and self._saved_at == self._counts.global_step
-        if is_there and (name.startswith("step_") or (self._path is not None and self._path.name == name)):
+        path = self._saves.path_of_now
+        if path is not None and (name.startswith("step_") or path.name == name):
             return
-        self._tell_failure()
-        with self._warning():
-            waits = waits or self._when_saving == "wait"
-            if self._save(name, moment, waits=waits, overlaps=overlaps) is None:
+        self._saves.tell_failure()
+        with self._saves.warning():
+            if self._saves.save(name, moment, manner) is None:
                 self._leave_out(name)
             elif name.startswith("epoch_"):
                 self._last_epoch = self._counts.epoch
@@ -302,7 +194,7 @@ class Checkpoints:
         """Another save is under way, and this one does not wait for it."""
         if self._when_saving == "error":
             raise CheckpointError(
-                f"{name} is due while {self._path} is still being saved; save less often, or wait for it with "
+                f"{name} is due while {self._saves.path} is still being saved; save less often, or wait for it with "
                 'when_saving="wait", or leave saves out with "skip"'
             )
         self._num_skipped += 1
@@ -310,47 +202,9 @@ class Checkpoints:
             _logger.warning(
                 "%s is not saved, since %s is still being saved (%d left out so far)",
                 name,
-                self._path,
+                self._saves.path,
                 self._num_skipped,
             )
-
-    def _note_failure(self, error: CheckpointError) -> None:
-        """What was being saved is no checkpoint."""
-        self._saved_at = self._path = None
-        with self._warning():
-            raise error
-
-    def _keep_failure(self, error: CheckpointError) -> None:
-        """What was being saved is no checkpoint, and that is not the place to say so."""
-        self._saved_at = self._path = None
-        self._failure = error
-
-    def _tell_failure(self) -> None:
-        error, self._failure = self._failure, None
-        if error is not None:
-            with self._warning():
-                raise error
-
-    def _settle(self) -> None:
-        """Wait for what is being saved; where it failed, there is no such checkpoint."""
-        self._tell_failure()
-        try:
-            self._job.live.settle()
-        except CheckpointError as error:
-            self._note_failure(error)
-
-    @contextlib.contextmanager
-    def _warning(self) -> Iterator[None]:
-        """Where the user allows it, a save that fails is a warning."""
-        try:
-            yield
-        except CheckpointFenced:
-            raise
-        except CheckpointError as error:
-            if not self._warns:
-                raise
-            if self._state.rank == 0:
-                _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
 
     def _tell_of_repeated_epoch(self, name: str) -> None:
         if self._state.rank == 0 and not self._has_told_of_epochs:
@@ -383,7 +237,7 @@ class Checkpoints:
         """Load an earlier checkpoint, as ``Resuming.load_earlier`` does; ``go_back`` comes next."""
         self._due = None
         self._job.live.drop_held()
-        self._settle()
+        self._saves.settle()
         return self._resuming.load_earlier(step, skips=skips, is_torn=is_torn, more=more, on_begin=on_begin)
 
     def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
@@ -392,12 +246,17 @@ class Checkpoints:
         self._stand_at(resumed.path)
 
     def _stand_at(self, path: Path) -> None:
-        self._note(path)
+        self._saves.note(path)
         self._last_epoch = self._counts.epoch
 
 
 def checkpoints_for(
-    state: TrainingState, follower: ConfigFollower, startup: Mapping[str, object], given: Mapping[str, Any]
+    state: TrainingState,
+    follower: ConfigFollower,
+    startup: Mapping[str, object],
+    given: Mapping[str, Any],
+    *,
+    launched: Launched,
 ) -> Checkpoints | None:
     """What a trainer's arguments ask for; None where it is to keep no checkpoints. All ranks call this.
 
@@ -417,6 +276,7 @@ def checkpoints_for(
         Path(storage),
         job,
         ranks,
+        launched=launched,
         storage_seconds=follower.settings.timeout_seconds / 2,
         retention=Retention(keep_last=arguments.pop("keep_last"), keep_every=arguments.pop("keep_every")),
         num_copies=num_copies(

@@ -85,13 +85,13 @@ class Saving:
         if boundary.copy:
             self._copies_at = self.checkpoints.moment()
             self._steps.do_first(self._copy)
-        elif self._follower.ranks.rank == 0 and self.checkpoints.wants_copy():
+        elif self._follower.ranks.rank == 0 and self.checkpoints.held.is_wanted():
             self._follower.request_copy()
 
     def _copy(self) -> None:
         moment, self._copies_at = self._copies_at, None
         if moment is not None:  # and the epoch has not ended instead
-            self.checkpoints.copy(moment)
+            self.checkpoints.held.copy(moment)
 
     def begin_due(self) -> None:
         """Save what is due, if anything is, or end, if some rank was told to; between two steps, on all ranks."""
@@ -106,7 +106,7 @@ class Saving:
         if self._leaving is not None:
             if self._follower.is_leaving:  # not after the first step of the next: most loaders begin that anew
                 self._leave()
-            self.checkpoints.hold()
+            self.checkpoints.held.hold()
 
     def give_up_due(self, *, is_well: bool) -> None:
         """Training ends between a step whose checkpoint is due and the next one, and without the other ranks.
@@ -125,7 +125,7 @@ class Saving:
     def leave_failed(self, error: BaseException) -> None:
         """Training was told to end, and fails: then what was copied last is saved, as where no step ends."""
         is_asked = self._leaving is not None and self._leaving.is_asked
-        if is_asked and isinstance(error, Exception) and self.checkpoints.has_newest():
+        if is_asked and isinstance(error, Exception) and self.checkpoints.held.has_newest():
             assert self._leaving is not None
             _logger.warning("training was told to end, and came to this: %s", in_words(error))
             self._leaving.go_from_memory()
@@ -158,9 +158,9 @@ class Saving:
             store,
             seconds=follower.settings.shutdown_seconds,
             request=follower.request_leave,
-            can_write=self.checkpoints.has_newest,
+            can_write=self.checkpoints.held.has_newest,
             has_nothing=lambda: self._steps.has_not_begun and not self._steps.is_inside,
-            write=self.checkpoints.write_newest,
+            write=self.checkpoints.held.write_newest,
             rank=follower.ranks.rank,
             world_size=follower.ranks.world_size,
         )

@@ -7,22 +7,17 @@ back; what all ranks do at a boundary is the trainer's, who is told of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .batches import Batches, RankStep
+from .batches import RankStep
 from .control_word import Purpose
 from .errors import StepError, TornStepError
-from .step_state import StepState
-from .undoing import Retry, Undoing
+from .undoing import Retry, StepParts, Undoing
 
 if TYPE_CHECKING:
-    from .amp import ElasticScaler
     from .counts import Counts
-    from .gradients import Gradients
-    from .optimizer import ElasticOptimizer
-    from .snapshot import Snapshot
 
 __all__ = ["Steps"]
 
@@ -41,13 +36,8 @@ class Steps:
 
     def __init__(
         self,
-        state: StepState,
-        gradients: Gradients,
-        batches: Batches,
-        optimizers: Sequence[ElasticOptimizer],
+        parts: StepParts,
         *,
-        snapshot: Snapshot | None,
-        scaler: ElasticScaler | None,
         shares_always: bool,
         counts: Counts,
         pass_boundary: Callable[[], None],
@@ -68,18 +58,18 @@ class Steps:
         """What is torn is whole again once a checkpoint is loaded."""
         self.num_torn = 0
         """Micro-steps of the step that was torn."""
-        self._state = state
-        self._gradients = gradients
-        self._batches = batches
-        self._optimizers = optimizers
-        self._snapshot = snapshot
-        self._scaler = scaler
-        self._undoing = Undoing(state, gradients, batches, optimizers, snapshot=snapshot, scaler=scaler)
+        self._state = parts.state
+        self._gradients = parts.gradients
+        self._batches = parts.batches
+        self._optimizers = parts.optimizers
+        self._snapshot = parts.snapshot
+        self._scaler = parts.scaler
+        self._undoing = Undoing(parts)
         self._shares_always = shares_always
         self._counts = counts
         self._pass_boundary = pass_boundary
         self._meet = meet
-        self._tells_of_infinities = tells and scaler is not None  # once, where other ranks would say the same
+        self._tells_of_infinities = tells and parts.scaler is not None  # once, where other ranks would say the same
         self._step = RankStep(weights=(1.0,), num_samples=None)
         self._weights = self._step.weights  # of its micro-steps; those before the last may be left to be weighed there
         self._late_weight = 1.0
@@ -93,10 +83,10 @@ class Steps:
         self._has_begun = False
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
         self._to_do_first: Callable[[], None] | None = None
-        gradients.sharing.share(now=True)  # whatever an earlier trainer left there
-        state.num_optimizers = len(optimizers)
-        if snapshot is not None:
-            gradients.on_shared_buffers = snapshot.take_shared
+        parts.gradients.sharing.share(now=True)  # whatever an earlier trainer left there
+        parts.state.num_optimizers = len(parts.optimizers)
+        if parts.snapshot is not None:
+            parts.gradients.on_shared_buffers = parts.snapshot.take_shared
 
     @property
     def num_micro_steps(self) -> int:

@@ -22,6 +22,7 @@ over all ranks; **b** the *micro-batch*; **W** the data-parallel degree, which i
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,7 @@ from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
 from .counts import Counts
 from .errors import ElasticError, StepError
 from .follow import follow_config
+from .fsdp.checkpoint.launched import Launched
 from .gradients import Gradients
 from .interval import CheckpointInterval
 from .overlap import Overlap
@@ -64,6 +66,7 @@ from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
 from .training_state import TrainingState, claim_registered, fill_registered
+from .undoing import StepParts
 
 __all__ = ["ElasticTrainer"]
 
@@ -222,13 +225,16 @@ class ElasticTrainer:
             rule=self._rule,
             shows_progress=self._shows_progress,
         )
-        steps = Steps(
-            self._state,
-            self._gradients,
-            self._batches,
-            parts.optimizers,
+        step_parts = StepParts(
+            state=self._state,
+            gradients=self._gradients,
+            batches=self._batches,
+            optimizers=parts.optimizers,
             snapshot=Snapshot(self._model, self._registered) if self._rolls_back_fully else None,
             scaler=parts.scaler,
+        )
+        steps = Steps(
+            step_parts,
             shares_always=self._shares_always,
             counts=self._counts,
             pass_boundary=session.pass_boundary,
@@ -250,7 +256,10 @@ class ElasticTrainer:
         )
         with ExitStack() as undo:
             undo.callback(follower.close)
-            session.checkpoints = checkpoints_for(training_state, follower, startup, self._checkpoint_arguments)
+            launched = Launched.in_environment(os.environ)
+            session.checkpoints = checkpoints_for(
+                training_state, follower, startup, self._checkpoint_arguments, launched=launched
+            )
             undo.pop_all()
         session.start(steps, self._loaded_config)
         self._session = session

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .optimizer import ElasticOptimizer
     from .snapshot import Snapshot
 
-__all__ = ["Retry", "Undoing"]
+__all__ = ["Retry", "StepParts", "Undoing"]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,25 +37,29 @@ class Retry:
     """Micro-batches that it took and that do not come again."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepParts:
+    """The parts of training in which a step leaves something on this rank."""
+
+    state: StepState
+    gradients: Gradients
+    batches: Batches
+    optimizers: Sequence[ElasticOptimizer]
+    snapshot: Snapshot | None
+    """None where not everything is to be rolled back."""
+    scaler: ElasticScaler | None
+
+
 class Undoing:
     """Of the step under way."""
 
-    def __init__(
-        self,
-        state: StepState,
-        gradients: Gradients,
-        batches: Batches,
-        optimizers: Sequence[ElasticOptimizer],
-        *,
-        snapshot: Snapshot | None,
-        scaler: ElasticScaler | None,
-    ) -> None:
-        self._state = state
-        self._gradients = gradients
-        self._batches = batches
-        self._optimizers = optimizers
-        self._snapshot = snapshot
-        self._scaler = scaler
+    def __init__(self, parts: StepParts) -> None:
+        self._state = parts.state
+        self._gradients = parts.gradients
+        self._batches = parts.batches
+        self._optimizers = parts.optimizers
+        self._snapshot = parts.snapshot
+        self._scaler = parts.scaler
         self._has_warned = False
 
     def retry(self, num_taken: int, *, num_exchanges: int, is_called: bool) -> Retry:

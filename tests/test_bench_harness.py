@@ -253,6 +253,7 @@ def test_table_is_markdown_with_a_line_for_each_side() -> None:
     [
         (1.5, "seconds", "1.5 s"),
         (0.0123, "seconds", "12.3 ms"),
+        (-0.0123, "seconds", "-12.3 ms"),
         (4.2e-6, "seconds", "4.2 µs"),
         (5e-10, "seconds", "0.5 ns"),
         (0.0, "seconds", "0 ns"),

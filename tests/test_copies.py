@@ -25,14 +25,14 @@ def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(
     checkpoints = checkpoints_of(small)
     small.take()
     FileOperations(small.storage, "full", 0, like="os.writev")
-    checkpoints._save("step_1", checkpoints.moment())
+    checkpoints._saves.save("step_1", checkpoints.moment(), checkpoints._manner())
     end_saves()
     small.take()
-    checkpoints.copy()
+    checkpoints.held.copy()
     assert checkpoints._job.live.is_holding
     with pytest.raises(CheckpointError, match="No space left on device"):
-        checkpoints._save_or_warn("step_2", checkpoints.moment())
-    checkpoints._save_or_warn("step_2", checkpoints.moment())
+        checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
+    checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
     small.trainer.close()
     assert small.saved == ["step_2"]
 
@@ -41,10 +41,10 @@ def test_what_is_saved_is_not_copied(tmp_path: Path) -> None:
     small = Small(tmp_path)
     checkpoints = checkpoints_of(small)
     small.take()
-    checkpoints.copy()
+    checkpoints.held.copy()
     assert checkpoints._job.live.is_holding
     small.trainer.save_checkpoint()
-    checkpoints.copy()
+    checkpoints.held.copy()
     assert not checkpoints._job.live.is_holding
     small.trainer.close()
 
@@ -54,7 +54,7 @@ def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path)
     checkpoints = checkpoints_of(small)
     small.take()
     checkpoints._state.model.register_buffer("bad", torch.zeros(1).to_sparse())
-    checkpoints.copy()
+    checkpoints.held.copy()
     assert not checkpoints._job.live.is_holding
     small.trainer._model.bad = None
     small.take(4)
@@ -65,13 +65,13 @@ def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path)
 def test_the_next_copy_waits_until_this_one_was_worth_it(tmp_path: Path) -> None:
     small = Small(tmp_path, checkpoint_interval=None)
     checkpoints = checkpoints_of(small)
-    checkpoints._is_ready = True
+    checkpoints.held.is_on = True
     small.take()
-    assert checkpoints.wants_copy()
-    checkpoints.copy()
-    checkpoints._copy_seconds = 60.0
+    assert checkpoints.held.is_wanted()
+    checkpoints.held.copy()
+    checkpoints.held._copy_seconds = 60.0
     small.take()
-    assert not checkpoints.wants_copy()
+    assert not checkpoints.held.is_wanted()
     small.trainer.close()
 
 
@@ -80,11 +80,11 @@ def num_copies(rank: int, folder: Path, every: int) -> int:
     small = Small(folder, rank=rank, checkpoint_interval=CheckpointInterval(steps=1000), agree_every_steps=every)
     checkpoints = checkpoints_of(small)
     checkpoints._job.live._staging._finish()  # its memory is there
-    checkpoints._copy_seconds = 600.0
+    checkpoints.held._copy_seconds = 600.0
     moments = set()
     for _ in range(6 * every):
         small.take()
-        moments.add(checkpoints._copied_at)
+        moments.add(checkpoints.held._copied_at)
     small.trainer.close()
     return len(moments - {-math.inf})
 

@@ -87,6 +87,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.regions": 1,
     "fsdp.checkpoint.background": 1,
     "fsdp.checkpoint.hostmemory": 1,
+    "fsdp.checkpoint.launched": 1,
     "fsdp.checkpoint.blocksums": 1,
     "fsdp.checkpoint.casting": 1,
     "fsdp.checkpoint.claim": 1,
@@ -205,6 +206,8 @@ LAYERS: Mapping[str, int] = {
     "ckpt.terminal": 3,
     "ckpt.verify": 3,
     "resuming": 3,
+    "saves": 3,
+    "held_copies": 3,
     "saving": 3,
     "training_state": 3,
     "session": 3,
@@ -290,6 +293,8 @@ USES_TORCH = frozenset(
         "overlap",
         "own_positions",
         "resuming",
+        "held_copies",
+        "saves",
         "saving",
         "session",
         "sharing",
@@ -336,7 +341,7 @@ PUBLIC_NAMES = [
     "follow_config",
 ]
 
-READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.jobcheckpoints", "settings"})
+READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "settings", "trainer"})
 WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason

@@ -77,7 +77,7 @@ with trainer:
                     if where == "within":
                         say("within")
                         time.sleep(100)
-                if where == "evaluation" and trainer._session.checkpoints.has_newest():
+                if where == "evaluation" and trainer._session.checkpoints.held.has_newest():
                     say("evaluation")
                     time.sleep(100)
         if where == "end":

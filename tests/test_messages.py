@@ -28,6 +28,8 @@ MODULES = [
     ),
     *sorted((LIBRARY / "fsdp").glob("*.py")),
     LIBRARY / "checkpoints.py",
+    LIBRARY / "saves.py",
+    LIBRARY / "held_copies.py",
     LIBRARY / "training_state.py",
     LIBRARY / "resuming.py",
     LIBRARY / "saving.py",

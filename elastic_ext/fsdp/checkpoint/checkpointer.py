@@ -9,6 +9,7 @@ All ranks make it, and call ``save``, ``load`` and ``latest``, in the same order
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,10 +27,12 @@ from elastic_ext.fsdp.plain import pack, unpack
 from elastic_ext.given import as_list
 from elastic_ext.ranks import Ranks
 
-from .collecting import Collect, ToSave, contents_of
+from .collecting import Collect, SaveRequest, ToSave, contents_of
 from .contents import Contents
 from .hostmemory import num_copies
 from .jobcheckpoints import JobCheckpoints, as_count
+from .launched import Launched
+from .livesaver import Manner
 from .loader import Loader
 from .opened import Opened
 from .retain import Retention
@@ -100,6 +103,7 @@ class ShardCheckpointer:
                 Path(shared_storage_path),
                 job,
                 self._ranks,
+                launched=Launched.in_environment(os.environ),
                 storage_seconds=storage_timeout_seconds,
                 retention=retention,
                 num_copies=copies,
@@ -141,10 +145,10 @@ class ShardCheckpointer:
         except (ValueError, TypeError):
             agree_on(self._ranks, ask)  # which raises, here and on those that would save
         what = ToSave(model, self._collector(model, optimizer, extra))
-        name = f"step_{place[0]}"
+        request = SaveRequest(name=f"step_{place[0]}", what=what, ask=ask, step=place[0], epoch=place[1])
         if not self._job.live.can_save:
-            return self._job.save(name, what, ask, step=place[0], epoch=place[1])
-        path = self._job.save_live(name, what, ask, step=place[0], epoch=place[1])
+            return self._job.save(request)
+        path = self._job.save_live(request, Manner())
         assert path is not None  # it waits
         return path
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from .contents import EXTRA_STATES, GROUPS, Contents, own_prefix
 from .memory import part_of
 from .together import gather_or_raise
 
-__all__ = ["Collect", "OwnBuffers", "ToSave", "contents_of", "own_buffers"]
+__all__ = ["Collect", "OwnBuffers", "SaveRequest", "ToSave", "contents_of", "own_buffers"]
 
 Collect: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Contents]"
 """Gives what this rank has, when it is told which buffers are its own."""
@@ -35,6 +35,20 @@ class ToSave:
     collect: Collect
     stepped: Sequence[torch.Tensor] = ()
     """Parameters that are known to change in ``optimizer.step()`` alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SaveRequest:
+    """One checkpoint that all ranks are to save."""
+
+    name: str
+    what: ToSave
+    ask: Callable[[], str]
+    """Says what this rank is asked for, as ``agree_on`` takes it."""
+    step: int
+    epoch: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What somebody who resumes is told."""
 
 
 def contents_of(

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch import nn
 
-from elastic_ext.errors import CheckpointError, CheckpointNotFound
+from elastic_ext.errors import CheckpointNotFound
 from elastic_ext.ranks import Ranks
 
-from .collecting import Collect, ToSave, own_buffers
+from .collecting import Collect, SaveRequest, own_buffers
 from .commit import Commit
 from .comparing import first_change
 from .contents import Contents
 from .jobfolder import JobFolder
 from .jobname import job_name
+from .launched import Launched
 from .listing import Found
-from .livesaver import LiveSaver, raise_it
+from .livesaver import LiveSaver, Manner
 from .opened import Opened
 from .restorer import Destination, Restorer
 from .retain import Retention
@@ -52,9 +51,9 @@ _MOST = 10**18
 class JobCheckpoints:
     """The checkpoints of ``job`` under ``root``.
 
-    By default the job is ELASTIC_EXT_JOB, the launcher's run id, or the script. What touches the storage may take
-    ``storage_seconds``. ``num_copies`` of what is saved are kept in memory, so that training goes on meanwhile; with
-    0 it waits.
+    By default the job is what this process was ``launched`` as: ELASTIC_EXT_JOB, the launcher's run id, or the script.
+    What touches the storage may take ``storage_seconds``. ``num_copies`` of what is saved are kept in memory, so that
+    training goes on meanwhile; with 0 it waits.
     """
 
     def __init__(
@@ -63,23 +62,20 @@ class JobCheckpoints:
         job: str | None,
         ranks: Ranks,
         *,
+        launched: Launched,
         storage_seconds: float,
         retention: Retention,
         num_copies: int,
     ) -> None:
         self.ranks = ranks
         self.root = root.absolute()
-        named = job if job is not None else os.environ.get("ELASTIC_EXT_JOB") or None
-        names = gather_or_raise(
-            ranks,
-            lambda: job_name(named, os.environ.get("TORCHELASTIC_RUN_ID"), _script()),
-            "naming the job",
-        )
+        named = job if job is not None else launched.job
+        names = gather_or_raise(ranks, lambda: job_name(named, launched.run_id, launched.script), "naming the job")
         self.name = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
         """Of the job."""
         self._storage = Storage(ranks, timeout_seconds=storage_seconds)
         self._saver = Saver(ranks, self._storage, retention=retention)
-        staging = self._staging(num_copies) if num_copies > 0 else None
+        staging = self._staging(launched.staging_folder, num_copies) if num_copies > 0 else None
         self.live = LiveSaver(ranks, self._storage, self._saver, staging)
         """What saves while training goes on."""
         self.run = Run(ranks, self._storage, self.root, self.name)
@@ -99,57 +95,24 @@ class JobCheckpoints:
 
         gather_or_raise(self.ranks, act, "seeing what a checkpoint would hold")
 
-    def save(
-        self,
-        name: str,
-        what: ToSave,
-        ask: Callable[[], str],
-        *,
-        step: int,
-        epoch: int,
-        about: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Save ``what`` as the checkpoint ``name``, while training waits; on return it exists. Gives its folder.
+    def save(self, request: SaveRequest) -> Path:
+        """Save while training waits; on return the checkpoint exists. Gives its folder.
 
-        ``ask`` says what this rank is asked for, as ``agree_on`` takes it. What went on before is over by now.
+        What went on before is over by now.
         """
         began = time.perf_counter()
         self.live.drop_held()
-        folder, draft = self._begin(ask, step=step, epoch=epoch, about=about)
-        path = self._saver.save(folder, name, what, draft, ask=ask)
-        self.run.note_save(step)
+        folder, draft = self._begin(request)
+        path = self._saver.save(folder, request, draft)
+        self.run.note_save(request.step)
         if self.ranks.rank == 0:
             _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
         return path
 
-    def save_live(
-        self,
-        name: str,
-        what: ToSave,
-        ask: Callable[[], str],
-        *,
-        step: int,
-        epoch: int,
-        about: Mapping[str, Any] | None = None,
-        on_failed: Callable[[CheckpointError], None] = raise_it,
-        waits: bool = True,
-        overlaps: bool = False,
-        starts: bool = True,
-    ) -> Path | None:
-        """Begin to save ``what`` while training goes on; see ``LiveSaver.save`` for how, and for what None says."""
-        folder, draft = self._begin(ask, step=step, epoch=epoch, about=about)
-        return self.live.save(
-            folder,
-            name,
-            what,
-            draft,
-            ask=ask,
-            on_end=lambda: self.run.note_save(step),
-            on_failed=on_failed,
-            waits=waits,
-            overlaps=overlaps,
-            starts=starts,
-        )
+    def save_live(self, request: SaveRequest, manner: Manner) -> Path | None:
+        """Begin to save while training goes on; see ``LiveSaver.save`` for what None says."""
+        folder, draft = self._begin(request)
+        return self.live.save(folder, request, draft, manner, on_end=lambda: self.run.note_save(request.step))
 
     def close(self, *, hurries: bool = False) -> None:
         """Let another run of the job have the folder, once what is being saved is.
@@ -209,40 +172,32 @@ class JobCheckpoints:
         self.run.claim()
         return result
 
-    def _begin(
-        self, ask: Callable[[], str], *, step: int, epoch: int, about: Mapping[str, Any] | None
-    ) -> tuple[JobFolder, Commit]:
+    def _begin(self, request: SaveRequest) -> tuple[JobFolder, Commit]:
         """The job's folder, and what COMMIT is to say there."""
         if not self.run.is_claimed:
-            agree_on(self.ranks, ask)  # claiming is no answer to who is asked for something else
+            agree_on(self.ranks, request.ask)  # claiming is no answer to who is asked for something else
         folder = self.run.claim()
         draft = Commit(
             generation="not-begun",
             lineage=self.run.chain,
-            global_step=step,
-            epoch=epoch,
+            global_step=request.step,
+            epoch=request.epoch,
             num_ranks=self.ranks.world_size,
             metas={},
             states={},
             shards={},
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             versions=self._versions,
-            about=dict(about or {}),
+            about=dict(request.about),
         )
         return folder, draft
 
-    def _staging(self, num_copies: int) -> Staging:
+    def _staging(self, folder: Path | None, num_copies: int) -> Staging:
         """Memory of this process's own, or in the folder of an agent, if there is one."""
-        folder = os.environ.get("ELASTIC_EXT_STAGING_DIR")
-        if not folder:
+        if folder is None:
             return Staging(is_pinned=torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         owner = f"{self.root}/{self.name}"
-        return Staging(shelf=Shelf(Path(folder).absolute(), owner, rank=self.ranks.rank, num_slots=num_copies))
-
-
-def _script() -> str | None:
-    """The file that is run, None where there is none; an absolute path, whatever folder the process has gone to."""
-    return getattr(sys.modules.get("__main__"), "__file__", None)
+        return Staging(shelf=Shelf(folder, owner, rank=self.ranks.rank, num_slots=num_copies))
 
 
 def as_count(what: str, given: object) -> int:

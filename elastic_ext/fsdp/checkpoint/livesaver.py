@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from elastic_ext.errors import CheckpointError
 from elastic_ext.ranks import Ranks
 
 from .background import PATIENCE_SECONDS, BackgroundSave
-from .collecting import ToSave
+from .collecting import SaveRequest, ToSave
 from .commit import Commit
 from .contents import FileKind
 from .copying import Copying
@@ -31,7 +32,7 @@ from .storage import Storage
 from .together import agree_and_gather, failure_of, gather_or_raise, joined_failure
 from .writing import Shard, make_folder
 
-__all__ = ["LiveSaver", "raise_it"]
+__all__ = ["LiveSaver", "Manner"]
 
 _logger = logging.getLogger(__name__)
 
@@ -42,8 +43,22 @@ def _nothing() -> None:
     """Nobody is to be told."""
 
 
-def raise_it(error: CheckpointError) -> None:
+def _raise(error: CheckpointError) -> None:
     raise error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Manner:
+    """How a save goes on while training does."""
+
+    waits: bool = True
+    """For one that is under way; otherwise nothing is begun beside that."""
+    overlaps: bool = False
+    """Parameters, and what optimizers keep of their shape, are copied until ``fence`` returns."""
+    starts: bool = True
+    """What is copied is written; otherwise it is left to ``write_held``, until the next save."""
+    on_failed: Callable[[CheckpointError], None] = _raise
+    """Takes the error of the save before this one, on all ranks."""
 
 
 class LiveSaver:
@@ -77,32 +92,25 @@ class LiveSaver:
     def save(
         self,
         folder: JobFolder,
-        name: str,
-        what: ToSave,
+        request: SaveRequest,
         draft: Commit,
+        manner: Manner,
         *,
-        ask: Callable[[], str],
         on_end: Callable[[], None],
-        on_failed: Callable[[CheckpointError], None] = raise_it,
-        waits: bool = True,
-        overlaps: bool = False,
-        starts: bool = True,
     ) -> Path | None:
-        """Begin to write the checkpoint ``name``; on return nothing of what it holds is needed any more.
+        """Begin to write a checkpoint; on return nothing of what it holds is needed any more, unless it overlaps.
 
-        Unless it ``starts`` it is copied, and left to ``write_held``, until the next save. But if it ``overlaps``: then
-        parameters, and what optimizers keep of their shape, are until ``fence`` returns.
-
-        How it went is what ``settle`` tells, or the next call of this, which waits for the one before; ``on_failed``
-        takes the error of that one, on all ranks. None, and nothing is begun, where another is under way and this is
-        not to be waited for. ``on_end`` is called when it is known that this one exists.
+        How it went is what ``settle`` tells, or the next call of this, which waits for the one before. None, and
+        nothing is begun, where another is under way and this is not to be waited for. ``on_end`` is called when it is
+        known that this one exists.
         """
         staging = self._staging
         assert staging is not None
         after = self._under_way or self._last
-        met = self._meet_after_the_last(name, what, ask, on_failed, waits=waits)
+        met = self._meet_after_the_last(request, manner)
         if met is None:
             return None
+        name = request.name
         writing = self._saver.writing(folder, name, met)
         seconds = self._storage.seconds
         letters = Letters(self._store, name=met.generation, rank=self._ranks.rank, seconds=seconds)
@@ -138,10 +146,10 @@ class LiveSaver:
             clear=lambda: self._saver.retain(folder, draft.lineage),
         )
         self.drop_held()
-        if starts:
+        if manner.starts:
             self._under_way, self._on_end = save, on_end
         try:
-            held = staging.hold(met.parts, later if overlaps else None)
+            held = staging.hold(met.parts, later if manner.overlaps else None)
             for kind, staged in held.items():
                 shards[kind] = Shard(staged.pieces, staged.data)
 
@@ -151,14 +159,14 @@ class LiveSaver:
             copying = self._copying = Copying(later, keep) if later else None
             if copying is None:
                 keep()
-            if starts:
+            if manner.starts:
                 save.start()
             else:
                 self._held = save
         except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
             self._give_up_copying()
             save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
-            if not starts:
+            if not manner.starts:
                 _logger.warning("what there is was not copied: %s", save.error)
         except BaseException:
             self._give_up_copying()
@@ -304,17 +312,9 @@ class LiveSaver:
                 why_not,
             )
 
-    def _meet_after_the_last(
-        self,
-        name: str,
-        what: ToSave,
-        ask: Callable[[], str],
-        on_failed: Callable[[CheckpointError], None],
-        *,
-        waits: bool,
-    ) -> Met | None:
-        """``_meet`` once nothing is under way any more; in one exchange with hearing of how that went."""
-        last = self._under_way
+    def _meet_after_the_last(self, request: SaveRequest, manner: Manner) -> Met | None:
+        """Meet once nothing is under way any more; in one exchange with hearing of how that went."""
+        name, what, ask, last = request.name, request.what, request.ask, self._under_way
         if last is None:
             return self._saver.meet(name, what, ask, None)
         self.fence()
@@ -328,13 +328,13 @@ class LiveSaver:
             )
             if not any(is_running for is_running, *_ in answers):
                 break
-            if not waits and not any(is_late for _, is_late, *_ in answers):
+            if not manner.waits and not any(is_late for _, is_late, *_ in answers):
                 return None
             self._wait_for(last)
         try:
             self._conclude(last, [failure for *_, failure, _ in answers])
         except CheckpointError as error:
-            on_failed(error)
+            manner.on_failed(error)
         ask()  # again, now that it is known what there is: it raises on all ranks alike
         if self._saver.late is not None:  # the others are to hear of that too
             return self._saver.meet(name, what, ask, None)

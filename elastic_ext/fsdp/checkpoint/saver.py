@@ -17,7 +17,7 @@ from elastic_ext.errors import CheckpointError
 from elastic_ext.ranks import Ranks
 
 from .background import BackgroundSave
-from .collecting import ToSave
+from .collecting import SaveRequest, ToSave
 from .commit import Commit
 from .contents import VALUES
 from .jobfolder import JobFolder
@@ -47,22 +47,22 @@ class Saver:
         self._storage = storage
         self._retention = retention
 
-    def save(self, folder: JobFolder, name: str, what: ToSave, draft: Commit, *, ask: Callable[[], str]) -> Path:
-        """Write the checkpoint ``name``; on return it exists, for every rank. All ranks call this between two steps.
+    def save(self, folder: JobFolder, request: SaveRequest, draft: Commit) -> Path:
+        """Write the checkpoint; on return it exists, for every rank. All ranks call this between two steps.
 
-        ``what`` is collected, which may raise on some. ``draft`` is the first rank's: what COMMIT says besides the
-        names of files and the save's generation. ``ask`` says what this rank is asked for, as ``agree_on`` takes it.
-        Where one rank fails all raise, and there is no checkpoint of this name. Nothing else may be under way.
+        What it holds is collected, which may raise on some. ``draft`` is the first rank's: what COMMIT says besides the
+        names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint of this
+        name. Nothing else may be under way.
         """
-        storage, rank = self._storage, self._ranks.rank
+        storage, rank, name = self._storage, self._ranks.rank, request.name
 
         def make(generation: str) -> None:
             storage.restart_clock()
             storage.within(lambda: make_folder(folder, name, generation, draft.lineage), beginning(name))
 
-        agree_on(self._ranks, ask)  # before anything is done
+        agree_on(self._ranks, request.ask)  # before anything is done
         try:
-            met = self.meet(name, what, ask, make if rank == 0 else None)
+            met = self.meet(name, request.what, request.ask, make if rank == 0 else None)
             writing = self.writing(folder, name, met)
             doing = f"writing checkpoint {name}"
 

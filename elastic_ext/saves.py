@@ -1,0 +1,111 @@
+"""Saves: a training's saves, one after another: what each holds, and what becomes of it.
+
+When there is one is in checkpoints.py. How it comes to lie in files is fsdp/checkpoint's affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from .errors import CheckpointError, CheckpointFenced
+from .fsdp.checkpoint.collecting import SaveRequest, ToSave
+from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
+from .fsdp.checkpoint.livesaver import Manner
+from .training_state import Moment, TrainingState
+
+__all__ = ["Saves"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Saves:
+    """One rank's part in them; where it ``warns`` a save that fails is a warning."""
+
+    def __init__(self, job: JobCheckpoints, state: TrainingState, *, warns: bool) -> None:
+        self.path: Path | None = None
+        """Of the last checkpoint that there is, or is being saved."""
+        self._job = job
+        self._state = state
+        self._counts = state.counts
+        self._warns = warns
+        self._saved_at: int | None = None  # the global step of that
+        self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
+
+    @property
+    def path_of_now(self) -> Path | None:
+        """Of a checkpoint of this very step, if there is one."""
+        return self.path if self._saved_at == self._counts.global_step else None
+
+    def save(self, name: str, moment: Moment, manner: Manner) -> Path | None:
+        """Begin to save, where that goes on while training does; else save. None where another save is under way."""
+        if not self._job.live.can_save:
+            return self.save_and_wait(name, moment)
+        path = self._job.save_live(self._request(name, moment, overlaps=manner.overlaps), manner)
+        if path is not None and manner.starts:
+            self.note(path)
+        return path
+
+    def save_and_wait(self, name: str, moment: Moment) -> Path:
+        """Save while training waits."""
+        self.settle()
+        path = self._job.save(self._request(name, moment))
+        self.note(path)
+        return path
+
+    def _request(self, name: str, moment: Moment, *, overlaps: bool = False) -> SaveRequest:
+        state, step, epoch = self._state, self._counts.global_step, self._counts.epoch
+        return SaveRequest(
+            name=name,
+            what=ToSave(state.model, partial(state.collect, moment=moment), state.stepped() if overlaps else ()),
+            ask=lambda: f"save {name} at step {step} of epoch {epoch}",
+            step=step,
+            epoch=epoch,
+            about=state.about(),
+        )
+
+    def note(self, path: Path) -> None:
+        """There is, or will be, a checkpoint of now."""
+        self._saved_at, self.path = self._counts.global_step, path
+
+    def note_failure(self, error: CheckpointError) -> None:
+        """What was being saved is no checkpoint."""
+        self._saved_at = self.path = None
+        with self.warning():
+            raise error
+
+    def keep_failure(self, error: CheckpointError) -> None:
+        """What was being saved is no checkpoint, and that is not the place to say so."""
+        self._saved_at = self.path = None
+        self._failure = error
+
+    def tell_failure(self) -> None:
+        """Say what was kept, if anything was."""
+        error, self._failure = self._failure, None
+        if error is not None:
+            with self.warning():
+                raise error
+
+    def settle(self) -> None:
+        """Wait for what is being saved; where it failed, there is no such checkpoint."""
+        self.tell_failure()
+        try:
+            self._job.live.settle()
+        except CheckpointError as error:
+            self.note_failure(error)
+
+    @contextlib.contextmanager
+    def warning(self) -> Iterator[None]:
+        """Where the user allows it, a save that fails is a warning."""
+        try:
+            yield
+        except CheckpointFenced:
+            raise
+        except CheckpointError as error:
+            if not self._warns:
+                raise
+            if self._state.rank == 0:
+                _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
