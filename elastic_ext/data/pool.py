@@ -182,6 +182,7 @@ class Pool:
         task.worker = worker
         for each_task in (*task.probes(), task) if task.num_deaths else (task,):
             worker.tasks.append(each_task)
+            each_task.sent_at = worker.outbox.num_sent_bytes
             self._crew.send(worker, each_task.number, each_task.indices)
 
     # --- batches come in ---
@@ -273,7 +274,7 @@ class Pool:
             except EOFError:
                 pass
         how = worker.how_it_ended()
-        doing = worker.tasks[0] if worker.tasks else None
+        doing = worker.tasks[0] if worker.tasks and worker.has_begun(worker.tasks[0].sent_at) else None
         _logger.warning(
             "data worker %d died (%s) %s; another takes its place",
             worker.slot,
