@@ -24,14 +24,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 
-from .epochs import Epochs, Running
+from .choosing import Ordering, epochs_of
+from .epochs import Running
 from .following import Following
-from .indexed import Indexed
 from .internals import pinned
 from .making import Making
 from .pool import Work
-from .sampler import ElasticDistributedSampler
-from .streamed import Streamed
 
 __all__ = ["ElasticDataLoader"]
 
@@ -75,11 +73,8 @@ class ElasticDataLoader(DataLoader[Any]):
         self._batches = batches
         self._started_with = (self.num_workers, self.prefetch_factor, self.pin_memory)
         self._is_alone = True
-        self._epochs: Epochs
-        if isinstance(dataset, IterableDataset):
-            self._epochs = self._streamed(seed_samples, fast_forward)
-        else:
-            self._epochs = self._indexed(given, seed, seed_samples, fast_forward)
+        order = Ordering(given.get("sampler"), batches, shuffle=bool(given.get("shuffle")), seed=seed)
+        self._epochs = epochs_of(self, order, seeds_samples=seed_samples, fast_forward=fast_forward)
         self._making: Making | None = None  # that is kept from epoch to epoch
         self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
         self._following: Following | None = None
@@ -209,49 +204,6 @@ class ElasticDataLoader(DataLoader[Any]):
                 making.resize(self.num_workers)
 
     # ---- how it is made ----
-
-    def _streamed(self, seed_samples: bool, fast_forward: bool) -> Streamed:
-        if seed_samples:
-            raise ValueError("seed_samples needs samples with an index, and an IterableDataset has none")
-        return Streamed(
-            self.dataset,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            collate_fn=self.collate_fn,
-            fast_forward=fast_forward,
-        )
-
-    def _indexed(self, given: Mapping[str, Any], seed: int | None, seed_samples: bool, fast_forward: bool) -> Indexed:
-        if fast_forward:
-            raise ValueError(
-                "fast_forward is for an IterableDataset; a dataset with samples that are asked for by index goes on "
-                "anywhere at once"
-            )
-        if seed is None:
-            seed = 0 if self.generator is None else self.generator.initial_seed()
-        dataset: Any = self.dataset
-        sampler = given.get("sampler") if self._batches is None else self._batches
-        if sampler is None:
-            sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle=bool(given.get("shuffle")), seed=seed)
-        elif isinstance(sampler, ElasticDistributedSampler):
-            if sampler.pad or sampler.drop_last:
-                raise ValueError(
-                    "pad and drop_last of an ElasticDistributedSampler are for one without such a loader, which cuts "
-                    "whole steps; give drop_last to the loader"
-                )
-        else:
-            sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
-        return Indexed(
-            dataset,
-            sampler,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            is_of_batches=self._batches is not None,
-            collate_fn=self.collate_fn,
-            seeds_samples=seed_samples,
-        )
-
-    # ---- ----
 
     def _resize(self, batch_size: int | None) -> None:
         """Have batches of so many samples, or of as many as it was made with."""
