@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from .epochs import Epochs
 from .indexed import Indexed
@@ -29,6 +29,11 @@ class Ordering:
 
 def epochs_of(loader: DataLoader[Any], ordering: Ordering, *, seeds_samples: bool, fast_forward: bool) -> Epochs:
     """The loops over a loader's dataset; ValueError where there can be none."""
+    if isinstance(loader.dataset, IterDataPipe):
+        raise ValueError(
+            "the dataset is an IterDataPipe, which only torch's own loop shuffles and shares out among workers; give "
+            "the loader an IterableDataset that shares its samples out by get_worker_info()"
+        )
     if isinstance(loader.dataset, IterableDataset):
         return _streamed(loader, seeds_samples, fast_forward)
     return _indexed(loader, ordering, seeds_samples, fast_forward)

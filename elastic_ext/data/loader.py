@@ -76,6 +76,7 @@ class ElasticDataLoader(DataLoader[Any]):
         order = Ordering(given.get("sampler"), batches, shuffle=bool(given.get("shuffle")), seed=seed)
         self._epochs = epochs_of(self, order, seeds_samples=seed_samples, fast_forward=fast_forward)
         self._making: Making | None = None  # that is kept from epoch to epoch
+        self._kept_for: Running | None = None  # the last loop that it was used by
         self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
         self._following: Following | None = None
         if config_file is not None:
@@ -94,7 +95,11 @@ class ElasticDataLoader(DataLoader[Any]):
         self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
         making = self._made_by(self.num_workers if num_workers is None else num_workers)
-        return _Loop(self, self._epochs.begin(making), None if making is self._making else making)
+        running = self._epochs.begin(making)
+        if making is not self._making:
+            return _Loop(self, running, making)
+        self._kept_for = running
+        return _Loop(self, running, None)
 
     def __len__(self) -> int:
         """How many batches the loop that comes has on this rank."""
@@ -102,7 +107,7 @@ class ElasticDataLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the loops under way, their workers, and the file that it follows: a copy has none of them."""
-        return {**self.__dict__, "_making": None, "_makings": None, "_following": None}
+        return {**self.__dict__, "_making": None, "_kept_for": None, "_makings": None, "_following": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _makings=weakref.WeakSet())
@@ -220,9 +225,12 @@ class ElasticDataLoader(DataLoader[Any]):
     def _made_by(self, num_workers: int) -> Making:
         """Who makes the batches of a loop."""
         making = self._making
-        if making is not None and self._epochs.keeps_workers and making.num_workers != num_workers:
-            making.close()
-            making = None
+        if making is not None and self._epochs.keeps_workers:
+            if self.is_alone and self._kept_for is not None and not self._kept_for.has_ended:
+                return self._new_making(num_workers)  # a worker has one stream, and a loop in a loop has others
+            if making.num_workers != num_workers:
+                making.close()
+                making = None
         if making is None:
             making = self._new_making(num_workers)
         if self.persistent_workers:

@@ -66,6 +66,13 @@ class Answer:
     """The stream is not where the request begins: ask again, and say how to come there."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What came in the place of a sample: it counts as one, and comes again where the sample would."""
+
+    error: Exception
+
+
 def can_tell_state(dataset: Any) -> bool:
     """Whether a dataset can go on from where it was."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
@@ -100,6 +107,9 @@ class Stream:
         samples = list(islice(self._kept, request.start - first, stop - first))
         if not samples:
             return Answer()
+        for sample in samples:
+            if type(sample) is _Failed:
+                raise sample.error
         mark = None
         if self._tells_state and self._at == request.start + len(samples):
             mark = Mark(self._at, has_state=True, state=self._told_state())
@@ -113,6 +123,13 @@ class Stream:
             try:
                 sample = next(self._iterator)
             except StopIteration:
+                self._iterator = iter(())  # which has ended for good, whatever it would give now
+                return
+            except Exception as error:
+                self._at += 1
+                if not keeps:
+                    raise
+                self._kept.append(_Failed(error))
                 return
             self._at += 1
             if keeps:
