@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from typing_extensions import TypeVar
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
@@ -34,9 +35,10 @@ from .pool import Work
 __all__ = ["ElasticDataLoader"]
 
 _PREFETCH = 2  # as torch has it
+_Sample = TypeVar("_Sample", covariant=True, default=Any)
 
 
-class ElasticDataLoader(DataLoader[Any]):
+class ElasticDataLoader(DataLoader[_Sample]):
     """Batches of a dataset; arguments as torch's DataLoader has them, and some more.
 
     ``shuffle`` draws an order from ``seed``, by default that of ``generator``, and the epoch's number: the same on all
@@ -70,6 +72,8 @@ class ElasticDataLoader(DataLoader[Any]):
             given |= {"batch_size": batches.batch_size, "sampler": batches.sampler, "drop_last": batches.drop_last}
             batches = given["batch_sampler"] = None
         super().__init__(**given)
+        if self.prefetch_factor == 0:
+            raise ValueError("prefetch_factor is 0, and workers are given at least one batch; give 1, or leave it out")
         self._batches = batches
         self._started_with = (self.num_workers, self.prefetch_factor, self.pin_memory)
         self._is_alone = True
