@@ -41,7 +41,6 @@ class Streamed:
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
         self._collate_fn = collate_fn
-        self._fast_forward = fast_forward
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
         self._rank = 0
@@ -98,7 +97,7 @@ class Streamed:
             collate_fn=self._collate_fn,
             num_batches=self._num_batches,
             told_length=self._told_length,
-            fast_forward=self._fast_forward,
+            passes_samples=self._can_go_on,
             plan=self._given_plan,
             rank=self._rank,
         )

@@ -129,8 +129,8 @@ class Streams:
     """The rest of a loop over the dataset on one rank: an iterator over batches, whose sizes may change.
 
     With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
-    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``fast_forward`` samples are
-    passed to come to a place of which the dataset has told no state. More samples than ``told_length`` are warned of.
+    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``passes_samples`` those before
+    a place of which the dataset has told no state are passed to come there. More than ``told_length`` are warned of.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Streams:
         collate_fn: Callable[[Any], Any],
         num_batches: Callable[[], int] | None = None,
         told_length: int | None = None,
-        fast_forward: bool = False,
+        passes_samples: bool = False,
         plan: BatchPlan | None = None,
         rank: int = 0,
     ) -> None:
@@ -154,7 +154,7 @@ class Streams:
         self._collate_fn = collate_fn
         self._num_batches = num_batches
         self._told_length = told_length
-        self._fast_forward = fast_forward
+        self._passes_samples = passes_samples
         self.has_ended = False
         self._loop, self._attempt = loop, 0
         self._plan, self._rank = plan, rank
@@ -335,7 +335,7 @@ class Streams:
 
     def _find_again(self, slot: _Slot) -> None:
         """Its worker is another one, which has to be told where to go on."""
-        if slot.passed and not slot.marks[0].has_state and not self._fast_forward:
+        if slot.passed and not slot.marks[0].has_state and not self._passes_samples:
             raise WorkerDiedError(
                 f"data worker {slot.number} died, and where its stream goes on is not known: {NO_STATE}",
                 indices=[],
