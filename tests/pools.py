@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import psutil
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from elastic_ext.data.pool import Pool, Work
 from elastic_ext.data.spawner import THREAD_NAME
@@ -39,6 +39,16 @@ class Whole(Samples):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         assert type(indices) is list
         return [self[index] for index in indices]
+
+
+class Numbered(IterableDataset[int]):
+    """A stream of numbers."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
 
 
 def as_they_are(samples: Any) -> Any:

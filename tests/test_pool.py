@@ -492,6 +492,28 @@ def test_idle_worker_that_dies_is_replaced(caplog: pytest.LogCaptureFixture) -> 
     assert f"pid {victim} was killed by SIGKILL" in warning
 
 
+def test_a_task_is_not_blamed_for_the_deaths_of_idle_workers_that_never_had_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third = (gate(tmp_path / name) for name in ("first", "second", "third"))
+    doing = {0: Both(WaitAt(first), pools.pid), 1: Both(WaitAt(second), pools.pid), 2: Both(WaitAt(third), pools.pid)}
+    with Pool(work({**doing, 3: pools.pid}), context=FORK) as pool:
+        pool.resize(3)
+        pool.wait_ready(3)
+        for number in range(3):
+            pool.submit(number, [number])
+        for each in (first, second, third):
+            open_gate(each)
+        victims = {pid for number in range(3) for pid in pool.take(number)}
+        assert len(victims) == 3
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+            os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
+        pool.submit(3, [3])
+        assert not set(pool.take(3)) & victims
+    assert all("while it had nothing to do" in warning for warning in _warnings(caplog))
+
+
 def test_death_of_a_worker_is_seen_while_a_process_that_it_leaves_holds_its_pipes(tmp_path: Path) -> None:
     left = gate(tmp_path / "left")
     dies = Once(tmp_path / "mark", pools.DieAndLeaveAChild(left))

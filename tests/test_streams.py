@@ -22,6 +22,7 @@ from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.stream import START, Answer, Mark, Request, Stream
 from elastic_ext.errors import WorkerDiedError
+from tests.loading import worker_pids
 
 
 class Counting(IterableDataset[int]):
@@ -121,6 +122,12 @@ def test_a_stream_that_is_new_has_to_be_told_where_to_go() -> None:
     assert stream[asked(7, 2, keep_from=7, mark=Mark(5, True, {"at": 5}))] == Answer(
         [7, 8], 2, Mark(9, True, {"at": 9})
     )
+
+
+def test_a_stream_that_has_ended_tells_no_state_which_may_be_the_next_epochs() -> None:
+    stream = Stream(Telling(20), listed, auto_collation=True)
+    assert stream[asked(12, 8, keep_from=12, mark=START)] == Answer(list(range(12, 20)), 8, Mark(20, True, {"at": 20}))
+    assert stream[asked(16, 8, keep_from=16)] == Answer([16, 17, 18, 19], 4)
 
 
 def test_a_stream_without_a_state_passes_what_lies_before() -> None:
@@ -337,6 +344,35 @@ def test_resuming_without_a_state_is_refused_or_passes_what_lies_before(num_work
     second.load_state_dict(state)
     assert list(second) == whole[3:]
     assert list(second) == whole  # the next epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("size", [3, 8, 11])
+def test_a_loop_that_was_left_with_its_last_batch_gives_nothing_again(size: int, num_workers: int) -> None:
+    first = ElasticDataLoader(Telling(size), 4, num_workers=num_workers, collate_fn=listed)
+    batches = iter(first)
+    found = all_in(itertools.islice(batches, -(-size // 4)))
+    state = json.loads(json.dumps(first.state_dict()))
+    assert found == list(range(size)) and not state["is_over"]
+    second = ElasticDataLoader(Telling(size), 4, num_workers=num_workers, collate_fn=listed)
+    second.load_state_dict(state)
+    assert list(second) == [] and all_in(second) == found  # the next epoch
+
+
+def test_a_worker_that_dies_within_the_first_batch_it_told_a_state_of_is_replaced() -> None:
+    others = worker_pids()
+    loader = ElasticDataLoader(Telling(40), 8, num_workers=1, collate_fn=listed)
+    loader.plan(BatchPlan(global_batch=8, num_ranks=1, micro_batch=8), 0)
+    batches = iter(loader)
+    next(batches)
+    loader.rollback()
+    loader.plan(BatchPlan(global_batch=3, num_ranks=1, micro_batch=3), 0)
+    found = next(batches)
+    loader.commit()
+    for pid in worker_pids() - others:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert all_in(batches) + found == [*range(3, 39), 0, 1, 2]
 
 
 def test_a_state_of_another_kind_of_dataset_is_refused() -> None:

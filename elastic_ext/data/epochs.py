@@ -43,10 +43,12 @@ class Running(Protocol):
 class Epochs(Protocol):
     """The loops over one dataset. A loop goes on where a state was; else it is over the epoch after the last one."""
 
-    asked: Any
-    """What is asked for samples, instead of the dataset itself."""
     auto_collation: bool
-    """It is asked for several samples at once, as a list."""
+    """Several samples are asked for at once, as a list."""
+
+    @property
+    def asked(self) -> Any:
+        """What those who make batches ask for samples, instead of the dataset itself."""
 
     @property
     def collate_fn(self) -> Callable[[Any], Any]:

@@ -5,13 +5,16 @@ frame:  8 bytes, the length of the payload | 8 bytes, its number | the payload
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
+import termios
 from collections import deque
 
 __all__ = ["Inbox", "Outbox"]
 
 _HEADER = struct.Struct("=Qq")
+_INT = struct.Struct("i")
 _READ_BYTES = 65536  # what a pipe holds, unless somebody changes that
 _COPIED_BYTES = 65536  # payloads up to here are written in one call with their header
 
@@ -23,10 +26,13 @@ class Outbox:
         os.set_blocking(descriptor, False)
         self._descriptor = descriptor
         self._left: deque[memoryview] = deque()
+        self.num_sent_bytes = 0
+        """That it was given to send."""
 
     def send(self, number: int, payload: memoryview) -> bool:
         """Whether all of it, and of what was sent before, is in the pipe. BrokenPipeError if nobody can read it."""
         header = _HEADER.pack(len(payload), number)
+        self.num_sent_bytes += len(header) + len(payload)
         if len(payload) <= _COPIED_BYTES:
             self._left.append(memoryview(b"".join((header, payload))))
         else:
@@ -46,6 +52,11 @@ class Outbox:
             else:
                 self._left[0] = first[num_written:]
         return True
+
+    def num_read_bytes(self) -> int:
+        """How much of it has been read at the other end, also where that is closed by now."""
+        (num_in_pipe,) = _INT.unpack(fcntl.ioctl(self._descriptor, termios.FIONREAD, bytes(_INT.size)))
+        return self.num_sent_bytes - sum(map(len, self._left)) - int(num_in_pipe)
 
 
 class Inbox:

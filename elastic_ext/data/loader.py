@@ -20,25 +20,25 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from typing_extensions import TypeVar
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 
-from .epochs import Epochs, Running
+from .choosing import Ordering, epochs_of
+from .epochs import Running
 from .following import Following
-from .indexed import Indexed
 from .internals import pinned
 from .making import Making
 from .pool import Work
-from .sampler import ElasticDistributedSampler
-from .streamed import Streamed
 
 __all__ = ["ElasticDataLoader"]
 
 _PREFETCH = 2  # as torch has it
+_Sample = TypeVar("_Sample", covariant=True, default=Any)
 
 
-class ElasticDataLoader(DataLoader[Any]):
+class ElasticDataLoader(DataLoader[_Sample]):
     """Batches of a dataset; arguments as torch's DataLoader has them, and some more.
 
     ``shuffle`` draws an order from ``seed``, by default that of ``generator``, and the epoch's number: the same on all
@@ -72,15 +72,15 @@ class ElasticDataLoader(DataLoader[Any]):
             given |= {"batch_size": batches.batch_size, "sampler": batches.sampler, "drop_last": batches.drop_last}
             batches = given["batch_sampler"] = None
         super().__init__(**given)
+        if self.prefetch_factor == 0:
+            raise ValueError("prefetch_factor is 0, and workers are given at least one batch; give 1, or leave it out")
         self._batches = batches
         self._started_with = (self.num_workers, self.prefetch_factor, self.pin_memory)
         self._is_alone = True
-        self._epochs: Epochs
-        if isinstance(dataset, IterableDataset):
-            self._epochs = self._streamed(seed_samples, fast_forward)
-        else:
-            self._epochs = self._indexed(given, seed, seed_samples, fast_forward)
+        order = Ordering(given.get("sampler"), batches, shuffle=bool(given.get("shuffle")), seed=seed)
+        self._epochs = epochs_of(self, order, seeds_samples=seed_samples, fast_forward=fast_forward)
         self._making: Making | None = None  # that is kept from epoch to epoch
+        self._kept_for: Running | None = None  # the last loop that it was used by
         self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
         self._following: Following | None = None
         if config_file is not None:
@@ -99,7 +99,11 @@ class ElasticDataLoader(DataLoader[Any]):
         self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
         making = self._made_by(self.num_workers if num_workers is None else num_workers)
-        return _Loop(self, self._epochs.begin(making), None if making is self._making else making)
+        running = self._epochs.begin(making)
+        if making is not self._making:
+            return _Loop(self, running, making)
+        self._kept_for = running
+        return _Loop(self, running, None)
 
     def __len__(self) -> int:
         """How many batches the loop that comes has on this rank."""
@@ -107,7 +111,7 @@ class ElasticDataLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the loops under way, their workers, and the file that it follows: a copy has none of them."""
-        return {**self.__dict__, "_making": None, "_makings": None, "_following": None}
+        return {**self.__dict__, "_making": None, "_kept_for": None, "_makings": None, "_following": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _makings=weakref.WeakSet())
@@ -210,49 +214,6 @@ class ElasticDataLoader(DataLoader[Any]):
 
     # ---- how it is made ----
 
-    def _streamed(self, seed_samples: bool, fast_forward: bool) -> Streamed:
-        if seed_samples:
-            raise ValueError("seed_samples needs samples with an index, and an IterableDataset has none")
-        return Streamed(
-            self.dataset,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            collate_fn=self.collate_fn,
-            fast_forward=fast_forward,
-        )
-
-    def _indexed(self, given: Mapping[str, Any], seed: int | None, seed_samples: bool, fast_forward: bool) -> Indexed:
-        if fast_forward:
-            raise ValueError(
-                "fast_forward is for an IterableDataset; a dataset with samples that are asked for by index goes on "
-                "anywhere at once"
-            )
-        if seed is None:
-            seed = 0 if self.generator is None else self.generator.initial_seed()
-        dataset: Any = self.dataset
-        sampler = given.get("sampler") if self._batches is None else self._batches
-        if sampler is None:
-            sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle=bool(given.get("shuffle")), seed=seed)
-        elif isinstance(sampler, ElasticDistributedSampler):
-            if sampler.pad or sampler.drop_last:
-                raise ValueError(
-                    "pad and drop_last of an ElasticDistributedSampler are for one without such a loader, which cuts "
-                    "whole steps; give drop_last to the loader"
-                )
-        else:
-            sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
-        return Indexed(
-            dataset,
-            sampler,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            is_of_batches=self._batches is not None,
-            collate_fn=self.collate_fn,
-            seeds_samples=seed_samples,
-        )
-
-    # ---- ----
-
     def _resize(self, batch_size: int | None) -> None:
         """Have batches of so many samples, or of as many as it was made with."""
         if self._batches is None:
@@ -268,9 +229,12 @@ class ElasticDataLoader(DataLoader[Any]):
     def _made_by(self, num_workers: int) -> Making:
         """Who makes the batches of a loop."""
         making = self._making
-        if making is not None and self._epochs.keeps_workers and making.num_workers != num_workers:
-            making.close()
-            making = None
+        if making is not None and self._epochs.keeps_workers:
+            if self.is_alone and self._kept_for is not None and not self._kept_for.has_ended:
+                return self._new_making(num_workers)  # a worker has one stream, and a loop in a loop has others
+            if making.num_workers != num_workers:
+                making.close()
+                making = None
         if making is None:
             making = self._new_making(num_workers)
         if self.persistent_workers:

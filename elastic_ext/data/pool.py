@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from .crew import Crew
+from .dealing import Dealing
 from .internals import private_parts, thread_state
 from .late import Late
 from .process import Work
@@ -57,10 +57,10 @@ class Pool:
         self._timeout_seconds = timeout_seconds
         self._finish = finish
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
-        self._unassigned: deque[Task] = deque()  # those of them that no worker has, in order
         self._num_submitted = 0
         self._crew = Crew(work, context, end_seconds, may_start or nullcontext())
         self._news = self._crew.news
+        self._dealing = Dealing(self._crew)
 
     def __enter__(self) -> Pool:
         return self
@@ -100,14 +100,14 @@ class Pool:
         """Have a batch made, by the worker of that slot or by any. Numbers grow."""
         task = Task(number, indices, slot, turn=self._num_submitted)
         worker = None
-        if not (self._news or self._unassigned or self._crew.num_starting):
-            worker = self._worker_for(task)
+        if not (self._news or self._dealing.waiting or self._crew.num_starting):
+            worker = self._dealing.worker_for(task)
         self._tasks[number] = task
         if worker is not None:
-            self._give(task, worker)
+            self._dealing.give(task, worker)
         else:
             self._check_open()
-            self._unassigned.append(task)
+            self._dealing.waiting.append(task)
             self._arrange()
         self._num_submitted += 1
 
@@ -126,8 +126,8 @@ class Pool:
             return
         task = self._tasks.pop(number)
         task.is_forgotten = True
-        if task in self._unassigned:
-            self._unassigned.remove(task)
+        if task in self._dealing.waiting:
+            self._dealing.waiting.remove(task)
         elif task.worker is not None and task.outcome is NOTHING:
             self._receive(task.worker)
             self._fit()
@@ -136,60 +136,25 @@ class Pool:
         """End all workers, within seconds; what was not taken is lost. Closing twice is allowed."""
         self._crew.close()
         self._tasks.clear()
-        self._unassigned.clear()
+        self._dealing.waiting.clear()
 
-    # --- tasks go out ---
+    # --- workers come and go ---
 
     def _arrange(self) -> None:
         """Take over new workers, start and retire some as needed, and have tasks made that were waiting for one."""
         self._crew.absorb()
         self._fit()
-        self._hand_out()
+        self._dealing.hand_out()
 
     def _fit(self) -> None:
-        self._crew.fit(at_least=1 if self._unassigned else 0)
-
-    def _hand_out(self) -> None:
-        """Give out the tasks that no worker has.
-
-        Where half of the workers or more are still starting they are left theirs, unless another is idle.
-        """
-        num_ready, num_starting = len(self._crew.ready), self._crew.num_starting
-        num_dealt_to = num_ready + (num_starting if num_starting >= num_ready else 0)
-        left: deque[Task] = deque()
-        for task in self._unassigned:
-            worker = self._worker_for(task)
-            if worker is not None and (
-                task.slot is not None or task.turn % num_dealt_to < num_ready or not worker.tasks
-            ):
-                self._give(task, worker)
-            else:
-                left.append(task)
-        self._unassigned = left
-
-    def _worker_for(self, task: Task) -> Worker | None:
-        """Who has to make it, or who has least to do; None where nobody is ready that may."""
-        found: Worker | None = None
-        for worker in self._crew.ready:
-            if task.slot is not None:
-                if worker.slot == task.slot:
-                    return worker
-            elif found is None or len(worker.tasks) < len(found.tasks):
-                found = worker
-        return found
-
-    def _give(self, task: Task, worker: Worker) -> None:
-        task.worker = worker
-        for each_task in (*task.probes(), task) if task.num_deaths else (task,):
-            worker.tasks.append(each_task)
-            self._crew.send(worker, each_task.number, each_task.indices)
+        self._crew.fit(at_least=1 if self._dealing.waiting else 0)
 
     # --- batches come in ---
 
     def _wait_for(self, task: Task) -> None:
         if task.worker is not None:
             self._receive(task.worker)  # most often it is there, or is the next to come
-        if self._news or self._unassigned:
+        if self._news or self._dealing.waiting:
             self._arrange()
         last_sign: object = None
         until: float | None = None
@@ -247,8 +212,8 @@ class Pool:
             self._bury(worker)
         elif messages and worker.slot >= self._crew.num_wanted:
             self._fit()
-        if self._unassigned:
-            self._hand_out()
+        if self._dealing.waiting:
+            self._dealing.hand_out()
 
     def _settle(self, worker: Worker, payload: memoryview) -> bool:
         """Take an answer; False if what it refers to went with the worker."""
@@ -273,7 +238,7 @@ class Pool:
             except EOFError:
                 pass
         how = worker.how_it_ended()
-        doing = worker.tasks[0] if worker.tasks else None
+        doing = worker.tasks[0] if worker.tasks and worker.has_begun(worker.tasks[0].sent_at) else None
         _logger.warning(
             "data worker %d died (%s) %s; another takes its place",
             worker.slot,
@@ -282,10 +247,9 @@ class Pool:
         )
         if doing is not None:
             doing.blame(how)
-        again = [task for task in self._tasks.values() if task.worker is worker and task.outcome is NOTHING]
-        for task in again:
-            task.worker = None
-        self._unassigned = deque(sorted([*self._unassigned, *again], key=lambda task: task.number))
+        self._dealing.take_back(
+            task for task in self._tasks.values() if task.worker is worker and task.outcome is NOTHING
+        )
         self._crew.drop(worker)
         self._arrange()
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from .order import Drawn, InTurn, Order, Shuffled
+from .seeding import seeded
 
 __all__ = ["ElasticDistributedSampler"]
 
@@ -27,8 +28,9 @@ __all__ = ["ElasticDistributedSampler"]
 class ElasticDistributedSampler(Sampler[Any]):
     """The samples of ``dataset``, or of ``sampler``, which draws the same ones wherever it is asked.
 
-    ``sampler`` may be any that a seed makes repeatable: its ``generator`` is seeded from ``seed`` and the epoch, its
-    ``set_epoch`` called. Such an order is kept as a list; ``shuffle`` by itself keeps none, whatever the size.
+    ``sampler`` may be any that a seed makes repeatable: its ``generator``, and this process's random numbers while it
+    draws, are seeded from ``seed`` and the epoch, and its ``set_epoch`` is called. Such an order is kept as a list;
+    ``shuffle`` by itself keeps none, whatever the size.
 
     ``share_weights`` are whole numbers, one per rank: what each has of a round, by default 1.
 
@@ -179,7 +181,8 @@ class ElasticDistributedSampler(Sampler[Any]):
                 each.set_epoch(self.epoch)
             if isinstance(getattr(each, "generator", self), torch.Generator | None):
                 each.generator = torch.Generator().manual_seed(_seed_of(self.seed, self.epoch))
-        return Drawn(sampler)
+        with seeded(_seed_of(self.seed, self.epoch)):  # for samplers deeper in it, and those that have no generator
+            return Drawn(sampler)
 
 
 def _seed_of(seed: int, epoch: int) -> int:

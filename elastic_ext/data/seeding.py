@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 from .order import Order
 
-__all__ = ["SeededDataset", "SeededOrder", "SeededSample"]
+__all__ = ["SeededDataset", "SeededOrder", "SeededSample", "seeded"]
 
 
 class SeededSample(NamedTuple):
@@ -60,8 +60,7 @@ class SeededDataset:
         if get_worker_info() is not None:
             _seed(sample.seed)
             return self.dataset[sample.index]
-        with _kept_random_states():
-            _seed(sample.seed)
+        with seeded(sample.seed):
             return self.dataset[sample.index]
 
 
@@ -72,9 +71,11 @@ def _seed(seed: int) -> None:
 
 
 @contextmanager
-def _kept_random_states() -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """In here random numbers of this process are those of a seed; afterwards they go on as before."""
     plain, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
+        _seed(seed)
         yield
     finally:
         random.setstate(plain)

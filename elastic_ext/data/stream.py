@@ -49,8 +49,9 @@ class Request:
     """As a list of samples, not collated."""
 
     def __repr__(self) -> str:
-        stop = self.start + self.num_samples
-        return f"{self.start} to {stop - 1} of the stream of worker {self.slot}"
+        last = self.start + self.num_samples - 1
+        which = f"{self.start} to {last}" if last > self.start else str(last)
+        return f"{which} of the stream of worker {self.slot}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,13 @@ class Answer:
     """Behind the last of them, where that is known."""
     is_lost: bool = False
     """The stream is not where the request begins: ask again, and say how to come there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What came in the place of a sample: it counts as one, and comes again where the sample would."""
+
+    error: Exception
 
 
 def can_tell_state(dataset: Any) -> bool:
@@ -82,6 +90,7 @@ class Stream:
         self._first_state: Any = None
         self._loop = self._attempt = -1
         self._iterator: Iterator[Any] = iter(())
+        self._has_ended = False
         self._at = 0  # samples of the loop that were drawn
         self._kept: deque[Any] = deque()  # the last of them, which may be asked for again
 
@@ -100,8 +109,12 @@ class Stream:
         samples = list(islice(self._kept, request.start - first, stop - first))
         if not samples:
             return Answer()
+        for sample in samples:
+            if type(sample) is _Failed:
+                raise sample.error
         mark = None
-        if self._tells_state and self._at == request.start + len(samples):
+        # Of a stream that has ended the state may be that of the next epoch's beginning.
+        if self._tells_state and not self._has_ended and self._at == request.start + len(samples):
             mark = Mark(self._at, has_state=True, state=self._told_state())
         if request.is_raw:
             return Answer(samples, len(samples), mark)
@@ -109,10 +122,17 @@ class Stream:
 
     def _draw(self, stop: int, *, keeps: bool = True) -> None:
         """Draw samples until so many are drawn, or none are left."""
-        while self._at < stop:
+        while self._at < stop and not self._has_ended:
             try:
                 sample = next(self._iterator)
             except StopIteration:
+                self._has_ended = True
+                return
+            except Exception as error:
+                self._at += 1
+                if not keeps:
+                    raise
+                self._kept.append(_Failed(error))
                 return
             self._at += 1
             if keeps:
@@ -129,4 +149,5 @@ class Stream:
             if mark.has_state or not is_new:  # a new loop begins where the dataset is, as torch's does
                 self.dataset.load_state_dict(copy.deepcopy(mark.state if mark.has_state else self._first_state))
         self._iterator = iter(self.dataset)
+        self._has_ended = False
         self._at = mark.num_samples if mark.has_state else 0

@@ -34,7 +34,6 @@ class Streamed:
         fast_forward: bool,
     ) -> None:
         self._auto_collation = batch_size is not None
-        self.asked = Stream(dataset, collate_fn, auto_collation=self._auto_collation)
         self.collate_fn = _as_it_is
         self.epoch = 0
         self.running: Streams | None = None
@@ -42,7 +41,6 @@ class Streamed:
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
         self._collate_fn = collate_fn
-        self._fast_forward = fast_forward
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
         self._rank = 0
@@ -51,6 +49,12 @@ class Streamed:
         self._is_over = False  # the epoch of a state that was loaded
         self._next_epoch: int | None = None  # named while a loop is under way
         self._num_loops = 0
+        self._told_length: int | None = None  # samples that the dataset said it has, when the loader was asked
+
+    @property
+    def asked(self) -> Stream:
+        """A new one: loops that go on side by side do not draw from the same."""
+        return Stream(self._dataset, self._collate_fn, auto_collation=self._auto_collation)
 
     @property
     def num_workers(self) -> int | None:
@@ -73,9 +77,7 @@ class Streamed:
         return {**self.__dict__, "running": None}
 
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
-        if collate_fn is not self._collate_fn:
-            self._collate_fn = collate_fn
-            self.asked = Stream(self._dataset, collate_fn, auto_collation=self._auto_collation)
+        self._collate_fn = collate_fn
 
     def begin(self, making: Making) -> Streams:
         if self.running is not None and self._given_plan is not None:
@@ -93,8 +95,9 @@ class Streamed:
             batch_size=self._batch_size,
             drop_last=self._drop_last,
             collate_fn=self._collate_fn,
-            num_batches=self.num_batches,
-            fast_forward=self._fast_forward,
+            num_batches=self._num_batches,
+            told_length=self._told_length,
+            passes_samples=self._can_go_on,
             plan=self._given_plan,
             rank=self._rank,
         )
@@ -102,9 +105,8 @@ class Streamed:
         return self.running
 
     def num_batches(self) -> int:
-        size = self._given_plan.micro_batch if self._given_plan is not None else self._batch_size
-        num_samples = len(self._dataset)
-        return num_samples // size if self._drop_last else -(-num_samples // size)
+        self._told_length = len(self._dataset)
+        return self._num_batches()
 
     def why_not_resize(self, batch_size: int) -> str | None:
         return None
@@ -173,6 +175,11 @@ class Streamed:
     def _is_under_way(self) -> bool:
         """Somebody loops."""
         return self.running is not None and not self.running.has_ended
+
+    def _num_batches(self) -> int:
+        size = self._given_plan.micro_batch if self._given_plan is not None else self._batch_size
+        num_samples = len(self._dataset)
+        return num_samples // size if self._drop_last else -(-num_samples // size)
 
     def _new_loop(self) -> int:
         self._num_loops += 1

@@ -7,6 +7,7 @@ behind ``StreamMaker``; what a worker does with a request is in stream.py.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -128,8 +129,8 @@ class Streams:
     """The rest of a loop over the dataset on one rank: an iterator over batches, whose sizes may change.
 
     With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
-    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``fast_forward`` samples are
-    passed to come to a place of which the dataset has told no state.
+    have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``passes_samples`` those before
+    a place of which the dataset has told no state are passed to come there. More than ``told_length`` are warned of.
     """
 
     def __init__(
@@ -142,7 +143,8 @@ class Streams:
         drop_last: bool,
         collate_fn: Callable[[Any], Any],
         num_batches: Callable[[], int] | None = None,
-        fast_forward: bool = False,
+        told_length: int | None = None,
+        passes_samples: bool = False,
         plan: BatchPlan | None = None,
         rank: int = 0,
     ) -> None:
@@ -151,7 +153,8 @@ class Streams:
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._num_batches = num_batches
-        self._fast_forward = fast_forward
+        self._told_length = told_length
+        self._passes_samples = passes_samples
         self.has_ended = False
         self._loop, self._attempt = loop, 0
         self._plan, self._rank = plan, rank
@@ -332,7 +335,7 @@ class Streams:
 
     def _find_again(self, slot: _Slot) -> None:
         """Its worker is another one, which has to be told where to go on."""
-        if slot.passed and not slot.marks[0].has_state and not self._fast_forward:
+        if slot.passed and not slot.marks[0].has_state and not self._passes_samples:
             raise WorkerDiedError(
                 f"data worker {slot.number} died, and where its stream goes on is not known: {NO_STATE}",
                 indices=[],
@@ -368,4 +371,21 @@ class Streams:
     def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
         self._is_in_step = not chunk.ends_step
         self._ask()
+        if self._told_length is not None and _is_told_of_more(self._slots, self._told_length, self.num_workers):
+            self._told_length = None  # once
         return batch
+
+
+def _is_told_of_more(slots: list[_Slot], told_length: int, num_workers: int) -> bool:
+    """Whether more samples have come than there are, of which people are warned in words that begin as torch's do."""
+    num_samples = sum(slot.handed for slot in slots)
+    if num_samples <= told_length:
+        return False
+    share_out = f"{num_workers} workers may give the same samples: share them out by get_worker_info()"
+    warnings.warn(
+        f"Length of IterableDataset was reported to be {told_length} (when accessing len(dataloader)), but "
+        f"{num_samples} samples have been fetched; "
+        f"{share_out if num_workers > 1 else 'have its __len__ say how many it gives'}",
+        stacklevel=5,
+    )
+    return True

@@ -39,6 +39,8 @@ class Task:
     """How many were submitted before it."""
     worker: Worker | None = None
     """Who makes it."""
+    sent_at: int = 0
+    """How many bytes that worker had been sent before it."""
     outcome: Any = NOTHING
     num_deaths: int = 0
     is_forgotten: bool = False

@@ -78,6 +78,13 @@ class Worker:
         """Whether the task is on its way whole; the rest goes with ``outbox.flush``."""
         return self.outbox.send(number, ForkingPickler.dumps(task))
 
+    def has_begun(self, sent_at: int) -> bool:
+        """Whether it may have begun with what it was sent behind so many bytes.
+
+        One that never answered may have: workers that only ever die are not to be replaced for ever.
+        """
+        return self.num_answers == 0 or self.outbox.num_read_bytes() > sent_at
+
     def note_ready(self, payload: memoryview) -> None:
         """Take what its first message says."""
         self._stack = ForkingPickler.loads(payload)

@@ -1,0 +1,65 @@
+"""Dealing: which worker is given which task. What comes of a task is the pool's affair."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from .crew import Crew
+from .tasks import Task
+from .worker import Worker
+
+__all__ = ["Dealing"]
+
+
+class Dealing:
+    """Gives tasks to the workers of a crew, and keeps those for which there is none yet."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.waiting: deque[Task] = deque()
+        """Tasks that no worker has, in order."""
+        self._crew = crew
+
+    def worker_for(self, task: Task) -> Worker | None:
+        """Who has to make it, or who has least to do; None where nobody is ready that may."""
+        found: Worker | None = None
+        for worker in self._crew.ready:
+            if task.slot is not None:
+                if worker.slot == task.slot:
+                    return worker
+            elif found is None or len(worker.tasks) < len(found.tasks):
+                found = worker
+        return found
+
+    def give(self, task: Task, worker: Worker) -> None:
+        """Have a worker make it."""
+        task.worker = worker
+        for each_task in (*task.probes(), task) if task.num_deaths else (task,):
+            worker.tasks.append(each_task)
+            each_task.sent_at = worker.outbox.num_sent_bytes
+            self._crew.send(worker, each_task.number, each_task.indices)
+
+    def hand_out(self) -> None:
+        """Give out the tasks that are waiting.
+
+        Where half of the workers or more are still starting they are left theirs, unless another is idle.
+        """
+        num_ready, num_starting = len(self._crew.ready), self._crew.num_starting
+        num_dealt_to = num_ready + (num_starting if num_starting >= num_ready else 0)
+        left: deque[Task] = deque()
+        for task in self.waiting:
+            worker = self.worker_for(task)
+            if worker is not None and (
+                task.slot is not None or task.turn % num_dealt_to < num_ready or not worker.tasks
+            ):
+                self.give(task, worker)
+            else:
+                left.append(task)
+        self.waiting = left
+
+    def take_back(self, tasks: Iterable[Task]) -> None:
+        """Have these wait again, each in its place: who was to make them will not."""
+        again = list(tasks)
+        for task in again:
+            task.worker = None
+        self.waiting = deque(sorted([*self.waiting, *again], key=lambda task: task.number))
