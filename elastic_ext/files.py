@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 try:
     import fcntl
@@ -36,6 +37,7 @@ __all__ = [
     "look_afresh",
     "move_folder",
     "naming",
+    "open_regular",
     "put_in_place",
     "read_at_most",
     "remove_folder",
@@ -275,7 +277,14 @@ class NotRegularError(OSError):
 
 
 def read_at_most(path: Path, limit: int) -> bytes:
-    """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told.
+    """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; raises what ``open_regular``
+    does."""
+    with open_regular(path) as file:
+        return file.read(limit + 1)
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """A regular file, to be read.
 
     NotRegularError for a folder, a pipe, or links that lead round in a circle; OSError where it cannot be read.
     """
@@ -285,13 +294,12 @@ def read_at_most(path: Path, limit: int) -> bytes:
         if error.errno == errno.ELOOP:
             raise NotRegularError(f"{path} is a link that leads round in a circle") from None
         raise
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotRegularError(f"{path} is not a regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(limit + 1)
-    finally:
-        os.close(descriptor)
+        undo.pop_all()
+    return open(descriptor, "rb")
 
 
 def stamp_of(path: Path) -> FileStamp | None:

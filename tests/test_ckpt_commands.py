@@ -667,6 +667,45 @@ def test_no_command_needs_torch_or_much_memory_however_large_the_model(tmp_path:
     assert int(done.stdout.split()[-1]) < MOST_MEGABYTES
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells of memory on Linux")
+@pytest.mark.parametrize(
+    ("num_tensors", "most_megabytes"), [(20_000, 64), pytest.param(250_000, MOST_MEGABYTES, marks=pytest.mark.slow)]
+)
+def test_no_command_needs_much_memory_however_many_tensors_there_are(
+    tmp_path: Path, num_tensors: int, most_megabytes: int
+) -> None:
+    path = tmp_path / "step_1"
+    write_checkpoint(path, {f"model.layers.{number}.mlp.experts.gate_proj.weight": 3 for number in range(num_tensors)})
+    for arguments, words in (
+        (["verify", path], "whole"),
+        (["show", path], f"{num_tensors} tensors"),
+        (["export", path, tmp_path / "exported"], f"{num_tensors} tensors"),
+    ):
+        done = start(MEASURED, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+        assert int(done.stdout.split()[-1]) < most_megabytes, f"{arguments}: {done.stdout[-100:]}"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells of memory on Linux")
+@pytest.mark.parametrize("num_values", [500_000, pytest.param(3_500_000, marks=pytest.mark.slow)])
+def test_plain_values_are_verified_and_shown_in_little_memory_however_many_they_are(
+    tmp_path: Path, num_values: int
+) -> None:
+    path = tmp_path / "step_1"
+    values = json.dumps({"extra": {"history": [number / 7 for number in range(num_values)]}, "last": 5})
+    write_checkpoint(path, {"small": 1000}, state=values.encode())
+    for arguments, words in (
+        (["verify", path], "whole"),
+        (["show", path], '  extra: {"history": [0.0, 0.14285714285714285'),
+        (["export", path, tmp_path / "exported"], "1 tensors"),
+    ):
+        done = start(MEASURED, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+        assert int(done.stdout.split()[-1]) < 48, f"{arguments}: {done.stdout}"
+
+
 def test_of_a_large_table_a_part_is_in_memory_and_every_sum_is_found() -> None:
     num_blocks = 20 * (1 << 16) + 7
     reads = []
@@ -692,7 +731,9 @@ def rewrite_commit(path: Path, old: bytes, new: bytes) -> None:
     (path / COMMIT).write_bytes(body + seal)
 
 
-def write_checkpoint(path: Path, sizes: dict[str, int], told: dict[str, int] | None = None) -> None:
+def write_checkpoint(
+    path: Path, sizes: dict[str, int], told: dict[str, int] | None = None, state: bytes = b"{}"
+) -> None:
     """A checkpoint of tensors of zeros, of so many bytes each, which takes no room on the disk.
 
     The metadata is of those that are ``told``, where that is not the same.
@@ -706,7 +747,7 @@ def write_checkpoint(path: Path, sizes: dict[str, int], told: dict[str, int] | N
     metas["model"] = StateMeta(num_ranks=1, tensors=tensors, aliases={})
     for kind, meta in metas.items():
         (path / meta_file(kind)).write_bytes(meta.to_json())
-    (path / STATE_FILE).write_bytes(b"{}")
+    (path / STATE_FILE).write_bytes(state)
     file = shard_file("model", 0, 1)
     commit = Commit(
         generation="g",
@@ -715,7 +756,7 @@ def write_checkpoint(path: Path, sizes: dict[str, int], told: dict[str, int] | N
         epoch=0,
         num_ranks=1,
         metas={meta_file(kind): checksum_of(meta.to_json()) for kind, meta in metas.items()},
-        states={STATE_FILE: FileSummary(num_bytes=2, checksum=checksum_of(b"{}"))},
+        states={STATE_FILE: FileSummary(num_bytes=len(state), checksum=checksum_of(state))},
         shards={file: write_zeros(path / file, sizes)},
         saved_at="2026-11-20T19:30:00+00:00",
     )

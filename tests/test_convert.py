@@ -364,6 +364,8 @@ def test_what_a_pickle_names_is_found_in_all_protocols() -> None:
         b"\x80\x04\x8c\x02os\x8c\x06system0\x93.",  # names that lie deeper than those put down last
         b"\x80\x04h\x00h\x01\x93.",  # names that were never noted
         b"\x80\x02\x82\x01.",
+        b"\x80\x02]q\x05.",  # a note whose number no pickler gives
+        b"]p-1\n.",
     ],
 )
 def test_what_cannot_be_looked_through_is_refused(data: bytes) -> None:

@@ -29,6 +29,7 @@ LAYERS: Mapping[str, int] = {
     "errors": 0,
     "fsdp.checkpoint": 0,
     "fsdp.checkpoint.dtypes": 0,
+    "fsdp.checkpoint.jsontext": 0,
     "fsdp.checkpoint.strided": 0,
     "fsdp.checkpoint.formats": 0,
     "fsdp.checkpoint.views": 0,

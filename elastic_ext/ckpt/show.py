@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.checkpoint.contents import KINDS, STATE_FILE, FileKind, meta_file
 from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
+from elastic_ext.fsdp.checkpoint.jsontext import JsonText, Long
 from elastic_ext.fsdp.checkpoint.listing import Found
 from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
 from elastic_ext.fsdp.checkpoint.reading import Reading
@@ -77,15 +77,18 @@ def _tell_state(found: Found, terminal: Terminal) -> None:
     """The plain values, each in a few words."""
     if STATE_FILE not in found.commit.states:
         raise CheckpointDamaged(f"{found.path}: COMMIT does not name {STATE_FILE}")
-    try:
-        state = json.loads(found.read_state(STATE_FILE))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{found.path / STATE_FILE} is no JSON: {error}") from None
-    if not isinstance(state, dict):
-        raise CheckpointDamaged(f"{found.path / STATE_FILE} holds {shown(state)}; an object was saved")
     terminal.say(f"\n{STATE_FILE}")
-    for key, value in state.items():
-        terminal.tell({"state": key, "value": value}, on_one_line(f"  {key}: {shown(value, _MOST_CHARACTERS)}"))
+    try:
+        for key, value in JsonText(found.state_pieces(STATE_FILE)).members(lambda key: terminal.as_json):
+            terminal.tell({"state": key, "value": value}, on_one_line(f"  {key}: {_shown(value)}"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{found.path / STATE_FILE} is no JSON object, as was saved: {error}") from None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Long):
+        return value.beginning[: _MOST_CHARACTERS - 3] + "..."
+    return shown(value, _MOST_CHARACTERS)
 
 
 def _tell_tensors(found: Found, kind: FileKind, terminal: Terminal, *, with_boxes: bool) -> None:

@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
-from elastic_ext.files import NotRegularError, look_afresh, read_at_most
+from elastic_ext.files import NotRegularError, look_afresh, open_regular, read_at_most
 
 from .formats import unknown_format
 from .lineage import Chain, Lineage, check_chain, check_id
 from .shardfile import ShardSummary
 
-__all__ = ["COMMIT", "FORMAT", "Commit", "FileSummary", "chain_after", "checksum_of", "read_checked", "read_commit"]
+__all__ = [
+    "COMMIT",
+    "FORMAT",
+    "Commit",
+    "FileSummary",
+    "chain_after",
+    "checksum_of",
+    "read_checked",
+    "read_commit",
+    "read_in_pieces",
+]
 
 COMMIT = "COMMIT"
 FORMAT = 1
 _MOST_BYTES = 1 << 28
+_PIECE_BYTES = 1 << 20
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _SEAL = re.compile(rb',\n "checksum": "([0-9a-f]{32})"\n}\n')
 _SEAL_BYTES = len(b',\n "checksum": ""\n}\n') + 32
@@ -167,21 +178,42 @@ def checksum_of(data: bytes) -> str:
 
 def read_checked(path: Path, checksum: str) -> bytes:
     """The contents of a file that is checked as a whole; CheckpointDamaged where they are missing or others."""
+    with _opened(path) as file:
+        data = file.read(_MOST_BYTES + 1)
+    _check(path, checksum_of(data), checksum)
+    return data
+
+
+def read_in_pieces(path: Path, checksum: str) -> Iterator[bytes]:
+    """The same of a file that may be too large to be held: it is read twice, once to check it, and then for what it
+    says."""
+    with _opened(path) as file:
+        found = xxhash.xxh3_128()
+        while piece := file.read(_PIECE_BYTES):
+            found.update(piece)
+        _check(path, found.hexdigest(), checksum)
+        file.seek(0)
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """A file that COMMIT names."""
     try:
         try:
-            data = read_at_most(path, _MOST_BYTES)
+            return open_regular(path)
         except FileNotFoundError:  # or not known here yet
             look_afresh(path.parent)
-            data = read_at_most(path, _MOST_BYTES)
+            return open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointDamaged(f"{path} is missing, and {COMMIT} names it") from None
     except NotRegularError as error:
         raise CheckpointDamaged(f"{error}, and {COMMIT} names it") from None
-    if checksum_of(data) != checksum:
-        raise CheckpointDamaged(
-            f"{path} is not what was saved: its checksum is {checksum_of(data)}, and {COMMIT} says {checksum}"
-        )
-    return data
+
+
+def _check(path: Path, found: str, checksum: str) -> None:
+    if found != checksum:
+        raise CheckpointDamaged(f"{path} is not what was saved: its checksum is {found}, and {COMMIT} says {checksum}")
 
 
 def _check_checksum(checksum: object) -> None:

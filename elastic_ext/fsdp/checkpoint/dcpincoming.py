@@ -71,8 +71,9 @@ def placed(tensor: DcpTensor, refusals: Refusals) -> Placed:
 def metas_of(tensors: Tensors, aliases: Mapping[str, str], num_ranks: int) -> dict[FileKind, StateMeta]:
     """What the checkpoint says of its tensors; ``aliases`` are the model's."""
     metas: dict[FileKind, StateMeta] = {}
+    alike: dict[Layout, Layout] = {}  # equal ones are one object
     for kind in KINDS:
-        described = {name: _meta(name, of, where, num_ranks) for name, (of, where) in tensors[kind].items()}
+        described = {name: _meta(name, of, where, num_ranks, alike) for name, (of, where) in tensors[kind].items()}
         metas[kind] = StateMeta(num_ranks, described, dict(aliases) if kind == "model" else {})
     return metas
 
@@ -122,12 +123,13 @@ def of_record(folder: DcpFolder, record: Record) -> Incoming:
     )
 
 
-def _meta(name: str, kind: Kind, where: Placed, num_ranks: int) -> TensorMeta:
+def _meta(name: str, kind: Kind, where: Placed, num_ranks: int, alike: dict[Layout, Layout]) -> TensorMeta:
     dtype = name_of(where.tensor.dtype)
     assert dtype is not None
     shape = where.tensor.shape
     boxes = [*where.boxes, *[Box.empty(shape)] * (num_ranks - len(where.boxes))]
-    return TensorMeta(name, dtype, Layout(shape, tuple(boxes)), kind)
+    layout = Layout(shape, tuple(boxes))
+    return TensorMeta(name, dtype, alike.setdefault(layout, layout), kind)
 
 
 def _text(folder: DcpFolder, leaf: Leaf) -> bytes:

@@ -226,6 +226,7 @@ def _read_metadata(path: Path) -> Metadata:
             f"{file} is a pickle that would use {', '.join(sorted(strange))}, which the metadata of such a folder has "
             "no need of; it was not loaded"
         )
+    del data  # of many tensors it is large
     try:
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:  # of pickle, which is not imported here

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .casting import TARGETS, Target, caster
-from .contents import EXTRA_STATES
 from .dtypes import ITEM_BYTES
 from .exportfolder import ExportFolder
 from .exportplan import INDEX, MAX_SHARD_BYTES, Renaming, Tied, ToFile, files_of, index_of
@@ -72,12 +71,12 @@ def export_checkpoint(
             tied=tied,
             max_shard_bytes=max_shard_bytes,
         )
-        left_out = tuple(sorted(streamed.state().get(EXTRA_STATES, {})))
+        left_out = tuple(sorted(streamed.extra_states()))
         reading = _Reading(streamed, files, on_progress)
         with ExportFolder(Path(dest), force=force) as folder:
             for file in files:
                 folder.write(file.name, reading.contents_of(file))
-            folder.write(INDEX, [index_of(files)])
+            folder.write(INDEX, index_of(files))
             folder.finish()
     if left_out:
         _logger.warning("%s holds state of modules that is no tensor, and not exported: %s", path, ", ".join(left_out))

@@ -5,10 +5,11 @@ The names of files, and the index beside them, are those that Hugging Face's `fr
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -38,6 +39,7 @@ _ONE = "model.safetensors"
 _WEIGHTS = re.compile(r"model(?:-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 _METADATA = {"format": "pt"}
 _ALIGNMENT = 8  # as safetensors itself has it
+_LINES_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,12 +94,13 @@ class ToFile:
 
     def header(self) -> bytes:
         """What comes before the tensors."""
-        entries: dict[str, Entry] = {}
+        return encoded_header({**self.aliases, **_METADATA}, self._entries(), alignment=_ALIGNMENT)
+
+    def _entries(self) -> Iterator[tuple[str, Entry]]:
         offset = 0
         for tensor in self.tensors:
-            entries[tensor.name] = Entry(tensor.dtype, tensor.source.layout.shape, offset, tensor.num_bytes)
+            yield tensor.name, Entry(tensor.dtype, tensor.source.layout.shape, offset, tensor.num_bytes)
             offset += tensor.num_bytes
-        return encoded_header({**self.aliases, **_METADATA}, entries, alignment=_ALIGNMENT)
 
 
 def files_of(
@@ -109,36 +112,49 @@ def files_of(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; allowed: 1 or more, such as {MAX_SHARD_BYTES}")
-    own = {**{name: name for name in meta.tensors}, **meta.aliases}
-    new = renaming.names(sorted(own))
+    new = renaming.names(sorted([*meta.tensors, *meta.aliases]))
+    sources = itertools.chain(zip(meta.tensors, meta.tensors, strict=True), meta.aliases.items())
     tensors = [
         ToTensor(new[name], meta.tensors[source], _dtype_after(meta.tensors[source].dtype, dtype))
-        for name, source in own.items()
+        for name, source in sources
         if tied == "all" or name == source
     ]
     aliases = {} if tied == "all" else {new[alias]: new[name] for alias, name in meta.aliases.items()}
-    parts = _filled(sorted(tensors, key=lambda tensor: tensor.name), max_shard_bytes)
+    tensors.sort(key=_name_of)
+    parts = _filled(tensors, max_shard_bytes)
     files = []
     for number, part in enumerate(parts, start=1):
         name = _ONE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         # Those of the largest items first, so that each is aligned.
         in_order = tuple(sorted(part, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name)))
-        there = {tensor.name for tensor in part}
+        there = {tensor.name for tensor in part} if aliases else set()
         files.append(ToFile(name, in_order, {alias: kept for alias, kept in aliases.items() if kept in there}))
     return files
 
 
-def index_of(files: Sequence[ToFile]) -> bytes:
-    """The index: in which file each tensor is."""
-    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+def index_of(files: Sequence[ToFile]) -> Iterator[bytes]:
+    """The index, in parts: in which file each tensor is. It is what ``json.dumps`` writes with an indent of 2."""
     total = sum(file.num_bytes for file in files)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(index, indent=2).encode() + b"\n"
+    yield b'{\n  "metadata": {\n    "total_size": %d\n  },\n  "weight_map": {' % total
+    lines = (
+        f"\n    {json.dumps(tensor.name)}: {json.dumps(file.name)}"
+        for file in files  # which follow one another by the names that are in them
+        for tensor in sorted(file.tensors, key=_name_of)
+    )
+    separator = ""
+    while some := ",".join(itertools.islice(lines, _LINES_AT_ONCE)):
+        yield (separator + some).encode()
+        separator = ","
+    yield b"\n  }\n}\n" if separator else b"}\n}\n"
 
 
 def is_weights_file(name: str) -> bool:
     """Whether an export has files of this name."""
     return name == INDEX or _WEIGHTS.fullmatch(name) is not None
+
+
+def _name_of(tensor: ToTensor) -> str:
+    return tensor.name
 
 
 def _dtype_after(source: str, dtype: Target | None) -> str:

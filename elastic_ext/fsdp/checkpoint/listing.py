@@ -6,14 +6,14 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.files import look_afresh
 
-from .commit import Commit, read_checked, read_commit
+from .commit import Commit, read_checked, read_commit, read_in_pieces
 from .lineage import Lineage, place_in
 
 __all__ = [
@@ -67,6 +67,10 @@ class Found:
     def read_state(self, file: str) -> bytes:
         """The contents of a file of plain values, checked; KeyError for one that the commit does not name."""
         return read_checked(self.path / file, self.commit.states[file].checksum)
+
+    def state_pieces(self, file: str) -> Iterator[bytes]:
+        """The same piece by piece, none of which comes before all are checked."""
+        return read_in_pieces(self.path / file, self.commit.states[file].checksum)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,7 +122,7 @@ class StateMeta:
         Whether the boxes tile their tensors is another question: ``fault``.
         """
         try:
-            value = json.loads(data.decode(), object_pairs_hook=_each_key_once, parse_constant=_refuse_constant)
+            value = json.loads(data.decode(), object_pairs_hook=_EachOnce(), parse_constant=_refuse_constant)
             _expect(isinstance(value, dict), "it", value, "one JSON object")
         except RecursionError:
             raise CheckpointDamaged(f"{where} is damaged: it nests too deeply") from None
@@ -281,12 +281,23 @@ def _are_numbers(value: object) -> TypeGuard[list[int]]:
     )
 
 
-def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} appears twice")
-    return result
+class _EachOnce:
+    """Objects of JSON, none with a key twice; and what is said of many tensors alike is one object for all of them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[object, ...], dict[str, object]] = {}
+
+    def __call__(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        is_of_tensor = len(pairs) == 3 and all(type(value) in (str, int) for _, value in pairs)
+        if is_of_tensor and (seen := self._seen.get(tuple(pairs))) is not None:
+            return seen
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} appears twice")
+        if is_of_tensor:
+            self._seen[tuple(pairs)] = result
+        return result
 
 
 def _refuse_constant(name: str) -> NoReturn:

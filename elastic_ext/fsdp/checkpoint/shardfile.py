@@ -16,11 +16,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn, TypeGuard
+from typing import NoReturn, TypeGuard, cast
 
 import xxhash
 
 from .dtypes import ITEM_BYTES
+from .jsontext import JsonText
 
 __all__ = [
     "BLOCK_BYTES",
@@ -49,6 +50,7 @@ _FORMAT, _GENERATION, _BLOCK_BYTES = "elastic_ext.format", "elastic_ext.generati
 VERSION = 1
 _ALIGNMENT = 4096
 LENGTH_BYTES = 8
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Header:
         """The first bytes of the file, up to where the data begins."""
         metadata = {_FORMAT: str(self.version), _GENERATION: self.generation, _BLOCK_BYTES: str(self.block_bytes)}
         table = Entry("U64", (self.num_blocks,), self.data_bytes, self.num_blocks * 8)
-        return encoded_header(metadata, {**self.entries, CHECKSUMS: table}, alignment=_ALIGNMENT)
+        return encoded_header(metadata, [*self.entries.items(), (CHECKSUMS, table)], alignment=_ALIGNMENT)
 
 
 class NewerHeader(ValueError):
@@ -98,23 +100,26 @@ class NewerHeader(ValueError):
         super().__init__(f"its format is {version}")
 
 
-def encoded_header(metadata: Mapping[str, str], entries: Mapping[str, Entry], *, alignment: int) -> bytes:
+def encoded_header(metadata: Mapping[str, str], entries: Iterable[tuple[str, Entry]], *, alignment: int) -> bytes:
     """The first bytes of any safetensors file, up to where its data begins, at a multiple of ``alignment``."""
-    said: dict[str, object] = {_METADATA: dict(metadata)}
-    for name, entry in entries.items():
-        said[name] = {
-            "dtype": entry.dtype,
-            "shape": entry.sizes,
-            "data_offsets": (entry.offset, entry.offset + entry.num_bytes),
-        }
-    text = json.dumps(said, separators=(",", ":")).encode()
-    if len(text) > MAX_HEADER_BYTES - alignment:
+    header = bytearray(LENGTH_BYTES)
+    header += b'{"%s":%s' % (_METADATA.encode(), _compact(dict(metadata)))
+    num_entries = 0
+    for name, entry in entries:  # one by one: many take much memory all at once
+        num_entries += 1
+        ends = [entry.offset, entry.offset + entry.num_bytes]
+        said = _compact({"dtype": entry.dtype, "shape": entry.sizes, "data_offsets": ends})
+        header += b",%s:%s" % (_compact(name), said)
+    header += b"}"
+    num_bytes = len(header) - LENGTH_BYTES
+    if num_bytes > MAX_HEADER_BYTES - alignment:
         raise ValueError(
-            f"the names of {len(entries)} tensors take {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}: save "
+            f"the names of {num_entries} tensors take {num_bytes} bytes; safetensors allows {MAX_HEADER_BYTES}: save "
             "fewer tensors, or put small ones together"
         )
-    padding = -(LENGTH_BYTES + len(text)) % alignment
-    return (len(text) + padding).to_bytes(LENGTH_BYTES, "little") + text + b" " * padding
+    header += b" " * (-len(header) % alignment)
+    header[:LENGTH_BYTES] = (len(header) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    return bytes(header)
 
 
 def laid_out(
@@ -158,19 +163,19 @@ def check_name(name: str) -> None:
         raise ValueError(f"a tensor's name, {name!r}, has half a character; use whole Unicode characters") from None
 
 
-def read_header(text: bytes, num_bytes: int) -> Header:
+def read_header(text: bytes | memoryview, num_bytes: int) -> Header:
     """What a file's header says, whose text is ``text`` and whose tensors take ``num_bytes`` with their checksums.
 
     ValueError says why this cannot be a header that was written here, NewerHeader that it is one of a newer format,
     which cannot be read. One that can be is yet to be checked against the file's summary, and then for its version.
     """
     try:
-        said = json.loads(text)
+        said = _entries_in(text)
     except RecursionError:
         raise ValueError("its header nests too deeply") from None
     except ValueError as error:  # of JSON or of UTF-8
-        raise ValueError(f"its header is not JSON: {error}") from None
-    if not isinstance(said, dict) or not isinstance(metadata := said.pop(_METADATA, None), dict):
+        raise ValueError(f"its header is no JSON object: {error}") from None
+    if not isinstance(metadata := said.pop(_METADATA, None), dict):
         raise ValueError(f"its header has no {_METADATA}")
     version = _number(metadata.get(_FORMAT))
     if version < VERSION:
@@ -187,13 +192,12 @@ def _header_of(said: dict[str, object], metadata: dict[str, object], version: in
     generation, block_bytes = metadata.get(_GENERATION), _number(metadata.get(_BLOCK_BYTES))
     if not isinstance(generation, str) or not MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % 8:
         _refuse(_METADATA)
-    entries = {}
     offset = 0
-    for name, value in said.items():
-        entries[name] = entry = _entry(name, value)
-        if entry.offset != offset:
+    for name, entry in said.items():
+        if not isinstance(entry, Entry) or entry.offset != offset:
             _refuse(name)
         offset += entry.num_bytes
+    entries = cast("dict[str, Entry]", said)
     table = entries.pop(CHECKSUMS, None)
     if table is None or offset != num_bytes:
         raise ValueError(f"its tensors take {num_bytes} bytes; the header tells of {offset}, with their checksums")
@@ -205,7 +209,7 @@ def _header_of(said: dict[str, object], metadata: dict[str, object], version: in
     return header
 
 
-def checksum_of(header: bytes, table: bytes | Iterable[bytes]) -> str:
+def checksum_of(header: bytes | bytearray, table: bytes | Iterable[bytes]) -> str:
     """The checksum of a file's summary: of all that comes before the data, and of the checksums that follow it, given
     at once or in pieces."""
     whole = xxhash.xxh3_128(header)
@@ -214,9 +218,20 @@ def checksum_of(header: bytes, table: bytes | Iterable[bytes]) -> str:
     return whole.hexdigest()
 
 
-def _entry(name: str, value: object) -> Entry:
+def _entries_in(text: bytes | memoryview) -> dict[str, object]:
+    """What stands in a header by its names: an Entry each, or what was said instead. What is alike is kept once."""
+    pieces = (memoryview(text)[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES))
+    alike: dict[tuple[str, tuple[int, ...]], Entry] = {}
+    return {
+        name: value if name == _METADATA else _entry(value, alike) or value
+        for name, value in JsonText(pieces).members()
+    }
+
+
+def _entry(value: object, alike: dict[tuple[str, tuple[int, ...]], Entry]) -> Entry | None:
+    """A tensor as a header tells of it, or None where that cannot be; ``alike`` has one of each dtype and sizes."""
     if not isinstance(value, dict):
-        _refuse(name)
+        return None
     dtype, sizes, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if (
         not isinstance(dtype, str)
@@ -225,15 +240,20 @@ def _entry(name: str, value: object) -> Entry:
         or not _are_sizes(offsets)
         or len(offsets) != 2
     ):
-        _refuse(name)
-    num_bytes = math.prod(sizes) * ITEM_BYTES[dtype]
-    if offsets[1] - offsets[0] != num_bytes:
-        _refuse(name)
-    return Entry(dtype, tuple(sizes), offsets[0], num_bytes)
+        return None
+    key = dtype, tuple(sizes)
+    one = alike.get(key)
+    if one is None:
+        one = alike[key] = Entry(*key, 0, math.prod(sizes) * ITEM_BYTES[dtype])
+    return Entry(one.dtype, one.sizes, offsets[0], one.num_bytes) if offsets[1] - offsets[0] == one.num_bytes else None
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _compact(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _number(value: object) -> int:

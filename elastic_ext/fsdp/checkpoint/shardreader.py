@@ -89,7 +89,7 @@ class ShardReader:
                 raise unknown_format(path, header.version, VERSION)
             undo.pop_all()
         self.generation = generation
-        self.entries: Mapping[str, Entry] = MappingProxyType(dict(header.entries))
+        self.entries: Mapping[str, Entry] = MappingProxyType(header.entries)
         self._header = header
         self._data_start = len(encoded)
         self._window_bytes = max(WINDOW_BYTES // header.block_bytes, 1) * header.block_bytes
@@ -155,22 +155,23 @@ class ShardReader:
     ) -> None:
         self.close()
 
-    def _read_header(self, generation: str) -> tuple[Header, bytes]:
+    def _read_header(self, generation: str) -> tuple[Header, bytearray]:
         """What the header says, not checked yet, and its bytes with all that comes before the data."""
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode):
             self._refuse("it is not a regular file")
         if status.st_size != self._num_bytes:
             self._refuse(f"it has {status.st_size} bytes; {self._num_bytes} were saved")
-        encoded = self._read(0, min(_FIRST_READ_BYTES, self._num_bytes))
-        length = LENGTH_BYTES + int.from_bytes(encoded[:LENGTH_BYTES], "little")
+        first = self._read(0, min(_FIRST_READ_BYTES, self._num_bytes))
+        length = LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little")
         if length > min(self._num_bytes, LENGTH_BYTES + MAX_HEADER_BYTES):
             self._refuse(f"a header of {length} bytes cannot be in a file of {self._num_bytes}")
-        if length > len(encoded):
-            encoded += self._read(len(encoded), length - len(encoded))
-        encoded = encoded[:length]
+        encoded = bytearray(length)  # in one piece, as it may be large
+        encoded[: len(first)] = first[:length]
+        if length > len(first):
+            self._read_to(len(first), [memoryview(encoded)[len(first) :]])
         try:
-            header = read_header(encoded[LENGTH_BYTES:], self._num_bytes - length)
+            header = read_header(memoryview(encoded)[LENGTH_BYTES:], self._num_bytes - length)
         except NewerHeader as error:
             raise unknown_format(self.path, error.version, VERSION) from None
         except ValueError as error:

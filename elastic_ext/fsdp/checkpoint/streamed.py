@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from elastic_ext.fsdp.layout import Box
 
-from .contents import STATE_FILE, FileKind, meta_file, shard_file
+from .contents import EXTRA_STATES, STATE_FILE, FileKind, meta_file, shard_file
 from .described import meta_from, open_shard, requests_for
 from .dtypes import ITEM_BYTES
+from .jsontext import JsonText
 from .listing import Found
 from .meta import StateMeta, TensorMeta
 from .shardreader import Request, ShardReader
@@ -27,6 +28,7 @@ __all__ = ["BATCH_BYTES", "Streamed", "Stretch", "batches_of"]
 
 BATCH_BYTES = 8 << 20
 """Of a batch: large enough that the blocks which two of them share do not count."""
+_MOST_STRETCHES = 4096  # of a batch: each takes some kilobytes while it is read
 _MOST_FILES = 64
 _MOST_READER_BYTES = 48 << 20
 """Of the files that are open at once; one alone may take more."""
@@ -56,7 +58,7 @@ def batches_of(tensors: Iterable[TensorMeta], most_bytes: int = BATCH_BYTES) -> 
             if start < end:
                 batch.append(Stretch(tensor, start, end))
                 room -= batch[-1].num_bytes
-            if end < size:
+            if end < size or len(batch) == _MOST_STRETCHES:
                 yield batch
                 batch, room = [], most_bytes
             start = end
@@ -69,20 +71,25 @@ class Streamed:
 
     def __init__(self, found: Found) -> None:
         self.found = found
-        self._metas: dict[FileKind, StateMeta] = {}
         self._readers: OrderedDict[str, ShardReader] = OrderedDict()  # the one that was used last comes last
         self._memory = bytearray()
 
     def meta(self, kind: FileKind) -> StateMeta:
-        """What there is of a kind; CheckpointDamaged where that cannot be."""
-        if kind not in self._metas:
-            self._metas[kind] = meta_from(self.found, kind, self.found.read_meta(meta_file(kind)))
-        return self._metas[kind]
+        """What there is of a kind, read anew; CheckpointDamaged where that cannot be."""
+        return meta_from(self.found, kind, self.found.read_meta(meta_file(kind)))
 
     def state(self) -> Mapping[str, Any]:
         """Plain values."""
         values: Mapping[str, Any] = json.loads(self.found.read_state(STATE_FILE))
         return values
+
+    def extra_states(self) -> Mapping[str, Any]:
+        """Those of the plain values that modules gave as their extra state; the others are passed over."""
+        state = JsonText(self.found.state_pieces(STATE_FILE))
+        values: Any = {}
+        for key, value in state.members(lambda key: key == EXTRA_STATES):
+            values = value if key == EXTRA_STATES else values
+        return cast("Mapping[str, Any]", values)
 
     def read(self, kind: FileKind, stretches: Sequence[Stretch]) -> list[memoryview]:
         """The bytes of each stretch, in memory that is used again by the next call.

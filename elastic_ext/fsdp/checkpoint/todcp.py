@@ -7,9 +7,10 @@ decided in `dcpplan`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -52,9 +53,10 @@ def write_dcp(
         values = {leaf: unpack(value) for leaf, value in outgoing.values.items()}
         for name, value in state[EXTRA_STATES].items():
             values.update(leaves_of(keys.of_model(name), unpack(value)))
-        _refuse_twice([leaf for tensor in outgoing.tensors for leaf in tensor.leaves] + [*values], refusals)
+        _refuse_twice(itertools.chain(*(tensor.leaves for tensor in outgoing.tensors), values), refusals)
         refusals.raise_if_any(found.path)
         reading = _Reading(streamed, outgoing, on_progress)
+        num_tensors = len(outgoing.tensors)
         with _new_folder(dest, force=force) as folder, DcpWriter(folder) as writer:
             for leaf, value in values.items():
                 writer.put_value(leaf, value)
@@ -65,8 +67,10 @@ def write_dcp(
             _put_text(writer, STATE, found.read_state(STATE_FILE))
             for kind in KINDS:
                 _put_text(writer, (*METAS, kind), found.read_meta(meta_file(kind)))
+            streamed.close()
+            del metas, state, outgoing, values  # torch's metadata of many tensors needs the room
             writer.finish()
-    return len(outgoing.tensors), reading.num_bytes
+    return num_tensors, reading.num_bytes
 
 
 class _Reading:
@@ -104,7 +108,7 @@ def _put_text(writer: DcpWriter, leaf: Leaf, text: bytes) -> None:
     writer.put_tensor([leaf], torch.uint8, block.shape, [((0,), block)])
 
 
-def _refuse_twice(leaves: list[Leaf], refusals: Refusals) -> None:
+def _refuse_twice(leaves: Iterable[Leaf], refusals: Refusals) -> None:
     keys: set[str] = set()
     for leaf in leaves:
         if joined(leaf) in keys:

@@ -8,7 +8,6 @@ each element of each tensor in exactly one of them.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 
 from .contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
+from .jsontext import JsonText
 from .listing import Found
-from .meta import StateMeta
+from .meta import StateMeta, TensorMeta
 from .shardfile import Entry
 from .shardreader import ShardReader
 
@@ -73,13 +73,20 @@ def _read_meta(found: Found, file: str) -> StateMeta:
 def _read_state(found: Found, file: str) -> None:
     if file not in found.commit.states:
         raise CheckpointDamaged("COMMIT does not name it")
-    data = found.read_state(file)
-    if len(data) != found.commit.states[file].num_bytes:
-        raise CheckpointDamaged(f"it has {len(data)} bytes, and COMMIT says {found.commit.states[file].num_bytes}")
+    num_bytes = 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal num_bytes
+        for piece in found.state_pieces(file):
+            num_bytes += len(piece)
+            yield piece
+
     try:
-        json.loads(data)
+        JsonText(counted()).check()
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"it is no JSON: {error}") from None
+    if num_bytes != found.commit.states[file].num_bytes:
+        raise CheckpointDamaged(f"it has {num_bytes} bytes, and COMMIT says {found.commit.states[file].num_bytes}")
 
 
 def _files_of(metas: Mapping[FileKind, StateMeta]) -> Iterator[tuple[str, tuple[FileKind, int]]]:
@@ -121,16 +128,22 @@ def _damage_in_shard(
 
 def _odd_entries(file: str, entries: Mapping[str, Entry], meta: StateMeta, rank: int) -> Iterator[Damage]:
     """Where a file of a rank has not what the metadata says."""
-    own = {name: tensor for name, tensor in meta.tensors.items() if not tensor.layout.boxes[rank].is_empty}
-    for name in sorted({*own, *entries}):
-        if name not in own or name not in entries:
-            who = "the metadata" if name in own else "the file"
-            yield Damage(file=file, what=f"{who} alone says that {name!r} is in it", tensors=(name,))
-        else:
-            entry, box = entries[name], own[name].layout.boxes[rank]
-            if (entry.dtype, math.prod(entry.sizes)) != (own[name].dtype, box.num_elements):
-                what = f"{name!r} is {entry.dtype} {entry.sizes} in it; the metadata says {own[name].dtype}, {box}"
-                yield Damage(file=file, what=what, tensors=(name,))
+    names = itertools.chain(meta.tensors, (name for name in entries if name not in meta.tensors))
+    odd = ((name, _oddity(name, entries.get(name), meta.tensors.get(name), rank)) for name in names)
+    for name, what in sorted((name, what) for name, what in odd if what is not None):
+        yield Damage(file=file, what=what, tensors=(name,))
+
+
+def _oddity(name: str, entry: Entry | None, tensor: TensorMeta | None, rank: int) -> str | None:
+    """What of a tensor in a rank's file is not as the metadata has it."""
+    box = None if tensor is None else tensor.layout.boxes[rank]
+    if tensor is None or box is None or box.is_empty:
+        return None if entry is None else f"the file alone says that {name!r} is in it"
+    if entry is None:
+        return f"the metadata alone says that {name!r} is in it"
+    if (entry.dtype, math.prod(entry.sizes)) == (tensor.dtype, box.num_elements):
+        return None
+    return f"{name!r} is {entry.dtype} {entry.sizes} in it; the metadata says {tensor.dtype}, {box}"
 
 
 def _damage(found: Found, file: str, error: CheckpointError | OSError) -> Damage:
