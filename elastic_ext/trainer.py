@@ -58,6 +58,7 @@ from .gradients import Gradients
 from .interval import CheckpointInterval
 from .overlap import Overlap
 from .rates import OptimizerSettings
+from .registered import claim_registered, fill_registered
 from .rounds import Proposal
 from .scaling import BatchRule
 from .session import Session, raise_on_all
@@ -65,7 +66,7 @@ from .snapshot import Snapshot
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
-from .training_state import TrainingState, claim_registered, fill_registered
+from .training_state import TrainingState
 from .undoing import StepParts
 
 __all__ = ["ElasticTrainer"]

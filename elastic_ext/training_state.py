@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .batches import Batches
 from .counts import Counts
@@ -27,33 +25,22 @@ from .fsdp.checkpoint.collecting import contents_of
 from .fsdp.checkpoint.commit import Commit
 from .fsdp.checkpoint.contents import Contents
 from .fsdp.checkpoint.loader import Loader
-from .fsdp.checkpoint.memory import put_part
 from .fsdp.checkpoint.opened import Opened, Wanted
-from .fsdp.dtypes import dtype_of
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
-from .fsdp.state import box_of, local_of
 from .overlap import Overlap, why_not_overlap
 from .own_positions import own_position, packed_position
 from .ranks import Ranks
+from .registered import Registered, named_registered, wanted_of_registered
 from .sharing import Sharing
 from .taking_part import TakingPart
 
-__all__ = [
-    "PASSES_BY_ITSELF",
-    "Moment",
-    "Registered",
-    "Resumed",
-    "TrainingState",
-    "claim_registered",
-    "fill_registered",
-]
+__all__ = ["PASSES_BY_ITSELF", "Moment", "Resumed", "TrainingState"]
 
 _logger = logging.getLogger(__name__)
 
 PASSES_BY_ITSELF = ("counts", "config", "position", "random/", "plain/dataloader")
 """What may become another between two steps, with nothing to be saved: keys and names in ``collect``'s contents."""
-Registered = dict[str, Mapping[str, torch.Tensor]]
 _PLAIN = "plain"  # what the names of tensors in plain values begin with
 
 
@@ -135,12 +122,7 @@ class TrainingState:
     def collect(self, own_buffers: Mapping[str, torch.Tensor], moment: Moment | None = None) -> Contents:
         """All that this rank has: as it is now, and the rest as it was at ``moment``."""
         moment = moment or self.moment()
-        tensors: dict[str, torch.Tensor] = {
-            f"registered/{quote(name, safe='')}/{key}": tensor  # keys may have slashes in them
-            for name, held in (self._unclaimed | self._registered).items()
-            for key, tensor in held.items()
-        }
-        tensors |= moment.tensors
+        tensors = named_registered(self._unclaimed | self._registered) | dict(moment.tensors)
         scaler = self._parts.scaler
         state = {
             "counts": moment.counts,
@@ -202,7 +184,7 @@ class TrainingState:
         self._loader = Loader(self.model, optimizers, rank=self.rank, num_ranks=self.num_ranks)
         self._check_parts(opened)
         self._loader.check(opened)
-        self._wanted = self._wanted_of_registered(opened)
+        self._wanted = wanted_of_registered(opened, self._registered, self._unclaimed, tells=self.rank == 0)
 
     def load(self, opened: Opened) -> Resumed:
         """Fill all tensors, and give what is taken up once every rank has come so far.
@@ -304,31 +286,6 @@ class TrainingState:
                 "another job="
             )
 
-    def _wanted_of_registered(self, opened: Opened) -> list[Wanted]:
-        """What is registered, to be filled; what is not so far waits for whoever registers it."""
-        saved: dict[str, dict[str, str]] = {}
-        for full in opened.names("extra"):
-            kind, _, rest = full.partition("/")
-            if kind == "registered":
-                quoted, _, key = rest.partition("/")
-                saved.setdefault(unquote(quoted), {})[key] = full
-        unsaved = sorted(self._registered.keys() - saved.keys())
-        if unsaved and self.rank == 0:
-            _logger.warning("%s has no registered state %s: it stays as it is", opened.found.path, ", ".join(unsaved))
-        self._unclaimed.clear()
-        wanted = []
-        for name, keys in saved.items():
-            held = self._registered.get(name)
-            if held is None:
-                self._unclaimed[name] = {key: opened.read_whole("extra", full) for key, full in keys.items()}
-                continue
-            metas = {key: opened.tensor("extra", full) for key, full in keys.items()}
-            kept = {key: _Kept(meta.layout.shape, dtype_of(meta.dtype)) for key, meta in metas.items() if meta}
-            _check_registered(name, held, kept, str(opened.found.path))
-            what = f"registered state {name}"
-            wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key]), what) for key, full in keys.items()]
-        return wanted
-
     def _restore_random(self, resumed: Resumed, *, with_loader: bool = True) -> None:
         """Each rank draws on where it was; of another number of ranks each begins anew, from the first one's state.
 
@@ -349,46 +306,6 @@ class TrainingState:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed % (1 << 32))
-
-
-def claim_registered(name: str, held: Mapping[str, torch.Tensor], unclaimed: Registered) -> None:
-    """Fill what is registered now with what was loaded under its name, if anything was; it stays there if it cannot."""
-    if name in unclaimed:
-        fill_registered(name, held, unclaimed[name])
-        del unclaimed[name]
-
-
-def fill_registered(name: str, held: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors that were loaded, whole, into those that are registered; CheckpointMismatch if they do not fit."""
-    kept = {key: _Kept(tuple(tensor.shape), tensor.dtype) for key, tensor in loaded.items()}
-    _check_registered(name, held, kept, "what was loaded")
-    with torch.no_grad():
-        for key, tensor in held.items():
-            if isinstance(tensor, DTensor) and not isinstance(loaded[key], DTensor):
-                put_part(local_of(tensor), box_of(key, tensor), loaded[key])
-            else:
-                tensor.copy_(loaded[key])
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A tensor of registered state, as it was saved."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _check_registered(name: str, held: Mapping[str, torch.Tensor], kept: Mapping[str, _Kept], where: str) -> None:
-    """CheckpointMismatch unless the tensors that are registered can be filled with those that were saved."""
-    if held.keys() != kept.keys():
-        raise CheckpointMismatch(f"registered state {name!r} has {sorted(held)}, and {where} has {sorted(kept)}")
-    misshaped = {
-        key or name: f"{tensor.dtype} {tuple(tensor.shape)} here, {kept[key].dtype} {kept[key].shape} there"
-        for key, tensor in held.items()
-        if tuple(tensor.shape) != kept[key].shape or not torch.can_cast(kept[key].dtype, tensor.dtype)
-    }
-    if misshaped:
-        raise CheckpointMismatch(f"registered state {name!r} is not that of {where}", misshaped=misshaped)
 
 
 def _generators_of(loader: Any) -> dict[str, torch.Generator]:

@@ -31,6 +31,7 @@ MODULES = [
     LIBRARY / "saves.py",
     LIBRARY / "held_copies.py",
     LIBRARY / "training_state.py",
+    LIBRARY / "registered.py",
     LIBRARY / "resuming.py",
     LIBRARY / "saving.py",
     LIBRARY / "leaving.py",
