@@ -128,7 +128,9 @@ class _Forking:
                 Connection(descriptors[2], readable=False) as results,
             ):
                 self._fork(Seat(**json.loads(message)), line, indices, results)
-        elif descriptors:  # no more may be open
+        elif not descriptors:  # nobody can be told, but by the end of this process
+            raise OSError(EMFILE, "a worker is asked for, and no more files may be open")
+        else:
             line = socket.socket(fileno=descriptors.pop(0))
             for descriptor in descriptors:
                 os.close(descriptor)
