@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.data import get_worker_info
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
-from tests.pools import Both, Held, Samples, hang_for_ever, held, open_gate
+from tests.pools import Both, Held, Samples, hang_for_ever, held, open_gate, worker_pids
 
 __all__ = [
     "Numbers",
@@ -27,7 +26,6 @@ __all__ = [
     "collate_by_hand",
     "freezing_garbage",
     "indices_in",
-    "is_alive",
     "loader_of",
     "main_that_is_interrupted",
     "main_that_is_killed",
@@ -110,19 +108,6 @@ def settled() -> Held:
     """What this process has open once what nobody refers to is gone."""
     gc.collect()
     return held()
-
-
-def worker_pids() -> set[int]:
-    """The processes that this one has started and that have not ended."""
-    return {child.pid for child in psutil.Process().children() if is_alive(child.pid)}
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process has not ended; one that nobody has waited for has."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 # --- processes of their own -----------------------------------------------------------------------------------------

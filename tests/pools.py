@@ -134,6 +134,11 @@ class DieAndLeaveAChild:
         die_by_sigkill()
 
 
+def kill_the_parent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    hang_for_ever()
+
+
 def die_by_segfault() -> None:
     ctypes.string_at(0)
 
@@ -146,9 +151,15 @@ def hang_for_ever() -> None:
     threading.Event().wait()
 
 
-def interrupt_the_parent() -> None:
-    os.kill(os.getppid(), signal.SIGINT)
-    hang_for_ever()
+@dataclass(frozen=True)
+class InterruptAndHang:
+    """Send a process what Ctrl-C would."""
+
+    pid: int
+
+    def __call__(self) -> None:
+        os.kill(self.pid, signal.SIGINT)
+        hang_for_ever()
 
 
 def a_tensor() -> torch.Tensor:
@@ -161,6 +172,10 @@ def a_megabyte() -> bytes:
 
 def pid() -> int:
     return os.getpid()
+
+
+def pid_and_parent() -> tuple[int, int]:
+    return os.getpid(), os.getppid()
 
 
 def info_and_random_numbers() -> tuple[Any, ...]:
@@ -215,6 +230,31 @@ def open_gate(path: Path | str) -> None:
     Path(path).write_bytes(b".")
 
 
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def child_pids() -> set[int]:
+    """The processes that this one has started and that have not ended."""
+    return {child.pid for child in psutil.Process().children() if is_alive(child.pid)}
+
+
+def worker_pids() -> set[int]:
+    """Those that they have started: what nurseries fork."""
+    found: set[int] = set()
+    for child in child_pids():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(one.pid for one in psutil.Process(child).children() if is_alive(one.pid))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 # --- what is open ---------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +273,7 @@ def held() -> Held:
     """What this one has."""
     return Held(
         descriptors=tuple(sorted(filter(None, map(_opened, os.listdir("/proc/self/fd"))))),
-        processes=frozenset(child.pid for child in psutil.Process().children()),
+        processes=frozenset(child.pid for child in psutil.Process().children(recursive=True)),
         threads=frozenset(thread.name for thread in threading.enumerate()) & {THREAD_NAME},
         shared_memory=frozenset(name for name in os.listdir("/dev/shm") if _is_left(name)),
     )
@@ -270,16 +310,16 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def main_of_a_job() -> None:
-    """A process with busy workers, that says their pids and waits to be killed."""
+    """A process with busy workers, that says their pids and their nursery's, and waits to be killed."""
     import multiprocessing
 
-    doing: dict[int, Callable[[], Any]] = dict.fromkeys(range(3), pid)
+    doing: dict[int, Callable[[], Any]] = dict.fromkeys(range(3), pid_and_parent)
     with Pool(work(doing), context=multiprocessing.get_context("fork")) as pool:
         pool.resize(3)
         pool.wait_ready(3)
         for number in range(30):
             pool.submit(number, [number % 3])
-        pids = {one for number in range(30) for one in pool.take(number)}
+        pids = {pid for number in range(30) for pair in pool.take(number) for pid in pair}
         print(*sorted(pids), flush=True)
         for number in range(30, 60):
             pool.submit(number, [5])

@@ -17,8 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import get_worker_info
 
 from elastic_ext.data.loader import ElasticDataLoader
-from tests.loading import worker_pids
 from tests.loops import put
+from tests.pools import child_pids
 from tests.ranks import RankPool
 from tests.thinning import the_first
 from tests.training import Batch, bits_of, make_data, make_model, plain_losses, shared, trainer_of
@@ -90,7 +90,7 @@ def trained_by_rank(
     with_dropout: bool = False,
 ) -> Trained:
     """Train so many steps while configs are put in place."""
-    before = worker_pids()
+    before = child_pids()
     seen = Trained()
     model: Any = make_model()
     if with_dropout:
@@ -106,7 +106,7 @@ def trained_by_rank(
     seen.weights = [part.detach().clone() for part in model.parameters()]
     seen.bits = bits_of(model, optimizer.state_dict()["state"])
     gc.collect()
-    seen.num_left = len(worker_pids() - before)
+    seen.num_left = len(child_pids() - before)
     return seen
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +21,7 @@ from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.stream import START, Answer, Mark, Request, Stream
 from elastic_ext.errors import WorkerDiedError
-from tests.loading import worker_pids
+from tests.pools import worker_pids
 
 
 class Counting(IterableDataset[int]):
@@ -169,15 +168,15 @@ def test_its_length_is_what_the_dataset_says() -> None:
 
 def test_workers_are_kept_from_loop_to_loop_and_more_come_with_the_next_one() -> None:
     loader = ElasticDataLoader(Counting(24), 4, num_workers=1, persistent_workers=True)
-    before = {child.pid for child in psutil.Process().children()}
+    before = worker_pids()
     batches = iter(loader)
     found = all_in([next(batches)])
-    workers = {child.pid for child in psutil.Process().children()} - before
+    workers = worker_pids() - before
     changed(loader, num_workers=2)
     assert found + all_in(batches) == list(range(24))  # the one worker's
-    assert {child.pid for child in psutil.Process().children()} - before == workers
+    assert worker_pids() - before == workers
     assert sorted(all_in(loader)) == list(range(24))
-    assert len({child.pid for child in psutil.Process().children()} - before) == 2
+    assert len(worker_pids() - before) == 2
     assert sorted(all_in(loader)) == list(range(24))
 
 

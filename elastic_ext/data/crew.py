@@ -39,6 +39,7 @@ class Crew:
         self._slots: dict[int, Worker | None] = {}  # None: being started
         self._num_starts: dict[int, int] = {}  # by slot
         self._num_unstarted = 0  # since a worker was last ready
+        self._went_with: int | None = None  # what the last of them was forked from, if that is why
         self._unstarted: Unstarted | None = None  # why no more are started for now
         self._poll = select.poll()
         self._polled: dict[int, Worker] = {}  # by each descriptor of theirs
@@ -133,11 +134,11 @@ class Crew:
             )
         if self.news or None in self._slots.values() or self._unstarted is None:
             return
-        if self._unstarted.error is not None:
-            raise self._unstarted.error
+        if self._unstarted.ending.error is not None:
+            raise self._unstarted.ending.error
         raise WorkerDiedError(
             f"{self._num_unstarted} data workers died one after another before they were ready (the last: "
-            f"{self._unstarted.how}); see what worker_init_fn and the dataset's own start do, and standard error"
+            f"{self._unstarted.ending.how}); see what worker_init_fn and the dataset's own start do, and standard error"
         )
 
     def close(self) -> None:
@@ -158,10 +159,13 @@ class Crew:
 
     def _note_unstarted(self, news: Unstarted) -> None:
         del self._slots[news.slot]
-        self._num_unstarted += 1
-        if news.error is not None or self._num_unstarted >= _MOST_UNSTARTED:
+        ending = news.ending
+        if ending.went_with is None or ending.went_with != self._went_with:  # those that go together count once
+            self._num_unstarted += 1
+        self._went_with = ending.went_with
+        if ending.error is not None or self._num_unstarted >= _MOST_UNSTARTED:
             self._unstarted = news
-        reason = news.how if news.error is None else f"could not be started: {news.error}"
+        reason = ending.how if ending.error is None else f"could not be started: {ending.error}"
         _logger.warning("data worker %d was never ready: %s", news.slot, reason)
 
     def _is_sent(self, worker: Worker) -> bool:

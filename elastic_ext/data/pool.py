@@ -237,16 +237,16 @@ class Pool:
                         self._settle(worker, payload)
             except EOFError:
                 pass
-        how = worker.how_it_ended()
+        ending = worker.ending()
         doing = worker.tasks[0] if worker.tasks and worker.has_begun(worker.tasks[0].sent_at) else None
         _logger.warning(
             "data worker %d died (%s) %s; another takes its place",
             worker.slot,
-            how,
+            ending.how,
             "while it had nothing to do" if doing is None else f"while it made {in_short(doing.indices)}",
         )
         if doing is not None:
-            doing.blame(how)
+            doing.blame(ending)
         self._dealing.take_back(
             task for task in self._tasks.values() if task.worker is worker and task.outcome is NOTHING
         )

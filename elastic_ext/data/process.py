@@ -14,20 +14,20 @@ import select
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Protocol
 
 from .frames import Inbox, Outbox
 from .internals import PrivateParts, private_parts
 
-__all__ = ["READY", "STACK_SIGNAL", "STOP", "Noted", "Seat", "Work", "run"]
+__all__ = ["READY", "STACK_SIGNAL", "STOP", "Noted", "Seat", "Work", "end_with_parent", "run"]
 
 READY = -1
-"""The number of a worker's first message: it can take tasks; the pipe on which its stack can be had."""
+"""The number of a worker's first message: it can take tasks; its pid, and the pipe on which its stack can be had."""
 STOP = -2
 """The number of what a worker is sent last."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
@@ -60,12 +60,21 @@ class Seat:
     num_workers: int
     base_seed: int
 
+    @property
+    def name(self) -> str:
+        """Of the process."""
+        return f"elastic_ext worker {self.slot}"
 
-def run(work: Work, seat: Seat, indices: Connection, results: Connection, inherited: Sequence[Connection]) -> None:
-    """Make batches until told to stop, or until the parent is gone. ``inherited``: the pipes of others."""
-    _end_with_parent()
-    for connection in inherited:
-        connection.close()
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def run(work: Work, seat: Seat, indices: Connection, results: Connection, inherited: Iterable[_Closable]) -> None:
+    """Make batches until told to stop, or until the parent is gone. ``inherited``: what only the parent is to hold."""
+    end_with_parent()
+    for each in inherited:
+        each.close()
     parts = private_parts()
     stack_read, stack_write = os.pipe()
     faulthandler.register(STACK_SIGNAL, file=stack_write)
@@ -90,7 +99,7 @@ def _begin(work: Work, parts: PrivateParts, slot: int) -> None:
         work.worker_init_fn(slot)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have this process killed when its parent is gone, in the middle of whatever it does then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -151,7 +160,7 @@ class Line:
         """The next task; None when there will be none."""
         if not self._is_ready:  # torch's loop asks for the first task when it has set everything up
             self._is_ready = True
-            self._send(READY, self._stack)
+            self._send(READY, (os.getpid(), self._stack))
         while not self._arrived and not self._is_over:
             if not self._readable.poll(timeout * 1000):
                 raise queue.Empty

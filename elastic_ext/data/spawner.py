@@ -1,7 +1,7 @@
 """Spawner: the one thread of a pool that starts its worker processes, and sees to it that they end.
 
-A process is forked here alone, and pipes are opened and closed here alone: what a fork inherits is known. The thread
-lives as long as the pool, since Linux may be told to end a child with the thread that made it.
+Processes are started here alone, and pipes are opened and closed here alone. The thread lives as long as the pool,
+since Linux may be told to end a child with the thread that made it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
 
+from .child import Ending, Separate, Starter
+from .nursery import Nurseries
 from .process import READY, Seat, Work
 from .worker import Worker
 
@@ -43,9 +45,7 @@ class Unstarted:
     """A worker that never could."""
 
     slot: int
-    how: str
-    error: Exception | None
-    """What kept its process from being started; None if the process ended by itself."""
+    ending: Ending
 
 
 class Spawner:
@@ -55,12 +55,11 @@ class Spawner:
         self, work: Work, context: BaseContext, end_seconds: float, may_start: AbstractContextManager[object]
     ) -> None:
         self._end_seconds = end_seconds
-        self._may_start = may_start
+        is_fork = context.get_start_method() == "fork"
+        self._starter: Starter = (Nurseries if is_fork else Separate)(work, context, may_start)
         self.news: deque[Started | Unstarted] = deque()
         self.error: Exception | None = None
         """Why the thread is gone, None unless it failed."""
-        self._work = work
-        self._context = context
         self._orders: deque[Callable[[], None]] = deque()
         self._seats: deque[Seat] = deque()  # of workers that are to be started
         self._told = os.eventfd(0, _EVENTS)
@@ -159,10 +158,9 @@ class Spawner:
 
     def _start(self, seat: Seat) -> None:
         try:
-            with self._may_start:
-                worker = Worker(self._work, seat, self._context, self._workers)
+            worker = Worker(seat, self._starter)
         except Exception as error:  # pickling runs the user's code: kept for the pool, which raises it
-            self._tell(Unstarted(seat.slot, "could not be started", error))
+            self._tell(Unstarted(seat.slot, Ending("could not be started", error=error)))
             return
         self._workers.add(worker)
         self._starting[worker] = None
@@ -187,9 +185,9 @@ class Spawner:
             worker.note_ready(payload)
             self._tell(Started(worker))
         else:
-            how = worker.how_it_ended()
+            ending = worker.ending()
             self._bury(worker)
-            self._tell(Unstarted(worker.slot, how, None))
+            self._tell(Unstarted(worker.slot, ending))
 
     def _end(self, worker: Worker) -> None:
         worker.ask_to_end()
@@ -204,10 +202,12 @@ class Spawner:
     def _end_all(self) -> None:
         for worker in self._workers:
             worker.ask_to_end()
+        self._starter.retire()
         until = time.monotonic() + self._end_seconds
         for worker in list(self._workers):
             worker.end(max(until - time.monotonic(), 0.0))
             self._bury(worker)
+        self._starter.close()
 
     def _tell(self, news: Started | Unstarted) -> None:
         self.news.append(news)

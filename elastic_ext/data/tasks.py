@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_ext.errors import WorkerDiedError
 
+from .child import Ending
 from .internals import PrivateParts
 from .worker import Worker
 
@@ -18,6 +19,7 @@ NOTHING: Any = object()
 """What came of a task so far, where nothing has."""
 
 _MOST_DEATHS = 3  # of workers, over one task
+_MOST_LOSSES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +45,24 @@ class Task:
     """How many bytes that worker had been sent before it."""
     outcome: Any = NOTHING
     num_deaths: int = 0
+    num_losses: int = 0
+    """How often it was being made when a worker went with the process that it was forked from."""
     is_forgotten: bool = False
     """Nobody wants it any more."""
     probes_for: Task | None = None
     """Of a probe: the task over which workers died, to find the sample that they died of."""
 
-    def blame(self, how: str) -> None:
+    def blame(self, ending: Ending) -> None:
         """One more worker has died while it made this."""
         blamed = self.probes_for or self
-        blamed.num_deaths += 1
+        if ending.went_with is None:
+            blamed.num_deaths += 1
+        else:  # which is not its fault
+            blamed.num_losses += 1
         if blamed.num_deaths >= _MOST_DEATHS:
-            blamed.outcome = Raised(_died_over(self.indices, how))
+            blamed.outcome = Raised(_died_over(self.indices, ending.how))
+        elif blamed.num_losses >= _MOST_LOSSES:
+            blamed.outcome = Raised(_lost_over(self.indices, ending.how))
 
     def probes(self) -> list[Task]:
         """Its samples one by one, if the next death over it is the last and there are several."""
@@ -105,5 +114,13 @@ def _died_over(indices: Any, how: str) -> WorkerDiedError:
         f"{_MOST_DEATHS} worker processes died one after another while they made {in_short(indices)} of the dataset "
         f"(the last: {how}); load it in a process of its own to see why, or, where the kernel's log says that memory "
         "ran out, use fewer workers or smaller batches",
+        indices=indices if isinstance(indices, list) else [indices],
+    )
+
+
+def _lost_over(indices: Any, how: str) -> WorkerDiedError:
+    return WorkerDiedError(
+        f"{_MOST_LOSSES} times workers went with the process that they were forked from while they made "
+        f"{in_short(indices)} of the dataset (the last: {how}); look into the kernel's log for memory that ran out",
         indices=indices if isinstance(indices, list) else [indices],
     )
