@@ -205,6 +205,38 @@ def test_a_change_in_place_that_nobody_was_told_of_is_an_error_that_names_the_pa
     assert not list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/COMMIT"))
 
 
+PAST_AUTOGRAD: dict[str, Callable[[Any], object]] = {
+    "numpy": lambda tensor: tensor.numpy().fill(0),
+    "dlpack": lambda tensor: torch.utils.dlpack.from_dlpack(tensor).zero_(),
+    "frombuffer": lambda tensor: torch.frombuffer(tensor.numpy().data, dtype=tensor.dtype).zero_(),
+    "storage": lambda tensor: tensor.untyped_storage().fill_(0),
+    "data": lambda tensor: tensor.data.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("way", PAST_AUTOGRAD)
+def test_a_change_that_autograd_does_not_hear_of_is_an_error_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path, nn.Linear(64, 5).double())
+    inputs = torch.ones(4, 64, dtype=torch.float64)
+    gate.open()
+    for is_late in (False, True):
+        with loop.trainer.step():
+            if is_late:
+                PAST_AUTOGRAD[way](loop.model.weight.detach())
+            loop.model(inputs).sum().backward()
+            gate.open()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        gate.close()
+    gate.open()
+    with pytest.raises(CheckpointError, match=r"weight was changed in place while it was being copied"):
+        loop.trainer.close()
+    assert not list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/COMMIT"))
+
+
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An agent's folder, for a trainer that is made afterwards."""
