@@ -481,6 +481,23 @@ def test_paths_that_lead_to_no_checkpoint_are_refused_in_words(run: Shell, tmp_p
         assert run(command, tmp_path / name, "--json") == 2 and run.out == ""
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["ls", ""], ["verify", ""], ["prune", ""], ["export", "", "out"], ["export", ".", ""], ["convert", ".", ""]],
+    ids=str,
+)
+def test_a_path_of_no_text_is_not_the_current_folder(
+    storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.chdir(storage)
+    before = disk(storage)
+    with pytest.raises(SystemExit) as ended:
+        main(["ckpt", *command, *(["--to", "dcp"] if command[0] == "convert" else [])])
+    assert ended.value.code == 2
+    assert "as where a variable is not set; allowed: a path, and '.' for the current folder" in capsys.readouterr().err
+    assert disk(storage) == before
+
+
 def test_what_needs_one_job_or_checkpoint_says_so(run: Shell, storage: Path) -> None:
     job = job_folder(storage)
     assert run("prune", job / "step_1", "--keep-last", "1") == 2 and f"give its job's folder, {job}" in run.err
