@@ -154,6 +154,7 @@ class Saving:
             seconds=follower.settings.shutdown_seconds,
             request=follower.request_leave,
             can_write=self.checkpoints.held.has_newest,
+            has_some=self.checkpoints.held.has_some,
             has_nothing=lambda: self._steps.has_not_begun and not self._steps.is_inside,
             write=self.checkpoints.held.write_newest,
             rank=follower.ranks.rank,

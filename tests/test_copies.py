@@ -49,6 +49,28 @@ def test_what_is_saved_is_not_copied(tmp_path: Path) -> None:
     small.trainer.close()
 
 
+def test_what_was_due_and_is_not_begun_leaves_the_checkpoint_before_to_go_on_from(tmp_path: Path) -> None:
+    small = Small(tmp_path)
+    held = checkpoints_of(small).held
+    held._copied_at = math.inf  # nothing is copied by itself
+    small.take()
+    assert not held.has_some() and "nothing was copied so far, and nothing is saved" in held.write_newest(1.0)
+    small.take(3)
+    assert checkpoints_of(small).is_due
+    assert held.has_some() and not held.has_newest()
+    told = held.write_newest(30.0)
+    assert "step_2 is what there is to go on from; training has come to step 4" in told
+    assert small.saved == ["step_2"]
+    small.trainer.close()
+    resumed = Small(tmp_path)
+    held = checkpoints_of(resumed).held
+    held._copied_at = math.inf
+    resumed.take()
+    told = held.write_newest(30.0)
+    assert "step_4 is what there is to go on from; training has come to step 5" in told
+    resumed.trainer.close()
+
+
 def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path) -> None:
     small = Small(tmp_path)
     checkpoints = checkpoints_of(small)

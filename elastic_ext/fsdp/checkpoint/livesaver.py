@@ -179,6 +179,11 @@ class LiveSaver:
         """Whether something was copied that is not written, or only since somebody has asked for it."""
         return self._held is not None or self._written_late is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was begun that is not known to be made, and nothing is held."""
+        return self._under_way is None and not self.is_holding
+
     def write_held(self, seconds: float) -> Path | None:
         """Have what was copied last written, from any thread, on all ranks; its folder, if it is there in time."""
         with self._lock:
