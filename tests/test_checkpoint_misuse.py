@@ -241,3 +241,30 @@ def test_what_a_checkpointer_cannot_be_given_is_refused_before_ranks_are_joined(
     with pytest.raises(ValueError, match=words):
         ShardCheckpointer(**{"shared_storage_path": tmp_path, **arguments})
     assert not list(tmp_path.iterdir())
+
+
+def messages_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_a_name_that_the_environment_gives_a_job_is_refused_as_an_argument_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ELASTIC_EXT_JOB", "j" * 300)
+    with pytest.raises(ValueError, match="which has 300 characters and takes 300"):
+        ShardCheckpointer(tmp_path)
+    assert messages_of(caplog) == []
+
+
+def test_a_file_where_checkpoints_are_to_lie_is_one_error_and_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fsdp_checkpoint").touch()
+    (tmp_path / "file").touch()
+    for storage, wrong in ((tmp_path, "fsdp_checkpoint"), (tmp_path / "file", "file")):
+        with (
+            ShardCheckpointer(storage, job="x") as checkpointer,
+            pytest.raises(CheckpointError, match=f"{wrong} is no folder, and checkpoints are to lie there; move it"),
+        ):
+            checkpointer.claim()
+    assert messages_of(caplog) == []

@@ -150,6 +150,19 @@ def test_ls_tells_of_lineages_and_of_what_is_no_checkpoint(run: Shell, tmp_path:
     }
 
 
+def test_another_name_of_a_checkpoint_beside_it_is_no_second_one(run: Shell, storage: Path, tmp_path: Path) -> None:
+    job = job_folder(storage)
+    (job / "step_10").symlink_to("step_3")
+    (job / "step_11").symlink_to(job / "step_3")
+    shutil.move(job / "step_1", tmp_path / "archive")
+    (job / "step_1").symlink_to(tmp_path / "archive")  # its only name here
+    names = ["step_1", "step_2", "step_3"]
+    assert [record["name"] for record in run.records("ls", job)] == names
+    assert run("verify", job) == 0 and run.out.count(": whole, ") == 3
+    assert run("prune", job, "--keep-last", "2", "--dry-run") == 0
+    assert "step_2 stays" in run.out and "step_3 stays: the newest" in run.out and "step_1 " in run.out
+
+
 # ---- show ----
 
 

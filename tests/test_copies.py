@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(
     checkpoints._save_or_warn("step_2", checkpoints.moment(), checkpoints._manner())
     small.trainer.close()
     assert small.saved == ["step_2"]
+
+
+def test_a_save_that_failed_is_one_line_where_training_goes_on_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = Small(tmp_path, when_save_fails="warn")
+    small.take(3)
+    end_saves()
+    shutil.rmtree(small.storage)
+    small.take(4)
+    small.trainer.close()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [step for step in (4, 6) for line in told if f"step_{step} was not saved: " in line] == [4, 6]
+    assert len(told) == 2
 
 
 def test_what_is_saved_is_not_copied(tmp_path: Path) -> None:

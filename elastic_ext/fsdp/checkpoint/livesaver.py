@@ -246,7 +246,9 @@ class LiveSaver:
         save.burn_letters()
         failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
         if failed:
-            raise joined_failure(failed, f"saving {save.path}", len(failures))
+            failure = joined_failure(failed, f"saving {save.path}", len(failures))
+            failure.is_in_log = save.is_in_log
+            raise failure
         if save.error is not None:
             raise save.error
         self._last = save
