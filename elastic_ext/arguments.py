@@ -15,12 +15,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from . import pipelines
 from .accelerator import Accelerated, is_prepared
 from .fsdp.checkpoint.hostmemory import num_copies
+from .fsdp.checkpoint.jobname import check_job
 from .fsdp.checkpoint.retain import Retention
+from .given import check_flag, path_given
 from .interval import CheckpointInterval
 
 __all__ = [
     "check_checkpoints",
-    "check_choice",
     "check_model",
     "check_not_prepared",
     "check_ranks_are_joined",
@@ -39,26 +40,26 @@ _UPDATED_IN_BACKWARD = (
 )
 
 
-def check_choice(name: str, value: object, allowed: Sequence[str | bool]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
-
-
 def check_checkpoints(
     interval: CheckpointInterval | None,
     path: str | Path | None,
     *,
+    job: str | None,
     keep_last: int | None,
     keep_every: int | None,
     in_background: bool,
     keep_previous: bool,
 ) -> None:
+    check_flag("save_in_background", in_background)
+    check_flag("keep_previous", keep_previous)
     Retention(keep_last=keep_last, keep_every=keep_every)  # ValueError for what cannot be
     num_copies(in_background=in_background, keep_previous=keep_previous)
     if interval is not None and not isinstance(interval, CheckpointInterval):
         raise ValueError(f"checkpoint_interval is {interval!r}; allowed: a CheckpointInterval, or None")
-    if path is not None and not isinstance(path, (str, Path)):
-        raise ValueError(f"shared_storage_path is {path!r}; allowed: a path, or None")
+    if path is not None:
+        path_given("shared_storage_path", path)
+        if job is not None:
+            check_job(job)
     if interval is not None and path is None:
         raise ValueError("checkpoint_interval was given without shared_storage_path; say where checkpoints go")
 

@@ -27,6 +27,7 @@ from datetime import datetime
 from pathlib import Path
 
 from .ckpt.commands import add_commands
+from .ckpt.taking import path_of
 from .config import ElasticConfig
 from .errors import ConfigError, Refusal
 from .history import ConfigHistory, Entry
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     by_name: dict[str, argparse.ArgumentParser] = {}
     for name, words in _HELP.items():
         by_name[name] = commands.add_parser(name, help=words, description=words)
-        by_name[name].add_argument("--file", type=Path, help="the config file")
+        by_name[name].add_argument("--file", type=path_of, help="the config file")
     by_name["set"].add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="KEY= takes the key out")
     by_name["set"].add_argument("--reason", default="", help="why, for the log and the history")
     by_name["set"].add_argument("--at-step", type=int, help="the first step that runs under this version")

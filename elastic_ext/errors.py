@@ -78,6 +78,9 @@ class ConfigError(ElasticError, ValueError):
 class CheckpointError(ElasticError):
     """A checkpoint that could not be saved or loaded; older checkpoints are as they were."""
 
+    is_in_log = False
+    """It was logged where it came about, before it is raised."""
+
 
 class CheckpointNotFound(CheckpointError):
     """No checkpoint where one was asked for; the message says where that is and what is there."""

@@ -1,10 +1,14 @@
-"""What a user may give as one thing or as several."""
+"""What a user may give: one thing or several, one of some choices, a path."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["as_list"]
+__all__ = ["as_list", "check_choice", "check_flag", "path_given"]
+
+_EMPTY = "is '', as where a variable is not set; allowed: a path, and '.' for the current folder"
 
 
 def as_list(given: Any) -> list[Any]:
@@ -12,3 +16,23 @@ def as_list(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str | bool | None]) -> None:
+    """ValueError unless it is one of those; 0 and 1 are neither False nor True."""
+    if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """ValueError unless it is True or False: any other text would be true, and so would "False"."""
+    check_choice(name, value, (True, False))
+
+
+def path_given(name: str, value: object) -> Path:
+    """``value`` as a path; ValueError for what is none, and for no text, which would be the current folder."""
+    if not isinstance(value, (str, Path)):
+        raise ValueError(f"{name} is {value!r}; allowed: a path, as text or as a pathlib.Path")
+    if value == "":
+        raise ValueError(f"{name} {_EMPTY}")
+    return Path(value)

@@ -71,6 +71,10 @@ class HeldCopies:
         self._copied_at = time.monotonic()
         self._copy_seconds = max(self._copied_at - began, self._copy_seconds / 2)
 
+    def has_some(self) -> bool:
+        """Whether there is something to go on from, or to be written for that."""
+        return self._job.live.is_holding or self._saves.path is not None
+
     def has_newest(self) -> bool:
         """Whether ``write_newest`` has something to write, or has nothing left to write."""
         return self._job.live.is_holding or self._saves.path_of_now is not None
@@ -81,11 +85,15 @@ class HeldCopies:
         Another thread than training's may call this.
         """
         step = self._counts.global_step
-        if not self.has_newest() and self._counts.num_boundaries == 0:
-            return "there is nothing to save yet"
+        if not self.has_some():
+            if self._counts.num_boundaries == 0:
+                return "there is nothing to save yet"
+            return f"nothing was copied so far, and nothing is saved; training has come to step {step}"
         path, path_of_now = self._job.live.write_held(seconds), self._saves.path_of_now
         if path is None and path_of_now is not None:
             return f"{path_of_now} has all there is"
+        if path is None and self._job.live.is_idle:
+            path = self._saves.path  # whatever comes next has not begun
         if path is not None:
             return f"{path} is what there is to go on from; training has come to step {step}"
         return f"what was copied is not saved in the time that there is, and training has come to step {step}"

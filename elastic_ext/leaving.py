@@ -2,7 +2,8 @@
 
     in steps       the control word carries the request; all ranks finish the same step, save, and exit
     outside        nobody comes to a boundary for a while, as in an evaluation: half of the time there is is waited for
-                   one; then a thread of each rank has written what was copied last
+                   one; then a thread of each rank has written what was copied last. Where nothing was, it is waited
+                   longer, and what there is to go on from is the last checkpoint
 
 Which of the two it is all ranks learn from the store, where the first to say it decides. Either way the exit status is
 143, once the checkpoint exists or there is no time left for it.
@@ -53,6 +54,7 @@ class Leaving:
         seconds: float,
         request: Callable[[], None],
         can_write: Callable[[], bool],
+        has_some: Callable[[], bool] = lambda: False,
         has_nothing: Callable[[], bool] = lambda: False,
         write: Callable[[float], str],
         rank: int = 0,
@@ -64,6 +66,7 @@ class Leaving:
         self._margin = seconds * _MARGIN
         self._request = request
         self._can_write = can_write
+        self._has_some = has_some  # to go on from, if no newer step ends
         self._has_nothing = has_nothing  # to lose: no step was taken yet
         self._write = write  # gives what became of it, in words
         self._asked_at: float | None = None
@@ -205,13 +208,13 @@ class Leaving:
             _logger.info("%s: the step is finished and saved, and training ends", self._signal)
         late = time.monotonic() - self._asked_at
         how = self._decided()
-        if how is None and (self._has_nothing() or (late > self._seconds / 2 and self._can_write())):
+        if how is None and (self._has_nothing() or self._has_waited(late)):
             how = self._decide("from memory")
         if how == "from memory":
             self._leave(self._seconds - late)
         elif how is None and late > _SILENT_SECONDS and not self._store.check(self._signs):
             if self._decide("from memory") == "from memory":
-                _logger.error("%.0f seconds after %s a rank gives no sign: nothing is saved", late, self._signal)
+                _logger.error("%.0f seconds after %s a rank gives no sign: nothing newer is saved", late, self._signal)
                 self._exit()  # a launcher that restarts the job waits for it
         elif how is None and late > self._seconds:
             self._decide("from memory")
@@ -225,6 +228,10 @@ class Leaving:
                 late,
                 self._signal,
             )
+
+    def _has_waited(self, late: float) -> bool:
+        """Whether what there is without another step is taken: the longer it is waited for one, the less it has."""
+        return (late > self._seconds / 2 and self._can_write()) or (late > self._seconds * 3 / 4 and self._has_some())
 
     def _leave(self, seconds: float) -> None:
         """Write what is held, and exit."""

@@ -81,7 +81,7 @@ class ElasticOptimizer(Optimizer):
         self.scaled_by: Callable[..., Any] | None = None
         """What ``step()`` goes through, where accelerate has optimizers step through a GradScaler."""
         if state is not None:
-            optimizer.register_step_pre_hook(self._refuse_bare)
+            optimizer.register_step_pre_hook(self._before_inner)
         self._schedulers: list[ElasticLRScheduler] = []
         self._gathered: tuple[int, Any] | None = None  # the step in which step() was left out, and what it saw then
         self._follower: ConfigFollower | None = None
@@ -129,6 +129,7 @@ class ElasticOptimizer(Optimizer):
             state.before_optimizer()
         if _is_left_out(self.inner):
             return None
+        self._wait_to_change()
         self._begin(state)
         self._is_called = True
         try:
@@ -245,13 +246,19 @@ class ElasticOptimizer(Optimizer):
         gradients = (part.grad for group in self.param_groups for part in group["params"])
         return next(((id(each), each._version) for each in gradients if each is not None), None)
 
-    def _refuse_bare(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+    def _before_inner(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """Within a trainer's step the wrapped optimizer would step in every micro-step, by what is not complete."""
         if self._state is not None and self._state.is_inside and not self._is_called:
             raise StepError(
                 "the bare optimizer's step() was called within `with trainer.step():`; call that of the one that "
                 "prepare() returned"
             )
+        self._wait_to_change()
+
+    def _wait_to_change(self) -> None:
+        """Before whatever else hangs on the wrapped optimizer's step, which may change parameters too."""
+        if self._state is not None and self._state.before_change is not None:
+            self._state.before_change()
 
     def _begin(self, state: StepState) -> None:
         if self._begun_in != state.number:
@@ -289,6 +296,7 @@ class ElasticOptimizer(Optimizer):
                 self._begin(state)
             return loss
 
+        self._wait_to_change()
         self._is_called = True
         try:
             result = self._step_scaled(evaluate)

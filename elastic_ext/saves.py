@@ -107,5 +107,5 @@ class Saves:
         except CheckpointError as error:
             if not self._warns:
                 raise
-            if self._state.rank == 0:
+            if self._state.rank == 0 and not error.is_in_log:
                 _logger.warning("a checkpoint was not saved, and training goes on: %s", error)

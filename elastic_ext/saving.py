@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
-
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from .agree import Boundary
 from .checkpoints import Checkpoints
@@ -35,20 +32,18 @@ class Saving:
         checkpoints: Checkpoints,
         follower: ConfigFollower,
         steps: Steps,
-        optimizers: Sequence[Optimizer],
         *,
         on_leave: Callable[[], None],
     ) -> None:
         self.checkpoints = checkpoints
         self._follower = follower
         self._steps = steps
-        self._optimizers = optimizers
         self._on_leave = on_leave
         self._save_at = math.inf  # the next global step with something to save
         self._leaving = self._listening() if checkpoints.leaves_on_signals else None
         self._leaves_at: Moment | None = None  # of the boundary at which that was agreed on
         self._copies_at: Moment | None = None
-        self._fences: list[RemovableHandle] = []  # on optimizers, while a checkpoint is being copied
+        self._is_fenced = False  # optimizers wait for a checkpoint that is being copied
 
     def start(self) -> None:
         """From here on checkpoints are saved, and a signal ends training with one."""
@@ -63,8 +58,8 @@ class Saving:
 
     def pass_boundary(self, step: int, boundary: Boundary | None) -> None:
         """After a step: note what is to be saved before the next one. ``boundary`` is None where nothing was agreed."""
-        if self._fences:
-            self._take_down_fences()
+        if self._is_fenced:
+            self._take_down_fence()
         is_due, is_asked_for = step >= self._save_at, False
         if boundary is not None:
             self.plan()
@@ -146,7 +141,7 @@ class Saving:
         """Nothing is begun any more, and signals are left to others."""
         if self._leaving is not None:
             self._leaving.stop()
-        self._take_down_fences()
+        self._take_down_fence()
 
     def _listening(self) -> Leaving | None:
         """None where ranks have no store to tell each other by."""
@@ -159,6 +154,7 @@ class Saving:
             seconds=follower.settings.shutdown_seconds,
             request=follower.request_leave,
             can_write=self.checkpoints.held.has_newest,
+            has_some=self.checkpoints.held.has_some,
             has_nothing=lambda: self._steps.has_not_begun and not self._steps.is_inside,
             write=self.checkpoints.held.write_newest,
             rank=follower.ranks.rank,
@@ -169,12 +165,13 @@ class Saving:
         """Save what is due as a step begins; optimizers wait until it is copied."""
         self.checkpoints.begin_due(in_step=True)
         if self.checkpoints.is_copying:
-            self._fences += [each.register_step_pre_hook(lambda *_: self.fence()) for each in self._optimizers]
+            self._is_fenced = True
+            self._steps.fence(self.fence)
 
-    def _take_down_fences(self) -> None:
+    def _take_down_fence(self) -> None:
         self.fence()
-        while self._fences:
-            self._fences.pop().remove()
+        self._is_fenced = False
+        self._steps.fence(None)
 
     def _leave(self) -> NoReturn:
         """Some rank was told to end: save, and exit, on all ranks between the same two steps."""

@@ -93,8 +93,7 @@ class Session:
             self._take_up(follower.config)
             self._materialise()
             if self.checkpoints is not None:
-                optimizers = [optimizer.inner for optimizer in self._settings.optimizers]
-                self._saving = Saving(self.checkpoints, follower, steps, optimizers, on_leave=self._leave)
+                self._saving = Saving(self.checkpoints, follower, steps, on_leave=self._leave)
                 self.checkpoints.resume(self.resume)
                 self.checkpoints.try_out()
                 self._saving.start()

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .given import path_given
+
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "Settings"]
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -59,6 +61,11 @@ class Settings:
         poll_seconds: float | None = None,
     ) -> Settings:
         """The settings of a process that runs ``script`` in ``environ``; ValueError names what cannot be used."""
+        if job == "":
+            raise ValueError("job is '', as where a variable is not set; allowed: a name, or None")
+        for argument, path in (("run_dir", run_dir), ("config_file", config_file)):
+            if path is not None:
+                path_given(argument, path)
         name = job or environ.get("ELASTIC_EXT_JOB") or _launcher_job(environ) or _script_job(script)
         folder = Path(run_dir or environ.get("ELASTIC_EXT_RUN_DIR") or _cache(environ) / "elastic_ext" / _as_name(name))
         file = Path(config_file or environ.get("ELASTIC_EXT_CONFIG_FILE") or folder / "config.json")
@@ -120,9 +127,9 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def _seconds(environ: Mapping[str, str], name: str, argument: float | None, default: float) -> float:
-    text = environ.get(name) or str(default)
+    text = environ.get(name) or str(default) if argument is None else argument
     try:
-        value = float(text) if argument is None else float(argument)
+        value = math.nan if isinstance(text, bool) else float(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r}; allowed: seconds, a number > 0") from None
     if not 0 < value < math.inf:

@@ -36,6 +36,8 @@ class StepState:
     """Steps have a global batch of their own; else every micro-step commits, as a loop without a trainer would."""
     before_optimizer: Callable[[], None] | None = None
     """Raises where the gradients are not those of the step; None where they cannot be others."""
+    before_change: Callable[[], None] | None = None
+    """Returns once parameters and optimizer state may change; None where nobody needs them as they are."""
     num_optimizers: int = 1
     num_begun: int = 0
     """Optimizers that have begun to change parameters in this step."""

@@ -206,6 +206,10 @@ class Steps:
         """Have ``act`` called as the next step begins, before anything of it happens."""
         self._to_do_first, self._is_like_before = act, False
 
+    def fence(self, wait: Callable[[], None] | None) -> None:
+        """Have ``wait`` called before an optimizer, or what hangs on its step, changes anything; None ends that."""
+        self._state.before_change = wait
+
     def settle(self) -> None:
         """Pass the boundary that an exception kept this rank from, if there is one."""
         if self._owes_boundary:

@@ -38,7 +38,6 @@ from .accelerator import Accelerated
 from .agree import Every
 from .arguments import (
     check_checkpoints,
-    check_choice,
     check_model,
     check_ranks_are_joined,
     check_samples,
@@ -54,6 +53,7 @@ from .counts import Counts
 from .errors import ElasticError, StepError
 from .follow import follow_config
 from .fsdp.checkpoint.launched import Launched
+from .given import check_choice, check_flag
 from .gradients import Gradients
 from .interval import CheckpointInterval
 from .overlap import Overlap
@@ -125,9 +125,17 @@ class ElasticTrainer:
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
         check_choice("when_saving", when_saving, ("wait", "skip", "error"))
         check_choice("overlap_saving", overlap_saving, ("auto", True, False))
+        for name, flag in (
+            ("use_fsdp", use_fsdp),
+            ("sync_every_micro_step", sync_every_micro_step),
+            ("save_on_signals", save_on_signals),
+        ):
+            check_flag(name, flag)
+        check_choice("progress", progress, (True, False, None))
         check_checkpoints(
             checkpoint_interval,
             shared_storage_path,
+            job=job,
             keep_last=keep_last,
             keep_every=keep_every,
             in_background=save_in_background,
@@ -294,6 +302,7 @@ class ElasticTrainer:
         that can do that; with ``skip_samples`` they do not, and the loop goes on where it is. The config in force
         stays. A step that was torn because an optimizer failed on all ranks is mended.
         """
+        check_flag("skip_samples", skip_samples)
         return self._prepared.rewind(step, skips=skip_samples)
 
     def _save_fsdp_state(self) -> Path:

@@ -19,6 +19,7 @@ from .config import ElasticConfig
 from .errors import ConfigError, ElasticError
 from .files import FileStamp, read_at_most, stamp_of
 from .folder_events import FolderEvents
+from .given import path_given
 from .strict_json import MAX_BYTES
 
 __all__ = ["ConfigWatcher"]
@@ -44,7 +45,7 @@ class ConfigWatcher:
         use_events: bool = True,
         warns: bool = True,
     ) -> None:
-        self.path = Path(path).absolute()
+        self.path = path_given("path", path).absolute()
         self.on_news: Callable[[], None] = _nobody
         """Called on the watching thread when another config is held, or none will be any more."""
         self._poll_seconds = poll_seconds

@@ -223,3 +223,48 @@ def test_models_with_other_names_on_each_rank_are_refused_when_they_are_saved(ra
     first, second = ranks.run(2, stage_rank, tmp_path)
     assert first == second
     assert "rank 0 has stage0.bias and 1 more in its model, and rank 1 has not; allowed: the same model on" in first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"shared_storage_path": ""}, "shared_storage_path is '', as where a variable is not set; allowed: a path"),
+        ({"job": ""}, "job is '', which has 0 characters"),
+        ({"in_background": "no"}, "in_background is 'no'; allowed: True, False"),
+        ({"keep_previous": 1, "in_background": True}, "keep_previous is 1; allowed: True, False"),
+    ],
+)
+def test_what_a_checkpointer_cannot_be_given_is_refused_before_ranks_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        ShardCheckpointer(**{"shared_storage_path": tmp_path, **arguments})
+    assert not list(tmp_path.iterdir())
+
+
+def messages_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_a_name_that_the_environment_gives_a_job_is_refused_as_an_argument_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ELASTIC_EXT_JOB", "j" * 300)
+    with pytest.raises(ValueError, match="which has 300 characters and takes 300"):
+        ShardCheckpointer(tmp_path)
+    assert messages_of(caplog) == []
+
+
+def test_a_file_where_checkpoints_are_to_lie_is_one_error_and_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "fsdp_checkpoint").touch()
+    (tmp_path / "file").touch()
+    for storage, wrong in ((tmp_path, "fsdp_checkpoint"), (tmp_path / "file", "file")):
+        with (
+            ShardCheckpointer(storage, job="x") as checkpointer,
+            pytest.raises(CheckpointError, match=f"{wrong} is no folder, and checkpoints are to lie there; move it"),
+        ):
+            checkpointer.claim()
+    assert messages_of(caplog) == []

@@ -150,6 +150,19 @@ def test_ls_tells_of_lineages_and_of_what_is_no_checkpoint(run: Shell, tmp_path:
     }
 
 
+def test_another_name_of_a_checkpoint_beside_it_is_no_second_one(run: Shell, storage: Path, tmp_path: Path) -> None:
+    job = job_folder(storage)
+    (job / "step_10").symlink_to("step_3")
+    (job / "step_11").symlink_to(job / "step_3")
+    shutil.move(job / "step_1", tmp_path / "archive")
+    (job / "step_1").symlink_to(tmp_path / "archive")  # its only name here
+    names = ["step_1", "step_2", "step_3"]
+    assert [record["name"] for record in run.records("ls", job)] == names
+    assert run("verify", job) == 0 and run.out.count(": whole, ") == 3
+    assert run("prune", job, "--keep-last", "2", "--dry-run") == 0
+    assert "step_2 stays" in run.out and "step_3 stays: the newest" in run.out and "step_1 " in run.out
+
+
 # ---- show ----
 
 
@@ -479,6 +492,23 @@ def test_paths_that_lead_to_no_checkpoint_are_refused_in_words(run: Shell, tmp_p
         assert words in run.err and run.out == ""
         assert run.err.startswith("elastic-ext: ") and run.err.count("\n") == 1 and "\x1b" not in run.err
         assert run(command, tmp_path / name, "--json") == 2 and run.out == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ls", ""], ["verify", ""], ["prune", ""], ["export", "", "out"], ["export", ".", ""], ["convert", ".", ""]],
+    ids=str,
+)
+def test_a_path_of_no_text_is_not_the_current_folder(
+    storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.chdir(storage)
+    before = disk(storage)
+    with pytest.raises(SystemExit) as ended:
+        main(["ckpt", *command, *(["--to", "dcp"] if command[0] == "convert" else [])])
+    assert ended.value.code == 2
+    assert "as where a variable is not set; allowed: a path, and '.' for the current folder" in capsys.readouterr().err
+    assert disk(storage) == before
 
 
 def test_what_needs_one_job_or_checkpoint_says_so(run: Shell, storage: Path) -> None:

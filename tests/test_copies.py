@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def test_a_save_that_failed_is_told_of_where_the_next_one_is_due_and_by_no_copy(
     assert small.saved == ["step_2"]
 
 
+def test_a_save_that_failed_is_one_line_where_training_goes_on_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = Small(tmp_path, when_save_fails="warn")
+    small.take(3)
+    end_saves()
+    shutil.rmtree(small.storage)
+    small.take(4)
+    small.trainer.close()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [step for step in (4, 6) for line in told if f"step_{step} was not saved: " in line] == [4, 6]
+    assert len(told) == 2
+
+
 def test_what_is_saved_is_not_copied(tmp_path: Path) -> None:
     small = Small(tmp_path)
     checkpoints = checkpoints_of(small)
@@ -47,6 +62,28 @@ def test_what_is_saved_is_not_copied(tmp_path: Path) -> None:
     checkpoints.held.copy()
     assert not checkpoints._job.live.is_holding
     small.trainer.close()
+
+
+def test_what_was_due_and_is_not_begun_leaves_the_checkpoint_before_to_go_on_from(tmp_path: Path) -> None:
+    small = Small(tmp_path)
+    held = checkpoints_of(small).held
+    held._copied_at = math.inf  # nothing is copied by itself
+    small.take()
+    assert not held.has_some() and "nothing was copied so far, and nothing is saved" in held.write_newest(1.0)
+    small.take(3)
+    assert checkpoints_of(small).is_due
+    assert held.has_some() and not held.has_newest()
+    told = held.write_newest(30.0)
+    assert "step_2 is what there is to go on from; training has come to step 4" in told
+    assert small.saved == ["step_2"]
+    small.trainer.close()
+    resumed = Small(tmp_path)
+    held = checkpoints_of(resumed).held
+    held._copied_at = math.inf
+    resumed.take()
+    told = held.write_newest(30.0)
+    assert "step_4 is what there is to go on from; training has come to step 5" in told
+    resumed.trainer.close()
 
 
 def test_a_copy_that_cannot_be_made_is_none_and_training_goes_on(tmp_path: Path) -> None:

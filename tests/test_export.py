@@ -276,6 +276,12 @@ def test_what_is_no_checkpoint_or_no_place_for_an_export_is_refused(made: Path, 
     assert list(job.iterdir()) == []
     with pytest.raises(FileNotFoundError):
         export_checkpoint(made, tmp_path / "no" / "parent")
+    with pytest.raises(ValueError, match="dest is '', as where a variable is not set"):
+        export_checkpoint(made, "")
+    with pytest.raises(ValueError, match="tied is 'twice'; allowed: all, once"):
+        export_checkpoint(made, tmp_path / "to", tied="twice")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="force is 'no'; allowed: True, False"):
+        export_checkpoint(made, tmp_path / "to", force="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):
         export_checkpoint(made, tmp_path / "out", max_shard_bytes=0)
     wrong: Any = "INT8"

@@ -181,6 +181,25 @@ def leaving_of(store: OwnStore, *, seconds: float = 60.0, can_write: bool = True
     return leaving, asked
 
 
+@pytest.mark.parametrize(
+    ("can_write", "has_some", "at"), [(True, True, 0.5), (False, True, 0.75), (False, False, None)]
+)
+def test_it_is_waited_longer_for_a_step_where_nothing_newer_was_copied(
+    can_write: bool, has_some: bool, at: float | None
+) -> None:
+    leaving = Leaving(
+        OwnStore(),
+        seconds=100.0,
+        request=lambda: None,
+        can_write=lambda: can_write,
+        has_some=lambda: has_some,
+        write=lambda _: "nothing is written",
+    )
+    waited = [part for part in (0.4, 0.5, 0.6, 0.75, 0.8) if leaving._has_waited(part * leaving._seconds + 0.01)]
+    leaving.stop()
+    assert (waited[0] if waited else None) == at
+
+
 def test_a_signal_to_one_rank_is_heard_by_the_others_and_handlers_are_given_back() -> None:
     store = OwnStore()
     (mine, asked), (other, heard) = leaving_of(store), leaving_of(store)

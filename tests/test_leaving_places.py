@@ -291,7 +291,9 @@ def test_ranks_that_are_all_sent_it_end_with_one_checkpoint_of_one_step(tmp_path
     ("stuck", "said"),
     [
         (1, "the ranks' store does not answer"),  # which rank 0 has
-        pytest.param(0, "nothing is saved|rank 1 has not said", marks=pytest.mark.slow),  # with a copy or without
+        pytest.param(
+            0, "nothing (newer )?is saved|rank 1 has not said", marks=pytest.mark.slow
+        ),  # with a copy or without
     ],
 )
 def test_a_rank_that_waits_for_one_that_stands_still_ends_in_the_time_it_has(
@@ -330,4 +332,4 @@ def test_a_rank_whose_peer_is_dead_waits_for_no_step(tmp_path: Path) -> None:
         assert job.processes[0].wait(60) == EXIT_STATUS
         assert time.monotonic() - began < 30
         job.end()
-        assert "a rank gives no sign: nothing is saved" in job.text
+        assert "a rank gives no sign: nothing newer is saved" in job.text

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
@@ -161,7 +162,12 @@ def test_the_same_on_ranks(ranks: RankPool, tmp_path: Path, way: str) -> None:
 class Loop:
     """A trainer that saves after its first step, and is in the next one's forward pass when it has been made."""
 
-    def __init__(self, tmp_path: Path, model: nn.Linear | None = None) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        model: nn.Linear | None = None,
+        before_prepare: Callable[[Optimizer], object] = lambda _: None,
+    ) -> None:
         self.model = nn.Linear(6, 5).double() if model is None else model
         self.trainer = trainer_of(
             tmp_path,
@@ -172,7 +178,9 @@ class Loop:
             overlap_saving=True,
         )
         trained = [part for part in self.model.parameters() if part.requires_grad]
-        self.optimizer = self.trainer.prepare(SGD(trained, lr=0.1))
+        inner = SGD(trained, lr=0.1)
+        before_prepare(inner)
+        self.optimizer = self.trainer.prepare(inner)
 
     def pass_through(self) -> None:
         inputs, targets = make_data(4)
@@ -201,6 +209,38 @@ def test_a_change_in_place_that_nobody_was_told_of_is_an_error_that_names_the_pa
         loop.optimizer.step()
         loop.optimizer.zero_grad()
     with pytest.raises(CheckpointError, match=r"bias was changed in place while it was being copied.*trainer\.mutate"):
+        loop.trainer.close()
+    assert not list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/COMMIT"))
+
+
+PAST_AUTOGRAD: dict[str, Callable[[Any], object]] = {
+    "numpy": lambda tensor: tensor.numpy().fill(0),
+    "dlpack": lambda tensor: torch.utils.dlpack.from_dlpack(tensor).zero_(),
+    "frombuffer": lambda tensor: torch.frombuffer(tensor.numpy().data, dtype=tensor.dtype).zero_(),
+    "storage": lambda tensor: tensor.untyped_storage().fill_(0),
+    "data": lambda tensor: tensor.data.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("way", PAST_AUTOGRAD)
+def test_a_change_that_autograd_does_not_hear_of_is_an_error_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    gate = Gate(monkeypatch)
+    loop = Loop(tmp_path, nn.Linear(64, 5).double())
+    inputs = torch.ones(4, 64, dtype=torch.float64)
+    gate.open()
+    for is_late in (False, True):
+        with loop.trainer.step():
+            if is_late:
+                PAST_AUTOGRAD[way](loop.model.weight.detach())
+            loop.model(inputs).sum().backward()
+            gate.open()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        gate.close()
+    gate.open()
+    with pytest.raises(CheckpointError, match=r"weight was changed in place while it was being copied"):
         loop.trainer.close()
     assert not list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/COMMIT"))
 
@@ -329,6 +369,46 @@ def test_mutate_waits_and_costs_nothing_where_nothing_is_copied(
     assert len(list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_*/COMMIT"))) == 2
 
 
+def shrink(optimizer: Optimizer, *_: Any) -> None:
+    """A hook of a script's own, such as a decay of weights, before each step."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for part in group["params"]:
+                part.mul_(0.5)
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_what_hangs_on_the_optimizers_step_waits_for_the_copy_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_global: bool, has_closure: bool
+) -> None:
+    gate = Gate(monkeypatch)
+    hooks: list[RemovableHandle] = []
+
+    def hang(inner: Optimizer) -> None:
+        register = register_optimizer_step_pre_hook if is_global else inner.register_step_pre_hook
+        hooks.append(register(shrink))
+
+    loop = Loop(tmp_path, before_prepare=hang)
+    gate.open()
+    loop.take()
+    due = loop.model.weight.detach().clone()
+    gate.close()
+    with loop.trainer.step():
+        assert loop.trainer._session.checkpoints.is_copying
+        threading.Timer(0.05, gate.open).start()
+        if has_closure:
+            loop.optimizer.step(loop.pass_through)
+        else:
+            loop.pass_through()
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.trainer.close()
+    hooks.pop().remove()
+    (path,) = (tmp_path / "storage").glob("fsdp_checkpoint/*/step_1/model_param.*")
+    assert torch.equal(load_file(path)["weight"], due.flatten())
+
+
 def test_a_step_that_fails_while_it_is_copied_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     loop = Loop(tmp_path)
@@ -349,7 +429,7 @@ def test_a_step_that_fails_while_it_is_copied_is_taken_again(tmp_path: Path, mon
     assert len(list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_*/COMMIT"))) == 2
 
 
-def test_hooks_are_taken_down_after_the_step(tmp_path: Path) -> None:
+def test_no_hooks_are_left_on_the_optimizer_by_a_step(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     hooks: Any = loop.optimizer.inner._optimizer_step_pre_hooks
     before = len(hooks)

@@ -253,6 +253,8 @@ def test_one_goes_back_again_and_further(tmp_path: Path) -> None:
         assert run.trainer.rewind().name == "step_8"
         with pytest.raises(CheckpointNotFound, match=r"of step 7 .* those of steps 2, 4, 6, 8"):
             run.trainer.rewind(7)
+        with pytest.raises(ValueError, match="skip_samples is 'no'; allowed: True, False"):
+            run.trainer.rewind(4, skip_samples="no")
         run.train()
         assert run.bits == expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,20 @@ def test_one_variable_switches_the_library_off(environ: dict[str, str], enabled:
 def test_a_word_that_is_neither_on_nor_off_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=f"ELASTIC_EXT is '{word}'; allowed: on or off"):
         Settings.resolve({"ELASTIC_EXT": word}, script="train.py")
+
+
+@pytest.mark.parametrize("name", ["job", "run_dir", "config_file"])
+def test_an_argument_of_no_text_is_refused_and_not_replaced(name: str) -> None:
+    environ = {"ELASTIC_EXT_JOB": "j", "ELASTIC_EXT_RUN_DIR": "/r", "ELASTIC_EXT_CONFIG_FILE": "/c"}
+    arguments: dict[str, Any] = {name: ""}
+    with pytest.raises(ValueError, match=f"{name} is '', as where a variable is not set; allowed: a"):
+        Settings.resolve(environ, script="train.py", **arguments)
+
+
+@pytest.mark.parametrize("seconds", ["soon", True])
+def test_a_time_that_was_given_and_is_none_is_named_as_it_was_given(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?i)timeout_seconds is ('soon'|nan); allowed: seconds"):
+        Settings.resolve({}, script="train.py", timeout_seconds=seconds)
 
 
 TIMES = [

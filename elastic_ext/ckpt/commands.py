@@ -12,12 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.wording import on_one_line
 
-from .taking import add_arguments_of_convert, add_arguments_of_export
+from .taking import add_arguments_of_convert, add_arguments_of_export, path_of
 from .terminal import Terminal
 
 __all__ = ["COMMANDS", "DAMAGED", "DONE", "REFUSED", "Command", "add_commands", "in_words", "status_of"]
@@ -101,7 +100,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.words, description=command.words)
-        own.add_argument("path", type=Path, metavar="PATH", help=command.path)
+        own.add_argument("path", type=path_of, metavar="PATH", help=command.path)
         own.add_argument("--json", action="store_true", help="one JSON object per line")
         command.arguments(own)
         own.set_defaults(run=_run)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
-__all__ = ["DTYPES", "ONLY_TO", "add_arguments_of_convert", "add_arguments_of_export", "pair_of", "size_of"]
+__all__ = ["DTYPES", "ONLY_TO", "add_arguments_of_convert", "add_arguments_of_export", "pair_of", "path_of", "size_of"]
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def add_arguments_of_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dest", metavar="DEST", help="the folder to write into; it may hold a config and a tokenizer")
+    parser.add_argument(
+        "dest", type=path_of, metavar="DEST", help="the folder to write into; it may hold a config and a tokenizer"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="the type of floating-point numbers; default: as saved")
     parser.add_argument(
         "--rename",
@@ -45,7 +48,7 @@ ONLY_TO = {"dcp": ("first", "force"), "elastic": ("job", "step", "optimizer", "t
 def add_arguments_of_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=tuple(ONLY_TO), required=True, help="what to make of it")
     parser.add_argument(
-        "dest", metavar="DEST", help="a folder that is not there yet; of elastic: a shared_storage_path"
+        "dest", type=path_of, metavar="DEST", help="a folder that is not there yet; of elastic: a shared_storage_path"
     )
     parser.add_argument(
         "--model-key", default="model", metavar="KEY", help='the model\'s in the state dict; "" for all'
@@ -69,6 +72,15 @@ def add_arguments_of_convert(parser: argparse.ArgumentParser) -> None:
     to_elastic.add_argument(
         "--tied", action="append", default=[], type=pair_of, metavar="NAME=NAME", help="two names of one parameter"
     )
+
+
+def path_of(text: str) -> Path:
+    """A path; not '', which would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "it is '', as where a variable is not set; allowed: a path, and '.' for the current folder"
+        )
+    return Path(text)
 
 
 def pair_of(text: str) -> tuple[str, str]:

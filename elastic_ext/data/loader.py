@@ -24,6 +24,7 @@ from typing_extensions import TypeVar
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
+from elastic_ext.given import check_flag
 
 from .choosing import Ordering, epochs_of
 from .epochs import Running
@@ -66,6 +67,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
         fast_forward: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_flag("seed_samples", seed_samples)
+        check_flag("fast_forward", fast_forward)
         given = inspect.signature(DataLoader).bind(dataset, batch_size, *args, **kwargs).arguments
         batches = given.get("batch_sampler")
         if type(batches) is BatchSampler and not _says_more(given):  # it does what a loader does with a sampler

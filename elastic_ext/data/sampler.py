@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from elastic_ext.given import check_flag
+
 from .order import Drawn, InTurn, Order, Shuffled
 from .seeding import seeded
 
@@ -53,6 +55,7 @@ class ElasticDistributedSampler(Sampler[Any]):
     ) -> None:
         if (dataset is None) == (sampler is None):
             raise ValueError("give a dataset, or a sampler whose order is shared out, and not both")
+        check_flag("pad", pad)
         if pad and drop_last:
             raise ValueError("pad and drop_last are both True: the last samples are completed or left out; give one")
         joined = dist.is_available() and dist.is_initialized()

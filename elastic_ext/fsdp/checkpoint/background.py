@@ -59,6 +59,8 @@ class BackgroundSave:
         """Why there is none, once it is over; ToldOfFailure where that is another rank's affair."""
         self.is_made = False
         """The checkpoint exists; what the thread does yet is no part of the save."""
+        self.is_in_log = False
+        """It was logged that there is no checkpoint, and why."""
         self.is_given_up = False
         """Nobody waits for it any more."""
         self._letters = letters
@@ -171,6 +173,7 @@ class BackgroundSave:
     def _tidy(self, error: Exception) -> None:
         if self._rank == 0:
             _logger.warning("checkpoint %s was not saved: %s", self.path, error)
+            self.is_in_log = True
             self._discard()
 
     def _tell_of(self, error: Exception) -> None:

@@ -24,13 +24,14 @@ from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.plain import pack, unpack
-from elastic_ext.given import as_list
+from elastic_ext.given import as_list, check_flag, path_given
 from elastic_ext.ranks import Ranks
 
 from .collecting import Collect, SaveRequest, ToSave, contents_of
 from .contents import Contents
 from .hostmemory import num_copies
 from .jobcheckpoints import JobCheckpoints, as_count
+from .jobname import check_job
 from .launched import Launched
 from .livesaver import Manner
 from .loader import Loader
@@ -86,6 +87,11 @@ class ShardCheckpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> None:
+        root = path_given("shared_storage_path", shared_storage_path)
+        if job is not None:
+            check_job(job)
+        check_flag("in_background", in_background)
+        check_flag("keep_previous", keep_previous)
         retention = Retention(keep_last=keep_last, keep_every=keep_every)
         copies = num_copies(in_background=in_background, keep_previous=keep_previous)
         if storage_timeout_seconds is None:
@@ -100,7 +106,7 @@ class ShardCheckpointer:
         with ExitStack() as undoing:
             undoing.callback(self._ranks.close)
             self._job = JobCheckpoints(
-                Path(shared_storage_path),
+                root,
                 job,
                 self._ranks,
                 launched=Launched.in_environment(os.environ),

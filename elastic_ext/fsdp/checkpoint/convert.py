@@ -19,6 +19,7 @@ from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.files import NewFiles, sync_folder
+from elastic_ext.given import check_flag, path_given
 
 from .commit import Commit, chain_after
 from .contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
@@ -65,13 +66,15 @@ def convert_to_dcp(
     it. ``first_names`` says of each trained parameter with several names which one ``model.named_parameters()`` has.
     ``force`` replaces a folder of DCP's. ``on_progress`` is told how many bytes have been read of how many.
     """
+    check_flag("force", force)
+    path, dest = path_given("path", path), path_given("dest", dest)
     keys = Keys(model=model_key, optim=optim_key)
-    with Reading(Path(path)):
-        found = Found.read(Path(path))
+    with Reading(path):
+        found = Found.read(path)
         num_tensors, num_bytes = write_dcp(
-            found, Path(dest), keys=keys, first_names=first_names, force=force, on_progress=on_progress
+            found, dest, keys=keys, first_names=first_names, force=force, on_progress=on_progress
         )
-    return Converted(path=Path(dest), step=found.commit.global_step, num_tensors=num_tensors, num_bytes=num_bytes)
+    return Converted(path=dest, step=found.commit.global_step, num_tensors=num_tensors, num_bytes=num_bytes)
 
 
 def convert_from_dcp(
@@ -93,9 +96,9 @@ def convert_from_dcp(
     the names of parameters that are ``tied``, two by two. What it holds besides the model and the optimizers is the
     ``extra`` of ``ShardCheckpointer.load``.
     """
-    storage = Path(shared_storage_path).absolute()
+    storage, folder = path_given("shared_storage_path", shared_storage_path).absolute(), path_given("folder", folder)
     _refuse_used(storage, job)
-    opened = DcpFolder(Path(folder))
+    opened = DcpFolder(folder)
     record = record_in(opened)
     if record is not None:
         incoming = of_record(opened, record)

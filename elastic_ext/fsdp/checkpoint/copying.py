@@ -15,6 +15,7 @@ from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.internals import version_of
 
 from .memory import Part, put_bytes
+from .samples import Samples
 
 __all__ = ["Copying"]
 
@@ -27,6 +28,7 @@ class Copying:
         self._keep = keep
         self._is_whole = False
         self._versions = [version_of(part.tensor) for part, _ in parts]
+        self._samples = Samples([part.tensor for part, _ in parts])
         self._has_ended, self._is_judged = threading.Event(), threading.Event()
         self._changed: str | None = None  # the name of a part that was
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -48,13 +50,19 @@ class Copying:
     def wait(self) -> None:
         """Return once what is copied may change; in the training's thread, where no change is half done now."""
         self._has_ended.wait()
-        for (part, _), version in zip(self._parts, self._versions, strict=True):
-            if self._changed is None and version_of(part.tensor) != version:
-                self._changed = part.name
+        self._changed = self._changed or self._find_changed()
         is_good, self._is_whole = self._is_whole and self._changed is None, False  # kept once, if that is interrupted
         if is_good:
             self._keep()
         self._is_judged.set()  # only now: what is committed is kept no more
+
+    def _find_changed(self) -> str | None:
+        """The name of a part that is another than when this began; what is written past autograd, by its samples."""
+        for (part, _), version in zip(self._parts, self._versions, strict=True):
+            if version_of(part.tensor) != version:
+                return part.name
+        place = self._samples.changed()
+        return None if place is None else self._parts[place][0].name
 
     def end(self) -> None:
         """Nobody is to wait for it any more."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_ext.given import check_choice, check_flag, path_given
+
 from .casting import TARGETS, Target, caster
 from .dtypes import ITEM_BYTES
 from .exportfolder import ExportFolder
@@ -63,7 +65,10 @@ def export_checkpoint(
     """
     if dtype is not None and dtype not in TARGETS:
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(TARGETS)}, or None to keep each as it is")
-    with Reading(Path(path)), Streamed(Found.read(Path(path))) as streamed:
+    check_choice("tied", tied, ("all", "once"))
+    check_flag("force", force)
+    path, dest = path_given("path", path), path_given("dest", dest)
+    with Reading(path), Streamed(Found.read(path)) as streamed:
         files = files_of(
             streamed.meta("model"),
             renaming=Renaming(strip_prefixes=strip_prefixes, replacements=renames),
@@ -73,7 +78,7 @@ def export_checkpoint(
         )
         left_out = tuple(sorted(streamed.extra_states()))
         reading = _Reading(streamed, files, on_progress)
-        with ExportFolder(Path(dest), force=force) as folder:
+        with ExportFolder(dest, force=force) as folder:
             for file in files:
                 folder.write(file.name, reading.contents_of(file))
             folder.write(INDEX, index_of(files))
@@ -81,7 +86,7 @@ def export_checkpoint(
     if left_out:
         _logger.warning("%s holds state of modules that is no tensor, and not exported: %s", path, ", ".join(left_out))
     return Exported(
-        path=Path(dest),
+        path=dest,
         files=tuple(file.name for file in files),
         num_tensors=sum(len(file.tensors) for file in files),
         num_bytes=sum(file.num_bytes for file in files),

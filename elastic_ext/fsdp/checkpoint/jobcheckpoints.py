@@ -37,7 +37,7 @@ from .saver import Saver
 from .shelf import Shelf
 from .staging import Staging
 from .storage import Storage
-from .together import agree_on, gather_or_raise
+from .together import agree_and_gather, agree_on, gather_or_raise
 from .versions import versions
 
 __all__ = ["JobCheckpoints", "as_count"]
@@ -70,7 +70,15 @@ class JobCheckpoints:
         self.ranks = ranks
         self.root = root.absolute()
         named = job if job is not None else launched.job
-        names = gather_or_raise(ranks, lambda: job_name(named, launched.run_id, launched.script), "naming the job")
+
+        def name() -> str:
+            return job_name(named, launched.run_id, launched.script)
+
+        def ask() -> str:
+            name()  # ValueError for what cannot be one
+            return "name the job"
+
+        names = agree_and_gather(ranks, ask, name, "naming the job")
         self.name = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
         """Of the job."""
         self._storage = Storage(ranks, timeout_seconds=storage_seconds)

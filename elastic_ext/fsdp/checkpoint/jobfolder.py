@@ -97,6 +97,9 @@ class JobFolder:
             name = newest_folder(os.listdir(storage / FOLDER), check_job(job))
         except FileNotFoundError:
             return None
+        except NotADirectoryError:
+            wrong = storage / FOLDER if storage.is_dir() else storage
+            raise CheckpointError(f"{wrong} is no folder, and checkpoints are to lie there; move it away") from None
         return None if name is None else cls(storage / FOLDER / name)
 
     @classmethod

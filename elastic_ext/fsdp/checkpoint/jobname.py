@@ -42,6 +42,8 @@ def job_name(argument: str | None, run_id: str | None, script: str | None) -> st
 
 def check_job(job: str) -> str:
     """``job`` itself; ValueError if it cannot be a job's name."""
+    if not isinstance(job, str):
+        raise ValueError(f"job is {job!r}; allowed: text")
     if not 1 <= len(job) <= _MOST_CHARACTERS or len(quoted(job)) > _MOST_BYTES:
         raise ValueError(
             f"job is {job[:120]!r}, which has {len(job)} characters and takes {len(quoted(job))} in a folder's name; "

@@ -91,7 +91,7 @@ class Listing:
         unreadable: dict[str, CheckpointError | OSError] = {}
         for name in sorted(os.listdir(folder)):
             path = folder / name
-            if not (is_set_aside if aside else is_name)(name):
+            if not (is_set_aside if aside else is_name)(name) or _is_another_name(path):
                 continue
             try:
                 found.append(Found.read(path))
@@ -116,6 +116,11 @@ class Listing:
             unreadable |= {name: error for name, error in aside.unreadable.items() if _is_left_for(name, without=runs)}
         found = tuple(oldest_first([*named.found, *revived]))
         return cls(found=found, unreadable=unreadable, unfinished=named.unfinished)
+
+
+def _is_another_name(path: Path) -> bool:
+    """Whether this is a link to something beside it, which is listed by the name that it has there."""
+    return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
 def abandoned_for_nothing(found: Sequence[Found], aside: Sequence[Found]) -> list[Found]:

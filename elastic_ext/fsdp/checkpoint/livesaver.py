@@ -179,6 +179,11 @@ class LiveSaver:
         """Whether something was copied that is not written, or only since somebody has asked for it."""
         return self._held is not None or self._written_late is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was begun that is not known to be made, and nothing is held."""
+        return self._under_way is None and not self.is_holding
+
     def write_held(self, seconds: float) -> Path | None:
         """Have what was copied last written, from any thread, on all ranks; its folder, if it is there in time."""
         with self._lock:
@@ -241,7 +246,9 @@ class LiveSaver:
         save.burn_letters()
         failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
         if failed:
-            raise joined_failure(failed, f"saving {save.path}", len(failures))
+            failure = joined_failure(failed, f"saving {save.path}", len(failures))
+            failure.is_in_log = save.is_in_log
+            raise failure
         if save.error is not None:
             raise save.error
         self._last = save

@@ -56,7 +56,7 @@ def give_up(discard: Callable[[], None], name: str) -> None:
     try:
         discard()
     except (ElasticError, OSError) as error:
-        _logger.warning("what is left of checkpoint %s stays for now: %s", name, error)
+        _logger.info("what is left of checkpoint %s stays for now: %s", name, error)
 
 
 class Writing:
