@@ -93,6 +93,11 @@ class Checkpoints:
         """
         self._due, self._is_asked_for = self._state.moment(), is_asked_for
 
+    def put_off_due(self) -> None:
+        """What is due is to hold what is now, if anything is."""
+        if self._due is not None:
+            self._due = self._state.moment()
+
     @property
     def is_due(self) -> bool:
         """Whether one was due, and is not begun yet."""

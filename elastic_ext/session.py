@@ -211,13 +211,14 @@ class Session:
             self.steps.settle()
             self.steps.drop_partial("the epoch ended before the step did")
             self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
-            self._begin_due()
         finally:
             self._counts.is_in_epoch = False
-        if not (self.should_stop and self._batches.is_mid_epoch):
+        is_over = not (self.should_stop and self._batches.is_mid_epoch)
+        if is_over:
             self._counts.epoch += 1
-            if self._saving is not None:
-                self._saving.end_epoch()
+            self._batches.end_epoch()
+        if self._saving is not None:
+            self._saving.end_epoch(is_over=is_over)
 
     def end(self, error: BaseException | None) -> None:
         """End training with all ranks; an exception is told to them instead. Twice is allowed."""
