@@ -35,9 +35,10 @@ class Counts:
         }
 
     def undo(self, global_step: int) -> None:
-        """Have the steps after this one not be counted; the epoch goes on where it is."""
+        """Have the steps after this one not be counted; the epoch goes on where it is, or comes next."""
         self.num_steps = max(self.num_steps - (self.global_step - global_step), 0)
         self.global_step = global_step
+        self.go_on_in(self.epoch)
 
     def go_on_in(self, epoch: int) -> None:
         """What comes is of this epoch."""
