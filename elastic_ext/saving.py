@@ -61,6 +61,12 @@ class Saving:
         self._save_at = self.checkpoints.next_due(self._follower.config)
         self.checkpoints.make_ready()
 
+    def go_back(self) -> None:
+        """Training went back: have that written too if it is told to end before the next step; with all ranks."""
+        self.plan()
+        if self._leaving is not None:
+            self.checkpoints.held.copy_if_on()
+
     def pass_boundary(self, step: int, boundary: Boundary | None) -> None:
         """After a step: note what is to be saved before the next one. ``boundary`` is None where nothing was agreed."""
         if self._fences:

@@ -159,9 +159,9 @@ class Session:
         self._follow_batch(config)
         self.follower.go_back(self._counts.global_step)
         self._progress.advance(self._counts.num_steps - num_steps)
-        saving.plan()
         self._is_exception_told = False
         steps.torn = None
+        saving.go_back()
         return loaded.path
 
     def pass_boundary(self) -> None:
