@@ -63,8 +63,8 @@ def saved_rank(rank: int, folder: Path, way: str, how: How, skips: bool) -> None
 @pytest.mark.parametrize(
     ("how", "skips"),
     the_first(
-        [("by hand", True), ("close", False), ("memory", True), ("signal", True), ("by hand", False), ("close", True)],
-        4,
+        [("by hand", True), ("close", False), ("signal", True), ("memory", True), ("by hand", False), ("close", True)],
+        3,
     ),
 )
 def test_what_was_gone_back_to_is_gone_on_from(tmp_path: Path, how: How, skips: bool) -> None:
