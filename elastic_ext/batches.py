@@ -75,8 +75,7 @@ class Batches:
         self._full: tuple[StepPlan, RankStep] | None = None
         self._single = RankStep(weights=(1.0,), num_samples=None)
         self._num_taken = 0  # batches of the epoch, from a loader with sizes of its own
-        self.is_over = False
-        """Such a loader's epoch has come to its end, as far as its length is known, and no other has begun."""
+        self._has_passed = False  # something of the epoch
 
     @property
     def global_batch(self) -> int | None:
@@ -91,6 +90,19 @@ class Batches:
             return -(-num_batches // (self._full[1].num_micro_steps if self._full is not None else 1))
         remaining = None if self.source is None else self.source.remaining
         return None if remaining is None or not self._global_batch else max(remaining // self._global_batch, 1)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the epoch has come to its end, as far as its length is known, and no other has begun."""
+        if self.source is None:
+            return self._has_passed and self._num_taken == 0
+        return self._has_passed and self.has_none_left
+
+    @property
+    def has_none_left(self) -> bool:
+        """Whether no step is left to the loop over a source that is under way, or to the one that comes."""
+        source = self.source
+        return source is not None and self._plan is not None and self._next_plan(source) is None
 
     @property
     def is_mid_epoch(self) -> bool:
@@ -148,7 +160,7 @@ class Batches:
 
     def begin_epoch(self) -> None:
         """A loader with sizes of its own begins anew, perhaps with more or fewer batches than before."""
-        self._num_taken, self.is_over = 0, False
+        self.end_epoch()
         fixed = FixedBatches.of(self.loader) if self.source is None and self.loader is not None else None
         if fixed is not None and self._fixed is not None:
             if fixed.micro_batch != self._fixed.micro_batch:
@@ -157,6 +169,17 @@ class Batches:
                     "samples; a loader that is to change them has to be a MicroBatchSource"
                 )
             self._fixed = fixed
+
+    def end_epoch(self) -> None:
+        """Nothing of an epoch is taken so far; the loop that comes is over the next one."""
+        self._num_taken, self._has_passed = 0, False
+
+    def pass_rest(self) -> None:
+        """Have the loop that comes be over the next epoch, also where a source stands at the end of the last one."""
+        if self.source is not None and self.has_none_left:
+            for _ in self.loader:  # there is nothing but its end
+                self.source.rollback()
+                break
 
     def next_step(self, *, keep_batch: bool = True) -> RankStep | None:
         """The step that comes, the same object for all that are full; every micro-step is one unless ``keep_batch``.
@@ -181,10 +204,11 @@ class Batches:
 
     def commit(self, num_micro_steps: int) -> None:
         """What a step took is consumed."""
+        self._has_passed = True
         if self.source is not None:
             self.source.commit()
-            return
-        self._pass(num_micro_steps)
+        else:
+            self._pass(num_micro_steps)
 
     def rollback(self, num_micro_steps: int) -> None:
         """What the step under way took is to come again; a loader with sizes of its own has gone past it."""
@@ -228,8 +252,8 @@ class Batches:
 
     def _pass(self, num_batches: int) -> None:
         self._num_taken += num_batches
-        self.is_over = self._fixed is not None and self._num_taken == self._fixed.num_batches
-        if self.is_over:
+        self._has_passed = True
+        if self._fixed is not None and self._num_taken == self._fixed.num_batches:
             self._num_taken = 0
 
     def _single_step(self) -> RankStep | None:

@@ -6,6 +6,7 @@ back, is fsdp/checkpoint's affair.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -93,6 +94,11 @@ class Checkpoints:
         """
         self._due, self._is_asked_for = self._state.moment(), is_asked_for
 
+    def put_off_due(self) -> None:
+        """What is due is to hold what is now, if anything is."""
+        if self._due is not None:
+            self._due = self._state.moment()
+
     @property
     def is_due(self) -> bool:
         """Whether one was due, and is not begun yet."""
@@ -164,8 +170,13 @@ class Checkpoints:
             self._job.live.make_ready(ToSave(self._state.model, self._state.collect))
 
     def end(self) -> None:
-        """Training has ended well on all ranks: what is being saved is, or is an error."""
+        """Training has ended well on all ranks: what is being saved is, or is an error; and that it went back."""
         self._saves.settle()
+        if self._saves.is_back_unsaved:
+            name = f"step_{self._counts.global_step}"
+            with contextlib.suppress(CheckpointExists):  # what was held was written just now, at a signal
+                self._save_or_warn(name, self._state.moment(), self._manner(waits=True))
+                self._saves.settle()
 
     def close(self) -> None:
         """Let another run of the job have the folder."""
@@ -228,7 +239,8 @@ class Checkpoints:
         self._due = None
         resumed = self._resuming.load(take_up)
         if resumed is not None:
-            self._stand_at(resumed.path)
+            self._saves.note(resumed.path)
+            self._last_epoch = self._counts.epoch
         return resumed is not None
 
     def load_earlier(
@@ -243,10 +255,7 @@ class Checkpoints:
     def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
         """Go on from what was loaded, under the config ``in_force``."""
         self._resuming.go_back(resumed, in_force, skips=skips)
-        self._stand_at(resumed.path)
-
-    def _stand_at(self, path: Path) -> None:
-        self._saves.note(path)
+        self._saves.go_back()
         self._last_epoch = self._counts.epoch
 
 

@@ -35,11 +35,16 @@ class Counts:
         }
 
     def undo(self, global_step: int) -> None:
-        """Have the steps after this one not be counted; the epoch goes on where it is."""
+        """Have the steps after this one not be counted; the epoch goes on where it is, or comes next."""
         self.num_steps = max(self.num_steps - (self.global_step - global_step), 0)
         self.global_step = global_step
+        self.go_on_in(self.epoch)
+
+    def go_on_in(self, epoch: int) -> None:
+        """What comes is of this epoch."""
+        self.epoch = self.start_epoch = epoch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.global_step, self.num_steps = state["global_step"], state["num_steps"]
-        self.epoch = self.start_epoch = state["epoch"]
+        self.go_on_in(state["epoch"])
         self.reference_batch = state["reference_batch"]

@@ -44,6 +44,11 @@ class HeldCopies:
             self.copy()
             self._held_at = time.monotonic()
 
+    def copy_if_on(self) -> None:
+        """Copy what there is, if there is memory for that; with all ranks."""
+        if self.is_on and self._job.live.can_save:
+            self.copy()
+
     def is_wanted(self) -> bool:
         """Whether it is time to copy what there is, for a training that is told to end, and costs little of it."""
         return self.is_on and self._may_copy(self._copied_at)

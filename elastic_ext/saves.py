@@ -33,6 +33,7 @@ class Saves:
         self._counts = state.counts
         self._warns = warns
         self._saved_at: int | None = None  # the global step of that
+        self._back_at: int | None = None  # the global step that training went back to last
         self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
 
     @property
@@ -64,8 +65,19 @@ class Saves:
             ask=lambda: f"save {name} at step {step} of epoch {epoch}",
             step=step,
             epoch=epoch,
+            replaces=self._back_at == step,
             about=state.about(),
         )
+
+    def go_back(self) -> None:
+        """Training stands where an earlier checkpoint does: until there is a newer one that is undone by a restart."""
+        self._saved_at = self.path = None
+        self._back_at = self._counts.global_step
+
+    @property
+    def is_back_unsaved(self) -> bool:
+        """Whether training went back, and has saved nothing since."""
+        return self._back_at is not None and self.path is None
 
     def note(self, path: Path) -> None:
         """There is, or will be, a checkpoint of now."""

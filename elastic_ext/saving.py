@@ -56,6 +56,12 @@ class Saving:
         self._save_at = self.checkpoints.next_due(self._follower.config)
         self.checkpoints.make_ready()
 
+    def go_back(self) -> None:
+        """Training went back: have that written too if it is told to end before the next step; with all ranks."""
+        self.plan()
+        if self._leaving is not None:
+            self.checkpoints.held.copy_if_on()
+
     def pass_boundary(self, step: int, boundary: Boundary | None) -> None:
         """After a step: note what is to be saved before the next one. ``boundary`` is None where nothing was agreed."""
         if self._is_fenced:
@@ -94,8 +100,18 @@ class Saving:
             self._leave()
         self.checkpoints.begin_due()
 
-    def end_epoch(self) -> None:
-        """An epoch has ended: save that, or keep a copy, should training be told to end before the next step."""
+    def end_epoch(self, *, is_over: bool) -> None:
+        """A loop over the data has ended: save what is due, and where the epoch ``is_over`` that.
+
+        Or keep a copy, should training be told to end before the next step.
+        """
+        if is_over:  # which of many loaders is known only here
+            self.checkpoints.put_off_due()
+            if self._leaves_at is not None:
+                self._leaves_at = self.checkpoints.moment()
+        self.begin_due()
+        if not is_over:
+            return
         self.checkpoints.end_epoch()
         self._copies_at = None
         if self._leaving is not None:

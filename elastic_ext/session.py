@@ -158,9 +158,9 @@ class Session:
         self._follow_batch(config)
         self.follower.go_back(self._counts.global_step)
         self._progress.advance(self._counts.num_steps - num_steps)
-        saving.plan()
         self._is_exception_told = False
         steps.torn = None
+        saving.go_back()
         return loaded.path
 
     def pass_boundary(self) -> None:
@@ -210,13 +210,14 @@ class Session:
             self.steps.settle()
             self.steps.drop_partial("the epoch ended before the step did")
             self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
-            self._begin_due()
         finally:
             self._counts.is_in_epoch = False
-        if not (self.should_stop and self._batches.is_mid_epoch):
+        is_over = not (self.should_stop and self._batches.is_mid_epoch)
+        if is_over:
             self._counts.epoch += 1
-            if self._saving is not None:
-                self._saving.end_epoch()
+            self._batches.end_epoch()
+        if self._saving is not None:
+            self._saving.end_epoch(is_over=is_over)
 
     def end(self, error: BaseException | None) -> None:
         """End training with all ranks; an exception is told to them instead. Twice is allowed."""

@@ -35,7 +35,10 @@ class MicroBatchSource(Protocol):
 
     @property
     def remaining(self) -> int | None:
-        """Samples of the epoch, over all ranks, that no commit has passed; None where it never ends."""
+        """Samples of the epoch, over all ranks, that no commit has passed; None where it never ends.
+
+        Between two loops: of the one that has ended, or once a position was loaded, of the one that comes.
+        """
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from the last commit on. Called between two steps, and before the first."""
@@ -55,7 +58,11 @@ class ResumableSource(MicroBatchSource, Protocol):
         """Where its epoch stands: what no commit has passed comes from there, whatever the number of ranks."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there, with the loop that comes."""
+        """Go on from there, with the loop that comes.
+
+        At an epoch's end that may be the next epoch, or the empty rest of the one that is over, as ``remaining`` then
+        says; a trainer passes such a rest itself.
+        """
 
 
 @runtime_checkable

@@ -430,7 +430,7 @@ class ElasticTrainer:
 
     @property
     def start_epoch(self) -> int:
-        """The epoch to begin with: 0, or where a loaded state was."""
+        """The epoch to begin with: 0, where a loaded state was, or where training is that went back past samples."""
         return self._counts.start_epoch
 
     @property

@@ -152,9 +152,14 @@ class TrainingState:
 
     def _counts_to_save(self) -> dict[str, Any]:
         """After an epoch's last step, and before the loop has left the epoch, what comes is the next one."""
-        is_over = self.counts.is_in_epoch and self._batches.is_over
         counts = self.counts
-        return {**counts.state_dict(), "epoch": counts.epoch + is_over, "is_in_epoch": counts.is_in_epoch}
+        is_over = self._batches.is_over if counts.is_in_epoch else self._batches.has_none_left
+        return {
+            **counts.state_dict(),
+            "epoch": counts.epoch + (counts.is_in_epoch and is_over),
+            "is_in_epoch": counts.is_in_epoch,
+            "is_over": is_over,
+        }
 
     def stepped(self) -> list[torch.Tensor]:
         """The parameters that the optimizers step."""
@@ -234,6 +239,8 @@ class TrainingState:
         why_anew = self._batches.positions.resume(resumed.position, resumed.own_position)
         if why_anew is not None and self.rank == 0:
             _logger.warning("%s", why_anew)
+        if self._batches.positions.can_go_back(resumed.position):
+            self._pass_rest(resumed)
         self._restore_random(resumed)
 
     # ---- going back ----
@@ -244,9 +251,10 @@ class TrainingState:
         if not counts.is_in_epoch or saved is None or not self._batches.positions.can_go_back(opened.state["position"]):
             return None
         is_within = saved.get("is_in_epoch", False) or saved["global_step"] == 0
-        if is_within and saved["epoch"] == counts.epoch:
+        epoch = _epoch_of(saved)
+        if is_within and epoch == counts.epoch:
             return None
-        when = f"in epoch {saved['epoch']}" if is_within else f"before epoch {saved['epoch']} began"
+        when = f"in epoch {epoch}" if is_within else f"before epoch {epoch} began"
         return (
             f"it was saved {when}, and this is the middle of epoch {counts.epoch}, whose loop cannot go back to there; "
             "leave `with trainer.epoch():` before trainer.rewind(), or give it skip_samples=True"
@@ -258,7 +266,8 @@ class TrainingState:
         Where they cannot go back within an epoch they go on, too, and the epoch with them. The last of all that is done
         to go back.
         """
-        stays = skips or (self.counts.is_in_epoch and not self._batches.positions.can_go_back(resumed.position))
+        is_in_epoch, can_go_back = self.counts.is_in_epoch, self._batches.positions.can_go_back(resumed.position)
+        stays = skips or (is_in_epoch and not can_go_back)
         if stays:
             self.counts.undo(resumed.state["counts"]["global_step"])
         else:
@@ -267,7 +276,16 @@ class TrainingState:
         if told is not None and told not in self._told and self.rank == 0:
             self._told.add(told)
             _logger.warning("%s", told)
+        if is_in_epoch and not stays:
+            self.counts.go_on_in(_epoch_of(resumed.state["counts"]))
+        elif can_go_back and not stays:
+            self._pass_rest(resumed)
         self._restore_random(resumed, with_loader=not skips)
+
+    def _pass_rest(self, resumed: Resumed) -> None:
+        """What was saved after an epoch's last step goes on with the next epoch."""
+        if resumed.state["counts"].get("is_over", False):
+            self._batches.pass_rest()
 
     def _check_parts(self, opened: Opened) -> None:
         state = opened.state
@@ -306,6 +324,12 @@ class TrainingState:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed % (1 << 32))
+
+
+def _epoch_of(saved: Mapping[str, Any]) -> int:
+    """The epoch that was under way when counts were saved; between two the one to come."""
+    epoch: int = saved["epoch"]
+    return epoch - 1 if saved.get("is_in_epoch", False) and saved.get("is_over", False) else epoch
 
 
 def _generators_of(loader: Any) -> dict[str, torch.Generator]:

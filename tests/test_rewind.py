@@ -434,8 +434,8 @@ def test_within_an_epoch_one_goes_back_to_that_epoch_alone(tmp_path: Path) -> No
         with trainer.epoch():
             run.train(6)
             before = run.bits
-            for step in (4, 2):
-                with pytest.raises(CheckpointError, match=r"saved in epoch 0, and this is the middle of epoch 1"):
+            for step, when in ((4, "before epoch 1 began"), (2, "in epoch 0")):
+                with pytest.raises(CheckpointError, match=rf"saved {when}, and this is the middle of epoch 1"):
                     trainer.rewind(step)
             assert run.bits == before
             trainer.rewind(2, skip_samples=True)
@@ -471,6 +471,23 @@ def test_between_epochs_one_goes_back_to_any(tmp_path: Path) -> None:
     whole, run = ended
     assert run.losses[4 * 14 :] == whole.losses[4 * 4 :]
     assert run.bits_in_time == whole.bits_in_time
+
+
+@pytest.mark.parametrize("loader", [None, plain_loader(2)])
+def test_between_epochs_samples_that_are_skipped_stay_behind(tmp_path: Path, loader: Any) -> None:
+    """The loop over epochs from the start epoch on begins none again."""
+    run = Run(tmp_path, "run", num_epoch_steps=2, loader=loader)
+    trainer, begun = run.trainer, []
+    with trainer:
+        for epoch in (0, 1):
+            with trainer.epoch(epoch):
+                run.train(100)
+        assert trainer.rewind(2, skip_samples=True).name == "step_2"
+        for epoch in range(trainer.start_epoch, 3):
+            with trainer.epoch(epoch):
+                begun.append(epoch)
+                run.train(100)
+    assert (begun, trainer.global_step) == ([2], 4)
 
 
 def test_epochs_are_saved_again_by_their_numbers(tmp_path: Path) -> None:

@@ -58,11 +58,15 @@ class Clearing:
         self._claim = claim
         self._path = claim.folder
 
-    def vacate(self, name: str, chain: Sequence[Lineage]) -> None:
-        """See that nothing has the name of a checkpoint which is to begin; CheckpointExists if that is to stay."""
+    def vacate(self, name: str, chain: Sequence[Lineage], *, replaces: bool = False) -> Path | None:
+        """See that nothing has the name of a checkpoint which is to begin; CheckpointExists if that is to stay.
+
+        Where it ``replaces`` the one that the last run of ``chain`` went on from, that does not: it counts as before
+        until there is one of this run. Gives where that lies now.
+        """
         path = self._path / name
         if not is_taken(path):
-            return
+            return None
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise CheckpointError(f"{path} is no folder, and a checkpoint is to be saved there; move it away")
         try:
@@ -73,12 +77,19 @@ class Clearing:
         except CheckpointError as error:
             self._rename(name, _why_aside(error, chain), None)
         else:
-            if _is_kept(commit, chain):
+            is_left = commit.generation == chain[-1].from_generation
+            if _is_kept(commit, chain) and not (replaces and is_left):
                 raise CheckpointExists(
                     f"{path} holds a checkpoint already, saved at step {commit.global_step} by run {commit.run_id}, "
                     "and no checkpoint is written twice; move it away, or save at another step"
                 )
-            self._rename(name, f"abandoned-{chain[-1].id}", commit.generation)
+            aside = self._rename(name, f"abandoned-{chain[-1].id}", commit.generation)
+            return aside if is_left else None
+        return None
+
+    def put_back(self, aside: Path, name: str) -> None:
+        """Have what was set aside for a checkpoint that did not come to be under its name again."""
+        self._move(aside, self._path / name, is_meant=lambda _: False)
 
     def abandon(self, chain: Sequence[Lineage]) -> None:
         """Rename all that does not lead to the state of ``chain``, newest first: what is left is one to go on from.
@@ -175,7 +186,7 @@ class Clearing:
         self._move(self._path / name, aside, is_meant=lambda _: False)
         return aside
 
-    def _rename(self, name: str, why: str, generation: str | None) -> None:
+    def _rename(self, name: str, why: str, generation: str | None) -> Path:
         """Put ``why`` to the name of the checkpoint that was saved as ``generation``, or that cannot be read."""
         number, new_name = 1, f"{name.partition('.')[0]}.{why}"
         target = self._path / new_name
@@ -184,6 +195,7 @@ class Clearing:
             target = self._path / f"{new_name}-{number}"
         self._move(self._path / name, target, is_meant=lambda folder: _generation_of(folder) == generation)
         _logger.warning("%s is now named %s: training went on without it", self._path / name, target.name)
+        return target
 
     def _move(self, path: Path, target: Path, *, is_meant: Callable[[Path], bool]) -> None:
         """Move a folder; back, if another run has come and what was moved may be its own."""

@@ -47,6 +47,8 @@ class SaveRequest:
     """Says what this rank is asked for, as ``agree_on`` takes it."""
     step: int
     epoch: int
+    replaces: bool = False
+    """The checkpoint that this run went on from, if that has the name: it is set aside."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What somebody who resumes is told."""
 

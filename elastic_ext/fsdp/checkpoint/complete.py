@@ -142,13 +142,15 @@ class Completion:
         self._claim = folder.act_for(row.run_id, patience_seconds=patience_seconds)
         for found in folder.candidates():
             is_on_way = place_in(draft.lineage, run_id=found.commit.run_id, global_step=found.commit.global_step)
+            if found.commit.generation == draft.lineage[-1].from_generation:
+                continue  # training went back to it, and what is staged says so
             if is_on_way is not None and found.commit.global_step >= draft.global_step:
                 raise CheckpointExists(
                     f"{found.path} exists, saved at step {found.commit.global_step}, and step {draft.global_step} was "
                     "staged"
                 )
         writing = _writing(record, folder)
-        make_folder(folder, row.name, row.generation, draft.lineage)
+        make_folder(folder, row.name, row.generation, draft.lineage, replaces=True)
         self._first, self._draft = writing, draft
 
     def write(self) -> list[dict[str, list[object]]]:

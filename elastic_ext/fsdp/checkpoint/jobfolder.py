@@ -72,6 +72,8 @@ class _Begun:
     generation: str
     metas: dict[str, FileSummary] = field(default_factory=dict)
     """The descriptions that were put into it, by file."""
+    aside: Path | None = None
+    """Where the checkpoint lies that it is to replace."""
 
 
 def refuse_in_a_jobs_folder(path: Path) -> None:
@@ -195,21 +197,22 @@ class JobFolder:
         self._begun.clear()
         return self._claim
 
-    def begin(self, name: str, generation: str, lineage: Chain) -> Path:
+    def begin(self, name: str, generation: str, lineage: Chain, *, replaces: bool = False) -> Path:
         """Make the folder of a new checkpoint, for all ranks to write into; its path.
 
         A name that an abandoned run used is free again: what has it is renamed. CheckpointExists if this run, or one
-        that it goes on from, has saved under this name.
+        that it goes on from, has saved under this name; unless that is what the run went on from, and this ``replaces``
+        it.
         """
         check_name(name)
         check_chain(lineage)
         clearing = self._clearing()
         if name in self._begun:
             raise CheckpointError(f"{self.path / name} is being saved already; wait for that, or discard it")
-        clearing.vacate(name, lineage)
+        aside = clearing.vacate(name, lineage, replaces=replaces)
         with self.told_if_fenced():
             os.mkdir(self.path / name)  # a power cut may take it back: commit() is what makes it last
-        self._begun[name] = _Begun(generation)
+        self._begun[name] = _Begun(generation, aside=aside)
         return self.path / name
 
     def put_meta(self, name: str, file: str, data: bytes) -> str:
@@ -276,9 +279,10 @@ class JobFolder:
 
     def discard(self, name: str) -> None:
         """Give up a begun checkpoint; it is removed, or left to be pruned. CheckpointFenced where it is not ours."""
-        assert name in self._begun
-        del self._begun[name]
+        aside = self._begun.pop(name).aside
         self._clearing().give_up(name)  # it may have a COMMIT that could not be made durable
+        if aside is not None:
+            self._clearing().put_back(aside, name)
 
     def retain(self, rule: Retention, chain: Chain) -> list[Verdict]:
         """Remove the checkpoints that ``rule`` does not keep for a run of ``chain``; what became of each, and why.

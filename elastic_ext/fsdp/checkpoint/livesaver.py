@@ -137,7 +137,7 @@ class LiveSaver:
             num_ranks=self._ranks.world_size,
             seconds=seconds,
             copy=copy,
-            make_folder=lambda: make_folder(folder, name, met.generation, draft.lineage),
+            make_folder=lambda: make_folder(folder, name, met.generation, draft.lineage, replaces=request.replaces),
             write=write,
             commit=commit,
             discard=writing.discard,

@@ -58,7 +58,9 @@ class Saver:
 
         def make(generation: str) -> None:
             storage.restart_clock()
-            storage.within(lambda: make_folder(folder, name, generation, draft.lineage), beginning(name))
+            storage.within(
+                lambda: make_folder(folder, name, generation, draft.lineage, replaces=request.replaces), beginning(name)
+            )
 
         agree_on(self._ranks, request.ask)  # before anything is done
         try:

@@ -44,11 +44,11 @@ class Shard:
     """All of them, where they lie as they will in the file."""
 
 
-def make_folder(folder: JobFolder, name: str, generation: str, lineage: Chain) -> None:
+def make_folder(folder: JobFolder, name: str, generation: str, lineage: Chain, *, replaces: bool = False) -> None:
     """Begin the checkpoint ``name``, on the first rank, before any other does anything."""
     for left in folder.begun:  # by tries that failed, and came to their end when nobody waited any more
         folder.discard(left)
-    folder.begin(name, generation, lineage)
+    folder.begin(name, generation, lineage, replaces=replaces)
 
 
 def give_up(discard: Callable[[], None], name: str) -> None:
