@@ -273,7 +273,7 @@ def held() -> Held:
     """What this one has."""
     return Held(
         descriptors=tuple(sorted(filter(None, map(_opened, os.listdir("/proc/self/fd"))))),
-        processes=frozenset(child.pid for child in psutil.Process().children(recursive=True)),
+        processes=frozenset(child.pid for child in psutil.Process().children()),
         threads=frozenset(thread.name for thread in threading.enumerate()) & {THREAD_NAME},
         shared_memory=frozenset(name for name in os.listdir("/dev/shm") if _is_left(name)),
     )

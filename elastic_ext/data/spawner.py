@@ -140,7 +140,7 @@ class Spawner:
                 self._close_descriptors()
 
     def _must_wait(self) -> bool:
-        """Others work, and one is on its way: a fork stops this process for milliseconds, two in a row for more."""
+        """Others work, and one is on its way: what it takes of the processors to begin, they do without."""
         return bool(self._starting) and len(self._workers) > len(self._starting) + len(self._ending)
 
     def _wait(self) -> None:
