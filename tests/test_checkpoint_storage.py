@@ -349,7 +349,7 @@ def test_storage_behind_a_file_is_refused(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     model, optimizer = make_state()
     with checkpointer_of(tmp_path / "file" / below) as checkpointer:
-        with pytest.raises(CheckpointError, match=rf"(Not a directory|File exists) \({tmp_path}/file"):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}/file is no folder, and checkpoints"):
             checkpointer.save(1, model, optimizer)
         with pytest.raises(CheckpointError):
             checkpointer.load(model, optimizer)

@@ -100,7 +100,7 @@ class JobFolder:
         except FileNotFoundError:
             return None
         except NotADirectoryError:
-            wrong = storage / FOLDER if storage.is_dir() else storage
+            wrong = next(path for path in (storage / FOLDER, storage, *storage.parents) if path.exists())
             raise CheckpointError(f"{wrong} is no folder, and checkpoints are to lie there; move it away") from None
         return None if name is None else cls(storage / FOLDER / name)
 
