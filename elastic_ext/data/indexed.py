@@ -99,7 +99,7 @@ class Indexed:
     def num_batches(self) -> int:
         if self.running is not None and self._is_under_way:
             return len(self.running)
-        return num_chunks(self._planned(), self._sampler.order.num_samples - self._position)
+        return num_chunks(self._planned(), self._rank, self._sampler.order.num_samples - self._position)
 
     def why_not_resize(self, batch_size: int) -> str | None:
         try:
@@ -201,4 +201,5 @@ class Indexed:
             micro_batch=num_rounds * max(shares),
             weights=shares,
             drop_last=self._drop_last,
+            is_even=False,
         )
