@@ -101,6 +101,10 @@ class ElasticDistributedSampler(Sampler[Any]):
         """The position at which the next iteration begins: 0, or that of a state that was loaded."""
         return self._goes_on_at
 
+    def begin_elsewhere(self) -> None:
+        """A loader takes what a state that was loaded has left: the next iteration here is over the whole epoch."""
+        self._goes_on_at = 0
+
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
         if epoch != self.epoch:
