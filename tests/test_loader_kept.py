@@ -115,7 +115,7 @@ def test_a_copy_stands_where_the_loader_does(is_left: bool, duplicate: Any) -> N
         batches = iter(loader)
         next(batches)
         if is_left:
-            batches = None
+            del batches
         other = duplicate(loader)
         assert other.state_dict() == duplicate(other).state_dict() == loader.state_dict()
         assert not other.state_dict()["is_over"]

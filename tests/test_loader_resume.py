@@ -1,9 +1,10 @@
-"""A trainer's checkpoints hold where each rank's stream of an IterableDataset stands."""
+"""A trainer's checkpoints hold where each rank's stream of an IterableDataset stands; all ranks have the same order."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from elastic_ext import ElasticTrainer
 from elastic_ext.data.loader import ElasticDataLoader
+from elastic_ext.errors import RanksDisagreeError
 from tests.ranks import RankPool
 from tests.thinning import the_first
 
@@ -156,3 +158,64 @@ def test_other_numbers_of_ranks_and_silent_datasets_begin_the_epoch_anew_and_say
     with caplog.at_level(logging.WARNING):
         assert train(0, tmp_path / "silent", 0, None, Silent) == expected(0, 1, 0)
     assert "has no state_dict() and load_state_dict()" in caplog.text
+
+
+# --- the same order on all ranks ------------------------------------------------------------------------------------
+
+
+class Unseeded(Sampler[int]):
+    """Draws on each rank from what is that rank's own, after so many epochs."""
+
+    def __init__(self, rank: int, num_alike: int) -> None:
+        self.rank, self.num_alike, self.epoch = rank, num_alike, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(0 if self.epoch < self.num_alike else self.rank).sample(range(12), 12))
+
+
+def train_with_own_draws(rank: int, folder: Path, num_alike: int | None) -> tuple[list[list[int]], str]:
+    """Two epochs with a generator of each rank's own, or a sampler; samples by epoch."""
+    model = torch.nn.Linear(1, 1)
+    numbers = torch.arange(12.0)[:, None]
+    if num_alike is None:
+        generator = torch.Generator().manual_seed(100 + rank)
+        loader = ElasticDataLoader(numbers, 2, shuffle=True, generator=generator)
+    else:
+        loader = ElasticDataLoader(numbers, 2, sampler=Unseeded(rank, num_alike))
+    trained = DistributedDataParallel(model)
+    trainer = ElasticTrainer(trained, loader, global_batch_size=4, job="job", run_dir=folder / str(rank))
+    taken: list[list[int]] = []
+    try:
+        with trainer:
+            optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+            for epoch in range(2):
+                with trainer.epoch(epoch):
+                    taken.append([])
+                    for inputs in loader:
+                        with trainer.step():
+                            trained(inputs).sum().backward()
+                            optimizer.step()
+                        taken[-1] += inputs.flatten().int().tolist()
+    except RanksDisagreeError as error:
+        return taken, str(error)
+    return taken, ""
+
+
+def test_ranks_with_seeds_of_their_own_take_that_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
+    everyone = ranks.run(2, train_with_own_draws, tmp_path, None)
+    for epoch in range(2):
+        assert sorted(sample for taken, _ in everyone for sample in taken[epoch]) == list(range(12))
+
+
+@pytest.mark.parametrize(("num_alike", "num_epochs"), [(0, 0), (1, 1)])
+def test_ranks_whose_samplers_draw_differently_all_say_so(
+    ranks: RankPool, tmp_path: Path, num_alike: int, num_epochs: int
+) -> None:
+    for taken, told in ranks.run(2, train_with_own_draws, tmp_path, num_alike):
+        assert len(taken) == num_epochs and "the ranks' samplers draw different orders" in told

@@ -57,6 +57,16 @@ class Indexed:
         return self._sampler.epoch
 
     @property
+    def seed(self) -> int | None:
+        """What the order is drawn from; None where each rank has batches of its own."""
+        return None if self._is_of_batches else self._sampler.seed
+
+    @property
+    def draws_order(self) -> bool:
+        """Whether a sampler says the order, which more may depend on than seed and epoch."""
+        return not self._is_of_batches and self._sampler.sampler is not None
+
+    @property
     def remaining(self) -> int | None:
         return self._cursor.remaining
 
@@ -118,6 +128,16 @@ class Indexed:
             return
         self._place, self.running = self._now.at(epoch), None
         self._sampler.set_epoch(epoch)
+
+    def take_seed(self, seed: int) -> None:
+        self._sampler.reseed(seed)
+
+    def order_to_come(self) -> dict[str, Any]:
+        if self.running is not None and self._is_under_way:
+            return self.running.order.state_dict()
+        self._place, self.running = self._to_come(), None
+        self._sampler.set_epoch(self._place.epoch)
+        return self._sampler.order.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         place, cursor = self._now, self._cursor

@@ -105,6 +105,11 @@ class ElasticDistributedSampler(Sampler[Any]):
         """A loader takes what a state that was loaded has left: the next iteration here is over the whole epoch."""
         self._goes_on_at = 0
 
+    def reseed(self, seed: int) -> None:
+        """Draw from another seed."""
+        if seed != self.seed:
+            self.seed, self._order = seed, None
+
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
         if epoch != self.epoch:

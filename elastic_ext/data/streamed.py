@@ -18,7 +18,8 @@ __all__ = ["Streamed"]
 class Streamed:
     """The epochs of a dataset that gives its samples itself. Ranks and workers see to it that each gives its own."""
 
-    remaining = None
+    remaining = seed = None
+    draws_order = False
     num_ranks = 1
     auto_collation = False
     keeps_workers = True  # they share the samples out among them
@@ -134,6 +135,12 @@ class Streamed:
         self._is_begun = False
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
+
+    def take_seed(self, seed: int) -> None:
+        """It has none."""
+
+    def order_to_come(self) -> None:
+        """It has none."""
 
     def state_dict(self) -> dict[str, Any]:
         position = self._position
