@@ -23,6 +23,7 @@ from torch.utils.data import (
     SequentialSampler,
     StackDataset,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -101,6 +102,21 @@ def test_a_sampler_needs_no_length_to_be_loaded_by(loader_class: Any) -> None:
 
     loader = loader_class(WORDS, batch_size=None, sampler=Unmeasured())
     assert [list(loader) for _ in range(2)] == [["three", "four"]] * 2
+
+
+def test_a_sampler_that_changes_is_asked_anew_before_and_between_loops(loader_class: Any) -> None:
+    sampler = SubsetRandomSampler([0, 1, 2, 3])
+    loader = loader_class(Numbers(10), batch_size=2, sampler=sampler)
+    assert len(loader) == 2
+    sampler.indices = [4, 5, 6, 7, 8, 9]
+    assert len(loader) == 3 and sorted(indices_in(loader)) == [4, 5, 6, 7, 8, 9]
+    sampler.indices = [1, 2]
+    assert len(loader) == 1 and sorted(indices_in(loader)) == [1, 2]
+
+
+def test_a_batch_sampler_may_give_its_batches_once() -> None:
+    loader = ElasticDataLoader(Numbers(4), batch_sampler=iter([[0, 1], [2, 3]]))
+    assert len(loader) == 2 and indices_in(loader) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ class Indexed:
             self.running.end()  # a trainer counts what one loop takes
         place, self.running = self._to_come(), None
         self._sampler.set_epoch(place.epoch)
+        if self._start_of(place) == 0:
+            self._sampler.draw_anew()
         order = self._order()
         cursor = Cursor(order.num_samples, position=self._start_of(place))
         self._place = replace(place, position=cursor.passed)
@@ -102,8 +104,9 @@ class Indexed:
     def num_batches(self) -> int:
         if self.running is not None and self._is_under_way:
             return len(self.running)
-        num_left = self._sampler.order.num_samples - self._start_of(self._to_come())
-        return num_chunks(self._planned(), self._rank, num_left)
+        start = self._start_of(self._to_come())
+        num_samples = self._sampler.order.num_samples if start else self._sampler.told_length
+        return num_chunks(self._planned(), self._rank, num_samples - start)
 
     def why_not_resize(self, batch_size: int) -> str | None:
         try:

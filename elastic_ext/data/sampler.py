@@ -101,6 +101,19 @@ class ElasticDistributedSampler(Sampler[Any]):
         """The position at which the next iteration begins: 0, or that of a state that was loaded."""
         return self._goes_on_at
 
+    @property
+    def told_length(self) -> int:
+        """How many samples the next epoch has, as a ``sampler`` says it now; of one that does not, as it drew last."""
+        try:
+            return len(self.sampler) if isinstance(self.sampler, Sized) else self.order.num_samples
+        except (TypeError, NotImplementedError):  # a sampler may have the method, and no length
+            return self.order.num_samples
+
+    def draw_anew(self) -> None:
+        """Ask ``sampler`` again, which may have changed since it was asked; not one that gives its samples once."""
+        if self.sampler is not None and not isinstance(self.sampler, Iterator):
+            self._order = None
+
     def begin_elsewhere(self) -> None:
         """A loader takes what a state that was loaded has left: the next iteration here is over the whole epoch."""
         self._goes_on_at = 0
