@@ -160,6 +160,61 @@ def test_other_numbers_of_ranks_and_silent_datasets_begin_the_epoch_anew_and_say
     assert "has no state_dict() and load_state_dict()" in caplog.text
 
 
+class BatchesOfRank:
+    """Every so many batches of two."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.batches = [[first, first + 1] for first in range(0, 16, 2)][rank::num_ranks]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+def train_batches(rank: int, folder: Path, stops_at: int | None, goes_back: bool = False) -> list[int]:
+    """Take batches of this rank's own; gives their samples."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    model = torch.nn.Linear(1, 1)
+    trained = DistributedDataParallel(model) if num_ranks > 1 else model
+    loader = ElasticDataLoader(torch.arange(16.0)[:, None], batch_sampler=BatchesOfRank(rank, num_ranks))
+    trainer = ElasticTrainer(
+        trained, loader, shared_storage_path=folder / "storage", job="job", run_dir=folder / f"run {rank}"
+    )
+    optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    taken: list[int] = []
+    with trainer, trainer.epoch(trainer.start_epoch):
+        for inputs in loader:
+            with trainer.step():
+                trained(inputs).sum().backward()
+                optimizer.step()
+            taken += inputs.flatten().int().tolist()
+            if trainer.global_step == 2:
+                trainer.save_checkpoint()
+            if trainer.global_step == 3 and goes_back:
+                goes_back = False
+                trainer.rewind(2)
+                del taken[-2:]
+            if trainer.global_step == stops_at:
+                break
+    return taken
+
+
+def test_each_rank_goes_on_in_batches_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, train_batches, tmp_path, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert ranks.run(2, train_batches, tmp_path, None, True) == [[8, 9, 12, 13], [10, 11, 14, 15]]
+
+
+def test_more_or_fewer_ranks_begin_an_epoch_of_batches_of_their_own_anew(
+    ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.run(2, train_batches, tmp_path, 2)
+    with caplog.at_level(logging.WARNING):
+        assert train_batches(0, tmp_path, None) == list(range(16))
+    assert "there were more or fewer ranks: the epoch begins anew" in caplog.text
+
+
 # --- the same order on all ranks ------------------------------------------------------------------------------------
 
 

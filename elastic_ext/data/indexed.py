@@ -25,7 +25,7 @@ class Indexed:
     """The epochs of a sampler's order, which is one of samples, or of whole batches of them."""
 
     num_workers = None
-    keeps_workers = has_own_positions = False
+    keeps_workers = False
     why_no_position = None
 
     def __init__(
@@ -47,6 +47,7 @@ class Indexed:
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
         self._is_of_batches = is_of_batches
+        self.has_own_positions = is_of_batches and sampler.num_replicas == 1  # each rank has batches of its own
         self._seeds_samples = seeds_samples
         self._given_plan: BatchPlan | None = None
         self._rank = sampler.rank
