@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -240,7 +241,8 @@ def train_with_own_draws(rank: int, folder: Path, num_alike: int | None) -> tupl
     numbers = torch.arange(12.0)[:, None]
     if num_alike is None:
         generator = torch.Generator().manual_seed(100 + rank)
-        loader = ElasticDataLoader(numbers, 2, shuffle=True, generator=generator)
+        seed = np.int64(7) if rank == 0 else None
+        loader = ElasticDataLoader(numbers, 2, shuffle=True, generator=generator, seed=seed)
     else:
         loader = ElasticDataLoader(numbers, 2, sampler=Unseeded(rank, num_alike))
     trained = DistributedDataParallel(model)

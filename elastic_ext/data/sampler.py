@@ -69,7 +69,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         self.dataset = dataset
         self.sampler = sampler
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = int(seed)  # and no number of numpy's, which checkpoints cannot hold
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
