@@ -19,7 +19,7 @@ class StepPlan:
 
     global_batch: int
     micro_batches: tuple[tuple[int, ...], ...]
-    """By rank, then by micro-step; every number is at least 1."""
+    """By rank, then by micro-step; every number is at least 1, but in a tail of a plan that is not even."""
 
     @property
     def num_micro_steps(self) -> int:
@@ -40,6 +40,9 @@ class BatchPlan:
     weights: tuple[float, ...] | None = None
     """What each rank's share is in proportion to; None for equal shares, which a tail has that cannot be cut so."""
     drop_last: bool = False
+    is_even: bool = True
+    """All ranks have as many micro-batches. Else a tail is a last micro-step that some ranks may have no part in: every
+    sample comes, and no rank has more of one than of a full step's."""
     full_step: StepPlan = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +53,10 @@ class BatchPlan:
         """The step that comes when so many samples of the epoch remain (None: it never ends); None when it is over."""
         if remaining is None:
             return self.full_step
+        if not self.is_even and 0 < remaining < self.global_batch and not self.drop_last:
+            return StepPlan(global_batch=remaining, micro_batches=tuple((size,) for size in self._dealt(remaining)))
+        if not self.is_even and remaining >= self.global_batch:
+            return self.full_step
         batch = next_batch(remaining, self.global_batch, self.num_ranks, drop_last=self.drop_last)
         if batch == self.global_batch:
             return self.full_step
@@ -57,6 +64,16 @@ class BatchPlan:
             return None
         weights = self.weights if can_cut(batch, self.num_ranks, self.micro_batch, self.weights) else None
         return plan_step(batch, self.num_ranks, self.micro_batch, weights)
+
+    def _dealt(self, tail: int) -> list[int]:
+        """Each rank's part of fewer samples than a full step has: one each where they go round, the rest as they do."""
+        full = [sizes[0] for sizes in self.full_step.micro_batches]
+        least = int(tail >= self.num_ranks)
+        spare, room = tail - least * self.num_ranks, sum(full) - least * self.num_ranks
+        parts = [divmod(spare * (size - least), max(room, 1)) for size in full]
+        by_rest = sorted(range(self.num_ranks), key=lambda rank: (-parts[rank][1], rank))
+        more = set(by_rest[: spare - sum(part for part, _ in parts)])
+        return [least + part + (rank in more) for rank, (part, _) in enumerate(parts)]
 
 
 def shares(global_batch: int, num_ranks: int, weights: Sequence[float] | None = None) -> tuple[int, ...]:

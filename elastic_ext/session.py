@@ -69,6 +69,7 @@ class Session:
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
         self._speed = Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
+        self._compares_orders = False  # at each epoch: a sampler draws them
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
@@ -193,6 +194,7 @@ class Session:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
         self._is_in_epoch = True
         self.reset()
+        self._compare_orders()
         self._counts.epoch, self._counts.is_in_epoch = epoch, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
@@ -297,14 +299,44 @@ class Session:
             self.follower.tell_peers(error)
 
     def _compare_loaders(self) -> None:
-        """Raise on all ranks where their loaders' sizes differ: they would take different numbers of steps."""
-        answer = json.dumps(self._batches.description).encode()
-        answers = [json.loads(data) for data in self.follower.ranks.gather(answer, "comparing dataloaders")]
-        if any(other != answers[0] for other in answers):
-            told = "; ".join(f"rank {rank}: {_in_words(each)}" for rank, each in enumerate(answers))
+        """Raise on all ranks where their loaders differ: they would take different numbers of steps, or samples twice.
+
+        Of different seeds all take rank 0's: what seeds each rank's workers may be that rank's own.
+        """
+        ordered = self._batches.ordered
+        mine = {
+            "sizes": self._batches.description,
+            "seed": None if ordered is None else ordered.seed,
+            "draws": ordered is not None and ordered.draws_order,
+        }
+        answers = [json.loads(data) for data in self._gather(mine)]
+        if any(other["sizes"] != answers[0]["sizes"] for other in answers):
+            told = "; ".join(f"rank {rank}: {_in_words(each['sizes'])}" for rank, each in enumerate(answers))
             raise RanksDisagreeError(
                 f"the ranks' dataloaders differ ({told}); give all ranks batches of the same sizes"
             )
+        seed = answers[0]["seed"]
+        if ordered is not None and None not in (ordered.seed, seed) and ordered.seed != seed:
+            ordered.take_seed(seed)
+        self._compares_orders = len(answers) > 1 and any(each["draws"] for each in answers)
+        self._compare_orders()
+
+    def _compare_orders(self) -> None:
+        """Raise on all ranks where samplers have drawn different orders for the epoch that comes."""
+        if not self._compares_orders:
+            return
+        ordered = self._batches.ordered
+        orders = [json.loads(data) for data in self._gather(None if ordered is None else ordered.order_to_come())]
+        if any(order != orders[0] for order in orders):
+            told = "; ".join(f"rank {rank}: {order}" for rank, order in enumerate(orders))
+            raise RanksDisagreeError(
+                f"the ranks' samplers draw different orders, and samples would come twice or never ({told}); have the "
+                "sampler draw from its `generator`, from random numbers of random, numpy.random or torch, which are "
+                "seeded alike on all ranks, or from a seed of its own and its set_epoch(epoch)"
+            )
+
+    def _gather(self, mine: object) -> list[bytes]:
+        return self.follower.ranks.gather(json.dumps(mine).encode(), "comparing dataloaders")
 
     def _begin_batches(self, config: ElasticConfig) -> None:
         self._batches.begin(config, num_ranks=self._gradients.sharing.num_ranks, rank=self._gradients.sharing.rank)

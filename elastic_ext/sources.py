@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .accumulate import BatchPlan, StepPlan, nearest_batches
 
-__all__ = ["FixedBatches", "MicroBatchSource", "OwnPositions", "ResumableSource", "RewindableSource"]
+__all__ = ["FixedBatches", "MicroBatchSource", "OrderedSource", "OwnPositions", "ResumableSource", "RewindableSource"]
 
 
 @runtime_checkable
@@ -84,6 +84,25 @@ class OwnPositions(RewindableSource, Protocol):
     @property
     def why_no_position(self) -> str | None:
         """Why it cannot go on where it is now, None if it can."""
+
+
+@runtime_checkable
+class OrderedSource(MicroBatchSource, Protocol):
+    """One that draws the order of an epoch on each rank, where it has to be the same."""
+
+    @property
+    def seed(self) -> int | None:
+        """What the order is drawn from, if something is."""
+
+    @property
+    def draws_order(self) -> bool:
+        """Whether more than that may say it, so that ranks have to compare what they have drawn."""
+
+    def take_seed(self, seed: int) -> None:
+        """Draw the orders that come from this one."""
+
+    def order_to_come(self) -> Any:
+        """What the order of the loop that comes is, as plain values. Called where an epoch begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,4 +93,30 @@ def test_a_position_outside_the_epoch_is_refused(position: int) -> None:
 
 @given(num_samples=st.integers(0, 300), plan=plans())
 def test_the_number_of_micro_batches_is_known_beforehand(num_samples: int, plan: BatchPlan) -> None:
-    assert num_chunks(plan, num_samples) == len(list(chunks(plan, 0, position=0, num_samples=num_samples)))
+    for rank in range(plan.num_ranks):
+        found = chunks(plan, rank, position=0, num_samples=num_samples)
+        assert num_chunks(plan, rank, num_samples) == len(list(found))
+
+
+@given(
+    num_samples=st.integers(0, 100), shares=st.lists(st.integers(1, 5), min_size=1, max_size=5), size=st.integers(1, 4)
+)
+def test_a_plan_that_is_not_even_takes_all_and_no_more_at_once_than_a_full_step(
+    num_samples: int, shares: list[int], size: int
+) -> None:
+    plan = BatchPlan(
+        global_batch=size * sum(shares),
+        num_ranks=len(shares),
+        micro_batch=size * max(shares),
+        weights=tuple(shares),
+        is_even=False,
+    )
+    found = [list(chunks(plan, rank, position=0, num_samples=num_samples)) for rank in range(len(shares))]
+    assert [num_chunks(plan, rank, num_samples) for rank in range(len(shares))] == [len(mine) for mine in found]
+    for mine, share in zip(found, shares, strict=True):
+        assert all(0 < chunk.num_samples <= size * share for chunk in mine)
+    everything = sorted((chunk.start, chunk.stop) for mine in found for chunk in mine)
+    assert sorted(position for start, stop in everything for position in range(start, stop)) == list(range(num_samples))
+    fewest, most = min(map(len, found)), max(map(len, found))
+    assert most - fewest <= 1
+    assert most == fewest or 0 < num_samples % plan.global_batch < len(shares)

@@ -14,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from elastic_ext.data.loader import ElasticDataLoader
+from elastic_ext.data.sampler import ElasticDistributedSampler
 from tests.loading import changed, indices_in, loader_of, worker_pids
 from tests.loops import put
 from tests.training import make_data, make_model, trainer_of
@@ -91,3 +92,52 @@ def test_a_progress_bar_over_what_an_epoch_has_left_has_that_length() -> None:
     second.load_state_dict(first.state_dict())
     bar = tqdm(second, file=io.StringIO())
     assert bar.total == 7 and indices_in(bar) == list(range(12, 40)) and bar.n == 7
+
+
+# --- ranks by themselves --------------------------------------------------------------------------------------------
+
+
+def loaders_of_ranks(size: int, num_ranks: int, **arguments: Any) -> list[ElasticDataLoader]:
+    return [
+        ElasticDataLoader(range(size), sampler=ElasticDistributedSampler(range(size), num_ranks, rank), **arguments)
+        for rank in range(num_ranks)
+    ]
+
+
+@pytest.mark.parametrize(("size", "num_ranks"), [(5, 2), (7, 3), (101, 4), (2, 3)])
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_ranks_lose_no_sample_of_a_tail_and_have_no_larger_batch(
+    size: int, num_ranks: int, batch_size: int | None
+) -> None:
+    found = []
+    for loader in loaders_of_ranks(size, num_ranks, batch_size=batch_size):
+        expected = len(loader)
+        batches: list[Any] = [[batch] if batch_size is None else batch.tolist() for batch in loader]
+        assert all(len(batch) <= (batch_size or 1) for batch in batches) and len(batches) == expected
+        found.append(batches)
+    assert sorted(index for mine in found for batch in mine for index in batch) == list(range(size))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_ranks_share_out_the_batches_of_a_batch_sampler() -> None:
+    batches = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    samplers = [ElasticDistributedSampler(sampler=batches, num_replicas=2, rank=rank) for rank in range(2)]
+    found = [[batch.tolist() for batch in ElasticDataLoader(range(10), batch_sampler=each)] for each in samplers]
+    assert found == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7]]]
+
+
+def test_ranks_that_have_no_part_of_a_tail_say_where_the_others_stand() -> None:
+    loaders = loaders_of_ranks(5, 2, batch_size=1)
+    loops = [iter(loader) for loader in loaders]
+    for _ in range(2):
+        for loop in loops:
+            next(loop)
+    states = [loader.state_dict() for loader in loaders]
+    assert states[0] == states[1] and states[0]["position"] == 4 and not states[0]["is_over"]
+    assert [len(list(loop)) for loop in loops] == [1, 0]
+    assert loaders[0].state_dict() == loaders[1].state_dict() and loaders[0].state_dict()["is_over"]
+    again = loaders_of_ranks(5, 2, batch_size=1)
+    for loader in again:
+        loader.load_state_dict(states[0])
+    assert [len(loader) for loader in again] == [len(list(loader)) for loader in again] == [1, 0]
+    assert [loader.state_dict()["is_over"] for loader in again] == [True, True]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +68,59 @@ def test_the_samplers_own_epoch_counts() -> None:
         named = shuffled()
         named.set_epoch(epoch)
         assert all_in(loader) == all_in(named)
+
+
+@pytest.mark.parametrize("position", [0, 4])
+@pytest.mark.parametrize("names_epoch", [False, True])
+def test_what_is_looked_at_and_not_committed_comes_in_the_next_loop(position: int, names_epoch: bool) -> None:
+    expected = all_in(shuffled())
+    loader = shuffled()
+    loader.load_state_dict({**shuffled().state_dict(), "position": position})
+    loader.plan(plan_of(2), 0)
+    for _ in range(2):
+        assert next(iter(loader)).tolist() == expected[position : position + 2]
+        assert loader.state_dict()["position"] == position
+        if names_epoch:
+            loader.set_epoch(0)
+    assert list(map(all_in, [loader])) == [expected[position:]]  # nothing of it is committed, too
+    assert len(loader) == (8 - position) // 2
+    found = []
+    for batch in loader:
+        found += batch.tolist()
+        loader.commit()
+    assert found == expected[position:] and loader.state_dict()["is_over"]
+    next(iter(loader))
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+
+
+def test_a_loop_without_anything_to_give_leaves_its_epoch() -> None:
+    loader = shuffled()
+    loader.load_state_dict({**shuffled().state_dict(), "position": 7})
+    loader.plan(BatchPlan(global_batch=2, num_ranks=2, micro_batch=1), 0)
+    assert list(loader) == [] and len(list(loader)) == 4
+
+
+def test_an_epoch_that_is_named_again_is_whole_though_a_state_had_begun_within_it() -> None:
+    loader = shuffled()
+    loader.load_state_dict({**shuffled().state_dict(), "position": 4})
+    assert len(all_in(loader)) == 4
+    loader.set_epoch(0)
+    assert all_in(loader) == all_in(shuffled())
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_stands_where_the_loader_does(is_left: bool, duplicate: Any) -> None:
+    for loader in (shuffled(), ElasticDataLoader(Numbered(), 2)):
+        batches = iter(loader)
+        next(batches)
+        if is_left:
+            del batches
+        other = duplicate(loader)
+        assert other.state_dict() == duplicate(other).state_dict() == loader.state_dict()
+        assert not other.state_dict()["is_over"]
+        assert all_in(other) == all_in(loader)  # the epoch after this one
+        assert other.state_dict()["is_over"] == loader.state_dict()["is_over"]
 
 
 def test_a_sampler_that_goes_on_does_so_in_a_loader() -> None:

@@ -1,20 +1,23 @@
-"""A trainer's checkpoints hold where each rank's stream of an IterableDataset stands."""
+"""A trainer's checkpoints hold where each rank's stream of an IterableDataset stands; all ranks have the same order."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from elastic_ext import ElasticTrainer
 from elastic_ext.data.loader import ElasticDataLoader
+from elastic_ext.errors import RanksDisagreeError
 from tests.ranks import RankPool
 from tests.thinning import the_first
 
@@ -156,3 +159,120 @@ def test_other_numbers_of_ranks_and_silent_datasets_begin_the_epoch_anew_and_say
     with caplog.at_level(logging.WARNING):
         assert train(0, tmp_path / "silent", 0, None, Silent) == expected(0, 1, 0)
     assert "has no state_dict() and load_state_dict()" in caplog.text
+
+
+class BatchesOfRank:
+    """Every so many batches of two."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.batches = [[first, first + 1] for first in range(0, 16, 2)][rank::num_ranks]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+def train_batches(rank: int, folder: Path, stops_at: int | None, goes_back: bool = False) -> list[int]:
+    """Take batches of this rank's own; gives their samples."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    model = torch.nn.Linear(1, 1)
+    trained = DistributedDataParallel(model) if num_ranks > 1 else model
+    loader = ElasticDataLoader(torch.arange(16.0)[:, None], batch_sampler=BatchesOfRank(rank, num_ranks))
+    trainer = ElasticTrainer(
+        trained, loader, shared_storage_path=folder / "storage", job="job", run_dir=folder / f"run {rank}"
+    )
+    optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    taken: list[int] = []
+    with trainer, trainer.epoch(trainer.start_epoch):
+        for inputs in loader:
+            with trainer.step():
+                trained(inputs).sum().backward()
+                optimizer.step()
+            taken += inputs.flatten().int().tolist()
+            if trainer.global_step == 2:
+                trainer.save_checkpoint()
+            if trainer.global_step == 3 and goes_back:
+                goes_back = False
+                trainer.rewind(2)
+                del taken[-2:]
+            if trainer.global_step == stops_at:
+                break
+    return taken
+
+
+def test_each_rank_goes_on_in_batches_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, train_batches, tmp_path, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert ranks.run(2, train_batches, tmp_path, None, True) == [[8, 9, 12, 13], [10, 11, 14, 15]]
+
+
+def test_more_or_fewer_ranks_begin_an_epoch_of_batches_of_their_own_anew(
+    ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.run(2, train_batches, tmp_path, 2)
+    with caplog.at_level(logging.WARNING):
+        assert train_batches(0, tmp_path, None) == list(range(16))
+    assert "there were more or fewer ranks: the epoch begins anew" in caplog.text
+
+
+# --- the same order on all ranks ------------------------------------------------------------------------------------
+
+
+class Unseeded(Sampler[int]):
+    """Draws on each rank from what is that rank's own, after so many epochs."""
+
+    def __init__(self, rank: int, num_alike: int) -> None:
+        self.rank, self.num_alike, self.epoch = rank, num_alike, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(0 if self.epoch < self.num_alike else self.rank).sample(range(12), 12))
+
+
+def train_with_own_draws(rank: int, folder: Path, num_alike: int | None) -> tuple[list[list[int]], str]:
+    """Two epochs with a generator of each rank's own, or a sampler; samples by epoch."""
+    model = torch.nn.Linear(1, 1)
+    numbers = torch.arange(12.0)[:, None]
+    if num_alike is None:
+        generator = torch.Generator().manual_seed(100 + rank)
+        seed = np.int64(7) if rank == 0 else None
+        loader = ElasticDataLoader(numbers, 2, shuffle=True, generator=generator, seed=seed)
+    else:
+        loader = ElasticDataLoader(numbers, 2, sampler=Unseeded(rank, num_alike))
+    trained = DistributedDataParallel(model)
+    trainer = ElasticTrainer(trained, loader, global_batch_size=4, job="job", run_dir=folder / str(rank))
+    taken: list[list[int]] = []
+    try:
+        with trainer:
+            optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+            for epoch in range(2):
+                with trainer.epoch(epoch):
+                    taken.append([])
+                    for inputs in loader:
+                        with trainer.step():
+                            trained(inputs).sum().backward()
+                            optimizer.step()
+                        taken[-1] += inputs.flatten().int().tolist()
+    except RanksDisagreeError as error:
+        return taken, str(error)
+    return taken, ""
+
+
+def test_ranks_with_seeds_of_their_own_take_that_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
+    everyone = ranks.run(2, train_with_own_draws, tmp_path, None)
+    for epoch in range(2):
+        assert sorted(sample for taken, _ in everyone for sample in taken[epoch]) == list(range(12))
+
+
+@pytest.mark.parametrize(("num_alike", "num_epochs"), [(0, 0), (1, 1)])
+def test_ranks_whose_samplers_draw_differently_all_say_so(
+    ranks: RankPool, tmp_path: Path, num_alike: int, num_epochs: int
+) -> None:
+    for taken, told in ranks.run(2, train_with_own_draws, tmp_path, num_alike):
+        assert len(taken) == num_epochs and "the ranks' samplers draw different orders" in told

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -22,6 +23,7 @@ from torch.utils.data import (
     SequentialSampler,
     StackDataset,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -102,6 +104,21 @@ def test_a_sampler_needs_no_length_to_be_loaded_by(loader_class: Any) -> None:
     assert [list(loader) for _ in range(2)] == [["three", "four"]] * 2
 
 
+def test_a_sampler_that_changes_is_asked_anew_before_and_between_loops(loader_class: Any) -> None:
+    sampler = SubsetRandomSampler([0, 1, 2, 3])
+    loader = loader_class(Numbers(10), batch_size=2, sampler=sampler)
+    assert len(loader) == 2
+    sampler.indices = [4, 5, 6, 7, 8, 9]
+    assert len(loader) == 3 and sorted(indices_in(loader)) == [4, 5, 6, 7, 8, 9]
+    sampler.indices = [1, 2]
+    assert len(loader) == 1 and sorted(indices_in(loader)) == [1, 2]
+
+
+def test_a_batch_sampler_may_give_its_batches_once() -> None:
+    loader = ElasticDataLoader(Numbers(4), batch_sampler=iter([[0, 1], [2, 3]]))
+    assert len(loader) == 2 and indices_in(loader) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("sampler", "size"),
     [
@@ -151,6 +168,29 @@ def test_keys_of_a_batch_sampler_may_be_no_numbers(loader_class: Any) -> None:
 def test_batches_of_a_batch_sampler_may_have_any_size(loader_class: Any) -> None:
     loader = loader_class(range(9), batch_sampler=[[0], [], [1, 2, 3], [3, 3]], collate_fn=as_they_are)
     assert list(loader) == [[0], [], [1, 2, 3], [3, 3]]
+
+
+class OneBuffer:
+    """Fills the same list, or array, for each batch."""
+
+    def __init__(self, buffer: Any, num_batches: int) -> None:
+        self.buffer, self.num_batches = buffer, num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        size = len(self.buffer)
+        for number in range(self.num_batches):
+            for place in range(size):
+                self.buffer[place] = number * size + place
+            yield self.buffer
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+
+@pytest.mark.parametrize("buffer", [[0, 0], np.zeros(2, dtype=int), torch.zeros(2, dtype=torch.int)], ids=type)
+def test_a_batch_sampler_may_fill_one_list_over_and_over(loader_class: Any, buffer: Any) -> None:
+    loader = loader_class(Numbers(6), batch_sampler=OneBuffer(buffer, 3))
+    assert [indices.tolist() for indices, _ in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_batch_sampler_leaves_no_size_and_no_sampler_but_torchs_in_turn(loader_class: Any) -> None:

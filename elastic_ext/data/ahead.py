@@ -88,11 +88,19 @@ class Ahead:
 
     def __len__(self) -> int:
         """How many batches it hands out in all: those it has, and the rest as they are cut now."""
-        return self._num_handed + num_chunks(self._plan, (self.cursor.num_samples or 0) - self.cursor.handed)
+        return self._num_handed + num_chunks(
+            self._plan, self._rank, (self.cursor.num_samples or 0) - self.cursor.handed
+        )
 
     def __next__(self) -> Any:
         self._ask()
         if not self._asked:
+            if (
+                not self.has_ended
+                and not self._plan.is_even
+                and self._plan.next_step(self.cursor.remaining) is not None
+            ):
+                self.cursor.hand_out_rest()
             raise StopIteration
         asked = self._asked[0]
         chunk = asked.chunk

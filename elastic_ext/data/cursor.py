@@ -33,7 +33,7 @@ class Chunk:
 def chunks(plan: BatchPlan, rank: int, *, position: int, num_samples: int | None) -> Iterator[Chunk]:
     """The micro-batches of ``rank`` from a step's beginning at ``position`` to the end of the epoch.
 
-    ``num_samples`` is the epoch's; None where it never ends.
+    ``num_samples`` is the epoch's; None where it never ends. There is none of a micro-step in which it has no samples.
     """
     while True:
         step = plan.next_step(None if num_samples is None else num_samples - position)
@@ -43,16 +43,20 @@ def chunks(plan: BatchPlan, rank: int, *, position: int, num_samples: int | None
         for number, sizes in enumerate(zip(*step.micro_batches, strict=True)):
             start = position + sum(sizes[:rank])
             position += sum(sizes)
-            yield Chunk(start, start + sizes[rank], position, ends_step=number == last)
+            if sizes[rank]:
+                yield Chunk(start, start + sizes[rank], position, ends_step=number == last)
 
 
-def num_chunks(plan: BatchPlan, num_samples: int) -> int:
+def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
     """How many micro-batches ``chunks`` gives of so many samples."""
     num_full = num_samples // plan.global_batch
-    if not plan.drop_last:  # the last step has what is left, and what would be too little for a step of its own
+    if (
+        plan.is_even and not plan.drop_last
+    ):  # the last step has what is left, and what would be too little for a step of its own
         num_full = max(-(-(num_samples - plan.global_batch - plan.num_ranks + 1) // plan.global_batch), 0)
     last = plan.next_step(num_samples - num_full * plan.global_batch)
-    return num_full * plan.full_step.num_micro_steps + (0 if last is None else last.num_micro_steps)
+    last_sizes = () if last is None else last.micro_batches[rank]
+    return num_full * plan.full_step.num_micro_steps + sum(size > 0 for size in last_sizes)
 
 
 class Cursor:
@@ -75,6 +79,11 @@ class Cursor:
     def hand_out(self, chunk: Chunk) -> None:
         """It goes to the loop; the other ranks hand out theirs of the same micro-step."""
         self.handed = chunk.passes
+
+    def hand_out_rest(self) -> None:
+        """What is left goes to the other ranks."""
+        assert self.num_samples is not None
+        self.handed = self.num_samples
 
     def commit(self) -> bool:
         """What was handed out is consumed; whether that is something."""

@@ -107,6 +107,20 @@ class Epochs(Protocol):
     def set_epoch(self, epoch: int) -> None:
         """The loop that comes is over this one; one that is under way, or was loaded, goes on where it stands."""
 
+    @property
+    def seed(self) -> int | None:
+        """What the order is drawn from, where it is to be the same on all ranks."""
+
+    @property
+    def draws_order(self) -> bool:
+        """Whether more than that may say the order."""
+
+    def take_seed(self, seed: int) -> None:
+        """Draw the orders that come from this one."""
+
+    def order_to_come(self) -> Mapping[str, Any] | None:
+        """What the order of the loop that comes is, or of the one under way, as plain values."""
+
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands."""
 

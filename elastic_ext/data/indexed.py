@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -13,6 +14,7 @@ from .ahead import Ahead
 from .cursor import Cursor, num_chunks
 from .making import Making
 from .order import BatchOrder, Order
+from .place import Place
 from .sampler import ElasticDistributedSampler
 from .seeding import SeededDataset, SeededOrder
 
@@ -23,7 +25,7 @@ class Indexed:
     """The epochs of a sampler's order, which is one of samples, or of whole batches of them."""
 
     num_workers = None
-    keeps_workers = has_own_positions = False
+    keeps_workers = False
     why_no_position = None
 
     def __init__(
@@ -45,18 +47,25 @@ class Indexed:
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
         self._is_of_batches = is_of_batches
+        self.has_own_positions = is_of_batches and sampler.num_replicas == 1  # each rank has batches of its own
         self._seeds_samples = seeds_samples
         self._given_plan: BatchPlan | None = None
         self._rank = sampler.rank
-        self._position = 0  # that the next loop begins at
-        self._position_epoch = -1  # if it is over this epoch
-        self._is_begun = False  # a loop over this epoch, or it is over; the next one is over another
-        self._begun_epoch = -1  # that the last loop was over
-        self._next_epoch: int | None = None  # named while a loop is under way
+        self._place = Place()  # at which the loop under way has begun, or the one that comes will
 
     @property
     def epoch(self) -> int:
         return self._sampler.epoch
+
+    @property
+    def seed(self) -> int | None:
+        """What the order is drawn from; None where each rank has batches of its own."""
+        return None if self._is_of_batches else self._sampler.seed
+
+    @property
+    def draws_order(self) -> bool:
+        """Whether a sampler says the order, which more may depend on than seed and epoch."""
+        return not self._is_of_batches and self._sampler.sampler is not None
 
     @property
     def remaining(self) -> int | None:
@@ -68,11 +77,11 @@ class Indexed:
 
     @property
     def goes_on(self) -> bool:
-        return self._position > 0
+        return self._to_come().position > 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the loop that is under way, which a copy has none of."""
-        return {**self.__dict__, "running": None}
+        """All but the loop that is under way, which a copy has none of: it stands where that one does."""
+        return {**self.__dict__, "running": None, "_place": self._now}
 
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
@@ -80,26 +89,25 @@ class Indexed:
     def begin(self, making: Making) -> Ahead:
         if self.running is not None and self._given_plan is not None:
             self.running.end()  # a trainer counts what one loop takes
-        named, self.running = self._next_epoch, None
-        if named is not None:
-            self.set_epoch(named)
-        if self._is_begun and self.epoch == self._begun_epoch:
-            self.set_epoch(self.epoch + 1)
-        if self.epoch != self._position_epoch:
-            self._position = 0
-        self._is_begun, self._begun_epoch, self._next_epoch = True, self.epoch, None
+        place, self.running = self._to_come(), None
+        self._sampler.set_epoch(place.epoch)
+        if self._start_of(place) == 0:
+            self._sampler.draw_anew()
         order = self._order()
-        cursor = Cursor(order.num_samples, position=self._position or self._sampler.goes_on_at)
+        cursor = Cursor(order.num_samples, position=self._start_of(place))
+        self._place = replace(place, position=cursor.passed)
+        self._sampler.begin_elsewhere()
         self.running = Ahead(
             order, cursor, making, self._planned(), self._rank, can_recut=self.collate_fn is default_collate
         )
-        self._position = 0
         return self.running
 
     def num_batches(self) -> int:
         if self.running is not None and self._is_under_way:
             return len(self.running)
-        return num_chunks(self._planned(), self._sampler.order.num_samples - self._position)
+        start = self._start_of(self._to_come())
+        num_samples = self._sampler.order.num_samples if start else self._sampler.told_length
+        return num_chunks(self._planned(), self._rank, num_samples - start)
 
     def why_not_resize(self, batch_size: int) -> str | None:
         try:
@@ -120,22 +128,28 @@ class Indexed:
 
     def set_epoch(self, epoch: int) -> None:
         if self._is_under_way:
-            self._next_epoch = epoch
+            self._place = replace(self._place, named=epoch)
             return
-        if epoch != self.epoch or self.running is not None:
-            self._position = 0
-        self.running = None
+        self._place, self.running = self._now.at(epoch), None
         self._sampler.set_epoch(epoch)
-        self._is_begun = False
+
+    def take_seed(self, seed: int) -> None:
+        self._sampler.reseed(seed)
+
+    def order_to_come(self) -> dict[str, Any]:
+        if self.running is not None and self._is_under_way:
+            return self.running.order.state_dict()
+        self._place, self.running = self._to_come(), None
+        self._sampler.set_epoch(self._place.epoch)
+        return self._sampler.order.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        cursor = self._cursor
-        is_over = self.running is None and self._is_begun  # as a state that was loaded says
+        place, cursor = self._now, self._cursor
         order = self._sampler.order if self.running is None else self.running.order
         return {
-            "epoch": self.epoch if self.running is None else self._begun_epoch,
+            "epoch": place.epoch,
             "position": cursor.passed,
-            "is_over": is_over or self._planned().next_step(cursor.remaining) is None,
+            "is_over": place.is_over or self._planned().next_step(cursor.remaining) is None,
             "order": order.state_dict(),
         }
 
@@ -152,9 +166,9 @@ class Indexed:
             self._sampler.set_epoch(epoch)
         else:
             self._sampler.load_state_dict(state)
-        self.running, self._next_epoch = None, None
-        self._is_begun, self._begun_epoch = is_over, epoch if is_over else -1
-        self._position, self._position_epoch = 0 if is_over else int(state["position"]), epoch
+        self.running = None
+        position = 0 if is_over else int(state["position"])
+        self._place = Place(epoch=epoch, position=position, is_left=is_over, is_over=is_over)
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         running = self.running
@@ -162,8 +176,7 @@ class Indexed:
         if running is not None and not running.has_ended:
             order = self._order()
             running.go_to(order, Cursor(order.num_samples, position=int(state["position"])))
-            self.running, self._position = running, 0
-            self._is_begun, self._begun_epoch = True, self.epoch
+            self.running, self._place = running, Place(epoch=self.epoch, position=running.cursor.passed)
 
     @property
     def _is_under_way(self) -> bool:
@@ -171,11 +184,37 @@ class Indexed:
         return self.running is not None and not self.running.has_ended
 
     @property
+    def _now(self) -> Place:
+        """Where the loop under way stands, or the last one left it, or the one that comes will begin.
+
+        A loop by itself has taken what it was given; of one that a trainer counts, what is committed counts alone.
+        """
+        place = self._place
+        if self.running is None:
+            return place if place.epoch == self.epoch else place.at(self.epoch)
+        cursor = self.running.cursor
+        is_left = (
+            self._given_plan is None
+            or cursor.passed != place.position
+            or self._given_plan.next_step(cursor.remaining) is None
+        )
+        return replace(place, position=cursor.passed, is_left=is_left)
+
+    def _to_come(self) -> Place:
+        """Where the next loop begins; the sampler's own epoch may have been set meanwhile."""
+        place = self._now
+        return place.at(self.epoch) if place.named is None and place.epoch != self.epoch else place.to_come()
+
+    def _start_of(self, place: Place) -> int:
+        """The position at which a loop from there begins: the sampler's own state may say it."""
+        return place.position or (self._sampler.goes_on_at if place.epoch == self.epoch else 0)
+
+    @property
     def _cursor(self) -> Cursor:
         """Of the loop under way, or of the last one, or of the one that comes where there was none."""
         if self.running is not None:
             return self.running.cursor
-        return Cursor(self._sampler.order.num_samples, position=self._position)
+        return Cursor(self._sampler.order.num_samples, position=self._now.position)
 
     def _order(self) -> Order:
         order: Order = self._sampler.order
@@ -201,4 +240,5 @@ class Indexed:
             micro_batch=num_rounds * max(shares),
             weights=shares,
             drop_last=self._drop_last,
+            is_even=False,
         )

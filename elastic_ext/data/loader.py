@@ -145,6 +145,24 @@ class ElasticDataLoader(DataLoader[_Sample]):
         """Why it cannot go on where another was, None if it can."""
         return self._epochs.why_no_position
 
+    @property
+    def seed(self) -> int | None:
+        """What the order is drawn from, where it is to be the same on all ranks."""
+        return self._epochs.seed
+
+    @property
+    def draws_order(self) -> bool:
+        """Whether a sampler says the order, which may give each rank another one."""
+        return self._epochs.draws_order
+
+    def take_seed(self, seed: int) -> None:
+        """Draw the orders that come from this one; workers are seeded as before."""
+        self._epochs.take_seed(seed)
+
+    def order_to_come(self) -> Mapping[str, Any] | None:
+        """What the order of the loop that comes is, or of the one under way, as plain values."""
+        return self._epochs.order_to_come()
+
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from the last commit on."""
         if self.batch_size is None:

@@ -6,7 +6,9 @@ A *position* counts the samples of an epoch from 0, over all ranks; an *index* i
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable
+from copy import copy, deepcopy
 from itertools import islice
 from typing import Any, Protocol
 
@@ -120,7 +122,8 @@ class Drawn:
     """What a sampler gave, kept as it came."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
-        drawn = list(islice(indices, None if hasattr(indices, "__len__") else _MOST_UNCOUNTED + 1))
+        most = None if hasattr(indices, "__len__") else _MOST_UNCOUNTED + 1
+        drawn = [_own(index) for index in islice(indices, most)]
         if len(drawn) > _MOST_UNCOUNTED and not hasattr(indices, "__len__"):
             raise ValueError(
                 f"the sampler has no length, and gave {_MOST_UNCOUNTED} samples without coming to an end; an epoch has "
@@ -154,6 +157,15 @@ class BatchOrder:
 
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
+
+
+def _own(index: Any) -> Any:
+    """What a sampler has yielded, as it is now: it may fill one list, or one array, over and over again."""
+    if type(index) is int:
+        return index
+    if isinstance(index, list | set | dict | deque):
+        return copy(index)
+    return deepcopy(index) if getattr(index, "ndim", 0) > 0 else index
 
 
 def _checked(num_samples: int) -> int:

@@ -72,7 +72,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         self.dataset = dataset
         self.sampler = sampler
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = int(seed)  # and no number of numpy's, which checkpoints cannot hold
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
@@ -103,6 +103,28 @@ class ElasticDistributedSampler(Sampler[Any]):
     def goes_on_at(self) -> int:
         """The position at which the next iteration begins: 0, or that of a state that was loaded."""
         return self._goes_on_at
+
+    @property
+    def told_length(self) -> int:
+        """How many samples the next epoch has, as a ``sampler`` says it now; of one that does not, as it drew last."""
+        try:
+            return len(self.sampler) if isinstance(self.sampler, Sized) else self.order.num_samples
+        except (TypeError, NotImplementedError):  # a sampler may have the method, and no length
+            return self.order.num_samples
+
+    def draw_anew(self) -> None:
+        """Ask ``sampler`` again, which may have changed since it was asked; not one that gives its samples once."""
+        if self.sampler is not None and not isinstance(self.sampler, Iterator):
+            self._order = None
+
+    def begin_elsewhere(self) -> None:
+        """A loader takes what a state that was loaded has left: the next iteration here is over the whole epoch."""
+        self._goes_on_at = 0
+
+    def reseed(self, seed: int) -> None:
+        """Draw from another seed."""
+        if seed != self.seed:
+            self.seed, self._order = seed, None
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""

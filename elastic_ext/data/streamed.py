@@ -18,7 +18,8 @@ __all__ = ["Streamed"]
 class Streamed:
     """The epochs of a dataset that gives its samples itself. Ranks and workers see to it that each gives its own."""
 
-    remaining = None
+    remaining = seed = None
+    draws_order = False
     num_ranks = 1
     auto_collation = False
     keeps_workers = True  # they share the samples out among them
@@ -45,6 +46,7 @@ class Streamed:
         self._given_plan: BatchPlan | None = None
         self._rank = 0
         self._position: StreamsPosition | None = None  # that the next loop begins at
+        self._left: StreamsPosition | None = None  # in a copy: where the loop stood of which it has none
         self._is_begun = False
         self._is_over = False  # the epoch of a state that was loaded
         self._next_epoch: int | None = None  # named while a loop is under way
@@ -73,8 +75,9 @@ class Streamed:
         return self._position is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the loop that is under way, which a copy has none of."""
-        return {**self.__dict__, "running": None}
+        """All but the loop that is under way, which a copy has none of: it says where that one stands."""
+        left = self._left if self.running is None else self.running.position
+        return {**self.__dict__, "running": None, "_left": left}
 
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
@@ -87,7 +90,7 @@ class Streamed:
             self.set_epoch(named)
         elif self._is_begun:
             self.epoch += 1
-        self._is_begun, self._is_over, self._next_epoch = True, False, None
+        self._is_begun, self._is_over, self._next_epoch, self._left = True, False, None, None
         self.running = Streams(
             making,
             self._position or StreamsPosition.start(making.num_workers),
@@ -127,16 +130,22 @@ class Streamed:
             return
         if epoch != self.epoch or self.running is not None:
             self._position = None
-        self.running = None
+        self.running = self._left = None
         self.epoch = epoch
         self._is_begun = False
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
 
+    def take_seed(self, seed: int) -> None:
+        """It has none."""
+
+    def order_to_come(self) -> None:
+        """It has none."""
+
     def state_dict(self) -> dict[str, Any]:
         position = self._position
-        if self.running is not None and position is None:
-            position = self.running.position
+        if position is None:
+            position = self._left if self.running is None else self.running.position
         return {
             "epoch": self.epoch,
             "is_over": self._is_over if position is None else position.is_over,
@@ -153,7 +162,7 @@ class Streamed:
         if position is not None and any(position.num_passed) and not self._can_go_on:
             raise ValueError(f"the loop cannot go on where the state was saved: {NO_STATE}")
         self.epoch = int(state["epoch"])
-        self.running = None
+        self.running = self._left = None
         self._is_begun = self._is_over = bool(state["is_over"])
         self._position, self._next_epoch = position, None
 

@@ -1,0 +1,33 @@
+"""Place: where the loops over an order of samples stand, one value from which the next one is told. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Place"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """An epoch, and how much of it is consumed. It never changes: what happens makes another one of it."""
+
+    epoch: int = 0
+    position: int = 0
+    """All samples before it are consumed."""
+    is_left: bool = False
+    """A loop has taken of the epoch, or there was nothing to take: the next loop is over another one."""
+    is_over: bool = False
+    """A state that was loaded says that nothing more of it comes."""
+    named: int | None = None
+    """The epoch of the next loop, which was named while one was under way."""
+
+    def at(self, epoch: int) -> Place:
+        """The place when an epoch is named: what no loop has taken of goes on, all else begins anew."""
+        goes_on = epoch == self.epoch and not self.is_left
+        return Place(epoch=epoch, position=self.position if goes_on else 0)
+
+    def to_come(self) -> Place:
+        """Where the next loop begins."""
+        if self.named is not None:
+            return self.at(self.named)
+        return Place(epoch=self.epoch + 1) if self.is_left else self
