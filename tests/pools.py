@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import random
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -137,6 +138,14 @@ class DieAndLeaveAChild:
 def kill_the_parent() -> None:
     os.kill(os.getppid(), signal.SIGKILL)
     hang_for_ever()
+
+
+def kill_for_good(pid: int) -> None:
+    """Kill somebody's child, and come back when it is gone."""
+    watched = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert select.select([watched], [], [], 20)[0]
+    os.close(watched)
 
 
 def die_by_segfault() -> None:

@@ -507,8 +507,7 @@ def test_a_task_is_not_blamed_for_the_deaths_of_idle_workers_that_never_had_it(
         victims = {pid for number in range(3) for pid in pool.take(number)}
         assert len(victims) == 3
         for victim in victims:
-            os.kill(victim, signal.SIGKILL)
-            os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
+            pools.kill_for_good(victim)
         pool.submit(3, [3])
         assert not set(pool.take(3)) & victims
     assert all("while it had nothing to do" in warning for warning in _warnings(caplog))

@@ -21,7 +21,7 @@ from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.stream import START, Answer, Mark, Request, Stream
 from elastic_ext.errors import WorkerDiedError
-from tests.pools import worker_pids
+from tests.pools import kill_for_good, worker_pids
 
 
 class Counting(IterableDataset[int]):
@@ -369,8 +369,7 @@ def test_a_worker_that_dies_within_the_first_batch_it_told_a_state_of_is_replace
     found = next(batches)
     loader.commit()
     for pid in worker_pids() - others:
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        kill_for_good(pid)
     assert all_in(batches) + found == [*range(3, 39), 0, 1, 2]
 
 
