@@ -12,7 +12,7 @@ from .accumulate import BatchPlan, StepPlan
 from .appliers import Applier
 from .config import ElasticConfig
 from .positions import Positions
-from .sources import FixedBatches, MicroBatchSource, OrderedSource
+from .sources import FixedBatches, LeavableSource, MicroBatchSource, OrderedSource
 
 __all__ = ["Batches", "RankStep"]
 
@@ -171,6 +171,12 @@ class Batches:
                     "samples; a loader that is to change them has to be a MicroBatchSource"
                 )
             self._fixed = fixed
+
+    def leave_epoch(self) -> None:
+        """An epoch is over, whether or not its loop has come to the end of the data."""
+        self.end_epoch()
+        if isinstance(self.source, LeavableSource):
+            self.source.leave_epoch()
 
     def end_epoch(self) -> None:
         """Nothing of an epoch is taken so far; the loop that comes is over the next one."""

@@ -217,7 +217,7 @@ class Session:
         is_over = not (self.should_stop and self._batches.is_mid_epoch)
         if is_over:
             self._counts.epoch += 1
-            self._batches.end_epoch()
+            self._batches.leave_epoch()
         if self._saving is not None:
             self._saving.end_epoch(is_over=is_over)
 

@@ -12,7 +12,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from .accumulate import BatchPlan, StepPlan, nearest_batches
 
-__all__ = ["FixedBatches", "MicroBatchSource", "OrderedSource", "OwnPositions", "ResumableSource", "RewindableSource"]
+__all__ = [
+    "FixedBatches",
+    "LeavableSource",
+    "MicroBatchSource",
+    "OrderedSource",
+    "OwnPositions",
+    "ResumableSource",
+    "RewindableSource",
+]
 
 
 @runtime_checkable
@@ -103,6 +111,14 @@ class OrderedSource(MicroBatchSource, Protocol):
 
     def order_to_come(self) -> Any:
         """What the order of the loop that comes is, as plain values. Called where an epoch begins."""
+
+
+@runtime_checkable
+class LeavableSource(MicroBatchSource, Protocol):
+    """One whose state says where a loop was left, and so has to be told that nobody will go on there."""
+
+    def leave_epoch(self) -> None:
+        """The epoch is over, where the loop over it is: the one that comes is over the next one, as its state says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -125,10 +125,11 @@ def train(
     until: int | None = None,
     back: int | None = None,
     every: CheckpointInterval | None = None,
+    of_epoch: int = STEPS,
 ) -> Seen:
     """Three epochs, from wherever the newest checkpoint is; to ``until`` a step, which is saved as ``how`` says.
 
-    With ``back`` training goes back to that step once, after the second epoch.
+    With ``back`` training goes back to that step once, after the second epoch. A loop is left after ``of_epoch`` steps.
     """
     (folder / name).mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -168,6 +169,8 @@ def train(
                                 raise InterruptedError
                             if how == "signal":
                                 os.kill(os.getpid(), signal.SIGTERM)
+                        if of_epoch < STEPS and trainer.sync_gradients and trainer.global_step % of_epoch == 0:
+                            break
                 if how == "interval" and trainer.global_step == until:
                     raise InterruptedError
                 if how == "crash" and trainer.global_step == until:
@@ -197,6 +200,18 @@ def resume_rank(rank: int, folder: Path, kind: str, num_ranks: int, how: How, ep
     assert resumed.final == whole.final
     ended = train(folder, "run", kind, **options)  # a job that has ended does not train on
     assert (ended.started_at, ended.steps) == ((EPOCHS, STEPS * EPOCHS), [])
+
+
+@pytest.mark.parametrize("kind", ["indexed", "stream of a worker"])
+def test_an_epoch_whose_loop_was_left_before_its_end_is_over_for_a_resumed_run_too(tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"of_epoch": 2, "every": CheckpointInterval(epochs=1)}
+    whole = train(tmp_path, "whole", kind, **options)
+    assert [step for _, step, _ in whole.steps][-1] == 2 * EPOCHS
+    stopped = train(tmp_path, "run", kind, how="interval", until=2, **options)
+    resumed = train(tmp_path, "run", kind, **options)
+    assert resumed.started_at == (1, 2)
+    assert stopped.steps + resumed.steps == whole.steps
+    assert resumed.final == whole.final
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,9 @@ class Epochs(Protocol):
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from the last commit on."""
 
+    def leave_epoch(self) -> None:
+        """Nobody goes on with the epoch of the last loop, if that is over."""
+
     def set_epoch(self, epoch: int) -> None:
         """The loop that comes is over this one; one that is under way, or was loaded, goes on where it stands."""
 

@@ -126,6 +126,10 @@ class Indexed:
         if self.running is not None:
             self.running.plan(plan, rank)
 
+    def leave_epoch(self) -> None:
+        if self.running is not None and self.running.has_ended and self._now.is_left:
+            self._place, self.running = replace(self._now, is_over=True), None
+
     def set_epoch(self, epoch: int) -> None:
         if self._is_under_way:
             self._place = replace(self._place, named=epoch)

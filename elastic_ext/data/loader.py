@@ -182,6 +182,10 @@ class ElasticDataLoader(DataLoader[_Sample]):
         if self._epochs.running is not None:
             self._epochs.running.rollback()
 
+    def leave_epoch(self) -> None:
+        """Go on with the next epoch, where the last loop was left before it had all; one under way goes on."""
+        self._epochs.leave_epoch()
+
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands: what is not consumed comes from there, whatever the ranks, sizes and workers.
 

@@ -124,6 +124,10 @@ class Streamed:
         if self.running is not None:
             self.running.plan(plan, rank)
 
+    def leave_epoch(self) -> None:
+        if self.running is not None and self.running.has_ended and any(self.running.position.num_passed):
+            self.running, self._left, self._is_over = None, None, True
+
     def set_epoch(self, epoch: int) -> None:
         if self._is_under_way:
             self._next_epoch = epoch
