@@ -102,6 +102,7 @@ LAYERS: Mapping[str, int] = {
     "data": 1,
     "data.cursor": 1,
     "data.order": 1,
+    "data.place": 1,
     "data.late": 1,
     "data.stream": 1,
     "fsdp.checkpoint.listing": 1,
