@@ -156,6 +156,27 @@ def test_a_worker_whose_stream_has_ended_is_left_out_as_torch_does(ends: tuple[i
     assert list(ElasticDataLoader(Counting(0, ends), **settings)) == list(DataLoader(Counting(0, ends), **settings))
 
 
+def only_whole(samples: list[int]) -> list[int]:
+    """A collate_fn that takes full batches alone."""
+    if len(samples) != 4:
+        raise ValueError(f"{len(samples)} samples")
+    return samples
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("loader_class", [DataLoader, ElasticDataLoader])
+def test_a_batch_that_is_dropped_is_not_collated(loader_class: Any, num_workers: int) -> None:
+    loader = loader_class(Counting(27), 4, drop_last=True, num_workers=num_workers, collate_fn=only_whole)
+    assert sum(map(len, loader)) == 24
+
+
+@pytest.mark.parametrize(("num_workers", "num_given"), [(0, 24), (2, 24)])
+def test_samples_of_streams_that_have_too_few_for_a_batch_are_collated_as_one(num_workers: int, num_given: int) -> None:
+    loader = ElasticDataLoader(Counting(27), 4, num_workers=num_workers, collate_fn=only_whole)
+    loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
+    assert sum(map(len, loader)) == num_given
+
+
 class Sized(Counting):
     def __len__(self) -> int:
         return self.size

@@ -315,7 +315,17 @@ class Streams:
     def _submit(self, slot: _Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
         mark = None if slot.is_found else slot.marks[0]
         slot.is_found = True
-        request = Request(slot.number, self._loop, self._attempt, start, num_samples, slot.passed, mark, is_raw)
+        request = Request(
+            slot.number,
+            self._loop,
+            self._attempt,
+            start,
+            num_samples,
+            slot.passed,
+            mark,
+            is_raw,
+            is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
+        )
         return self._maker.submit([request], slot.number)
 
     def _taken(self, slot: _Slot, number: int) -> Answer:
