@@ -187,14 +187,14 @@ class Streams:
                 return self._handed_out(chunk, answer.batch)
             if answer.is_lost:
                 slot.handed, self._handed_turn = start, slot.number
-                self._find_again(slot)
+                self._find_again(slot, chunk)
                 self._take_back(chunk)
                 continue
             if slot.end is None:
                 slot.end = start + answer.num_samples
             if self._plan is not None:
                 slot.handed = min(start, slot.end)
-                samples = self._pieced_together(slot, chunk.num_samples)
+                samples = self._pieced_together(slot, chunk)
                 if samples is not None:
                     return self._handed_out(chunk, self._collate_fn(samples))
             else:
@@ -343,25 +343,30 @@ class Streams:
         self._asked.popleft()
         asked.slot.handed, self._handed_turn = asked.start + asked.chunk.num_samples, asked.turn
 
-    def _find_again(self, slot: _Slot) -> None:
-        """Its worker is another one, which has to be told where to go on."""
+    def _find_again(self, slot: _Slot, chunk: Chunk) -> None:
+        """Its worker is another one, which has to be told where to go on, or has no more to give, which is said once.
+
+        The chunk that it was to give is then to come from another.
+        """
         if slot.passed and not slot.marks[0].has_state and not self._passes_samples:
+            slot.end = slot.passed  # after a rollback too
+            self._take_back(chunk)
             raise WorkerDiedError(
-                f"data worker {slot.number} died, and where its stream goes on is not known: {NO_STATE}",
+                f"data worker {slot.number} died, and where its stream goes on is not known, so this one is over: {NO_STATE}",
                 indices=[],
             )
         slot.is_found = False
 
-    def _pieced_together(self, slot: _Slot, num_samples: int) -> list[Any] | None:
-        """So many samples of a stream that has too few, and of those after it; None where all have too few."""
+    def _pieced_together(self, slot: _Slot, chunk: Chunk) -> list[Any] | None:
+        """As many samples of a stream that has too few, and of those after it; None where all have too few."""
         self._take_back()
         samples: list[Any] = []
         each: _Slot | None = slot
         while each is not None:
-            answer = self._raw(each, num_samples - len(samples))
+            answer = self._raw(each, chunk, chunk.num_samples - len(samples))
             samples += answer.batch or []
             each.asked += answer.num_samples
-            if len(samples) == num_samples:
+            if len(samples) == chunk.num_samples:
                 for drawn in self._slots:
                     drawn.handed = drawn.asked
                 self._handed_turn = self._turn
@@ -370,13 +375,13 @@ class Streams:
             each = self._next_slot()
         return None  # all of them are over now
 
-    def _raw(self, slot: _Slot, num_samples: int) -> Answer:
+    def _raw(self, slot: _Slot, chunk: Chunk, num_samples: int) -> Answer:
         """The next samples of one stream as they are."""
         while True:
             answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
             if not answer.is_lost:
                 return answer
-            self._find_again(slot)
+            self._find_again(slot, chunk)
 
     def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
         self._is_in_step = not chunk.ends_step
