@@ -111,6 +111,11 @@ class Ahead:
             self._ask()
         return batch
 
+    @property
+    def num_handed(self) -> int:
+        """How many batches were handed out that are not consumed."""
+        return self._num_handed - self._num_passed
+
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from what is consumed on."""
         if (plan, rank) != (self._plan, self._rank):
@@ -126,8 +131,8 @@ class Ahead:
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""
+        self._num_handed = self._num_passed
         if self.cursor.rollback():
-            self._num_handed = self._num_passed
             self._cut()
 
     def go_to(self, order: Order, cursor: Cursor) -> None:
@@ -135,6 +140,7 @@ class Ahead:
         if order.state_dict() != self.order.state_dict():
             self.close()
         self.order, self.cursor = order, cursor
+        self._num_passed = self._num_handed
         self._cut()
 
     def close(self) -> None:

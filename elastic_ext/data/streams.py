@@ -156,6 +156,7 @@ class Streams:
         self._told_length = told_length
         self._passes_samples = passes_samples
         self.has_ended = False
+        self.num_handed = 0
         self._loop, self._attempt = loop, 0
         self._plan, self._rank = plan, rank
         self._asked: deque[_Asked] = deque()
@@ -181,6 +182,7 @@ class Streams:
                 raise
             except Exception:
                 self._pass(asked)
+                self.num_handed += 1
                 raise
             self._pass(asked)
             if answer.num_samples == chunk.num_samples:
@@ -227,6 +229,7 @@ class Streams:
 
     def commit(self) -> None:
         """What was handed out is consumed; a step that was cut short there is followed by one that begins there."""
+        self.num_handed = 0
         for slot in self._slots:
             slot.passed = slot.handed
             slot.drop_marks()
@@ -236,6 +239,7 @@ class Streams:
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""
+        self.num_handed = 0
         if any(slot.handed != slot.passed for slot in self._slots):
             for slot in self._slots:
                 slot.handed = slot.passed
@@ -259,7 +263,7 @@ class Streams:
         self.has_ended = True
 
     def _go_to(self, position: StreamsPosition) -> None:
-        self.num_workers = position.num_workers
+        self.num_workers, self.num_handed = position.num_workers, 0
         self._slots = [
             _Slot(number, passed, deque([mark]))
             for number, (passed, mark) in enumerate(zip(position.num_passed, position.marks, strict=True))
@@ -352,7 +356,8 @@ class Streams:
             slot.end = slot.passed  # after a rollback too
             self._take_back(chunk)
             raise WorkerDiedError(
-                f"data worker {slot.number} died, and where its stream goes on is not known, so this one is over: {NO_STATE}",
+                f"data worker {slot.number} died, and where its stream goes on is not known, so this one is over: "
+                f"{NO_STATE}",
                 indices=[],
             )
         slot.is_found = False
@@ -384,6 +389,7 @@ class Streams:
             self._find_again(slot, chunk)
 
     def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
+        self.num_handed += 1
         self._is_in_step = not chunk.ends_step
         self._ask()
         if self._told_length is not None and _is_told_of_more(self._slots, self._told_length, self.num_workers):
