@@ -268,6 +268,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
             num_workers=num_workers,
             prefetch_factor=self.prefetch_factor or _PREFETCH,
             pin=self._pin(),
+            in_turn=self.in_order,
         )
         self._makings.add(making)
         return making
