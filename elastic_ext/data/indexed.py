@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from elastic_ext.accumulate import BatchPlan
 
 from .ahead import Ahead
 from .cursor import Cursor, num_chunks
 from .making import Making
 from .order import BatchOrder, Order
+from .recut import can_be_recut
 from .sampler import ElasticDistributedSampler
 from .seeding import SeededDataset, SeededOrder
 
@@ -91,7 +90,7 @@ class Indexed:
         order = self._order()
         cursor = Cursor(order.num_samples, position=self._position or self._sampler.goes_on_at)
         self.running = Ahead(
-            order, cursor, making, self._planned(), self._rank, can_recut=self.collate_fn is default_collate
+            order, cursor, making, self._planned(), self._rank, can_recut=can_be_recut(self.collate_fn)
         )
         self._position = 0
         return self.running
