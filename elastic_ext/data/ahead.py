@@ -98,9 +98,9 @@ class Ahead:
         chunk = asked.chunk
         try:
             batch = self._batch_of(asked)
-        except Late:  # the next call may have it
+        except (Late, KeyboardInterrupt):  # the next call may have it
             raise
-        except Exception as error:
+        except BaseException as error:
             self._hand_out(asked)  # what cannot be made is passed; after a rollback it comes again
             if not isinstance(error, StopIteration):
                 raise
@@ -231,9 +231,9 @@ class Ahead:
         if made.batch is NOT_TAKEN:
             try:
                 made.batch = self._maker.take(made.number)
-            except Late:
+            except (Late, KeyboardInterrupt):
                 raise
-            except Exception:
+            except BaseException:
                 made.batch = None  # it is taken
                 raise
         return made.batch

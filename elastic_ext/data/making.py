@@ -90,10 +90,12 @@ class Making:
             try:
                 with self._is_making:
                     batch = self._pinning.done(self._made(indices))
-            except Exception:
+            except KeyboardInterrupt:  # it is asked for again then
+                raise
+            except BaseException:  # a dataset's SystemExit too
                 del self._own[number]
                 raise
-            del self._own[number]  # not where it was interrupted: it is asked for again then
+            del self._own[number]
             return batch
         assert self._pool is not None
         return self._pool.take(number)

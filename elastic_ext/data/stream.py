@@ -73,7 +73,7 @@ class Answer:
 class _Failed:
     """What came in the place of a sample: it counts as one, and comes again where the sample would."""
 
-    error: Exception
+    error: BaseException
 
 
 def can_tell_state(dataset: Any) -> bool:
@@ -132,7 +132,9 @@ class Stream:
             except StopIteration:
                 self._has_ended = True
                 return
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._at += 1
                 if not keeps:
                     raise

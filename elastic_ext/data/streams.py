@@ -178,9 +178,9 @@ class Streams:
             slot, chunk, start = asked.slot, asked.chunk, asked.start
             try:
                 answer = self._taken(slot, asked.number)
-            except Late:  # the next call may have it
+            except (Late, KeyboardInterrupt):  # the next call may have it
                 raise
-            except Exception:
+            except BaseException:
                 self._pass(asked)
                 self.num_handed += 1
                 raise
