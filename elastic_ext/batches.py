@@ -12,7 +12,7 @@ from .accumulate import BatchPlan, StepPlan
 from .appliers import Applier
 from .config import ElasticConfig
 from .positions import Positions
-from .sources import FixedBatches, LeavableSource, MicroBatchSource, OrderedSource
+from .sources import CountedSource, FixedBatches, LeavableSource, MicroBatchSource, OrderedSource
 
 __all__ = ["Batches", "RankStep"]
 
@@ -48,6 +48,8 @@ class Batches:
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is {value!r}; allowed: an integer >= 1, or None")
         self.source = loader if isinstance(loader, MicroBatchSource) and loader.batch_size is not None else None
+        self.counted = self.source if isinstance(self.source, CountedSource) else None
+        """The source, where it says how many micro-batches it has handed out since the last commit."""
         self.is_resuming = False
         """A state is being loaded, whose global batch counts where the script gave none."""
         self.loader = loader

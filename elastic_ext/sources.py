@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from .accumulate import BatchPlan, StepPlan, nearest_batches
 
 __all__ = [
+    "CountedSource",
     "FixedBatches",
     "LeavableSource",
     "MicroBatchSource",
@@ -56,6 +57,15 @@ class MicroBatchSource(Protocol):
 
     def rollback(self) -> None:
         """Hand out again what was handed out since the last commit, in the loop that is under way."""
+
+
+@runtime_checkable
+class CountedSource(MicroBatchSource, Protocol):
+    """One that says how many micro-batches it has handed out: more than there are micro-steps are refused."""
+
+    @property
+    def num_handed(self) -> int:
+        """On this rank, since the last commit or rollback."""
 
 
 @runtime_checkable

@@ -28,6 +28,13 @@ _TOO_EARLY = (
     "a GradScaler's step() or update() was called in a micro-step that does not end a step, where there are no "
     "gradients for it so far; give the scaler to prepare(), or call it `if trainer.sync_gradients:`"
 )
+_TAKEN_AHEAD = (
+    "{num_handed} batches were taken from the dataloader since the last commit, and micro-step {number} of the step "
+    "begins now; at most {number} may be taken by then, since a commit passes all of them, and each has its weight. "
+    "Loop over the dataloader itself, without a wrapper that takes batches ahead (prefetch_factor does), and enter "
+    "trainer.step() with each batch. For one that is not to be trained on call trainer.backward(loss * 0, "
+    "num_items=0), and for the others trainer.backward(losses.sum(), num_items=len(batch))"
+)
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
@@ -61,6 +68,7 @@ class Steps:
         self._state = parts.state
         self._gradients = parts.gradients
         self._batches = parts.batches
+        self._counted = parts.batches.counted
         self._optimizers = parts.optimizers
         self._snapshot = parts.snapshot
         self._scaler = parts.scaler
@@ -113,6 +121,8 @@ class Steps:
         state = self._state
         if state.is_inside:
             raise StepError(_INSIDE)
+        if self._counted is not None and self._counted.num_handed > state.index + 1:
+            self._refuse_taken_ahead(self._counted.num_handed)
         state.has_forward = state.has_backward = state.is_exact = False
         if self._is_like_before and self.keep_batch and self._batches.next_step() is self._step:
             state.is_last = state.is_inside = True
@@ -289,6 +299,15 @@ class Steps:
         if self._snapshot is not None:
             self._snapshot.take()
             self._snapshot.put_shared()
+
+    def _refuse_taken_ahead(self, num_handed: int) -> None:
+        """Raise, and have what was taken come again; ranks learn of it as of any failure between steps."""
+        if self.torn is not None:
+            raise self.torn
+        number = self._state.index + 1
+        self.rollback()
+        self._batches.rollback(0)  # which has no part in a step that has not begun
+        raise StepError(_TAKEN_AHEAD.format(num_handed=num_handed, number=number))
 
     def _do_first(self, act: Callable[[], None]) -> None:
         self._to_do_first = None

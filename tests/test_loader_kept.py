@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ext import ElasticDataLoader, ElasticDistributedSampler
 from elastic_ext.accumulate import BatchPlan
@@ -337,3 +337,40 @@ def test_workers_that_come_while_this_process_makes_a_sample_find_no_lock_held()
             new = ElasticConfig.from_values({"dataloader.num_workers": 2})
             loader.apply(ElasticConfig.from_values({}), new)
     assert found == list(range(60))
+
+
+class Leaving(IterableDataset[int]):
+    """The same of a dataset that is asked by index and of one that gives its samples: the second one leaves."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.one, range(4))
+
+    def one(self, index: int) -> int:
+        if index == 1:
+            raise self.error
+        return index
+
+
+class LeavingByIndex:
+    def __init__(self, error: type[BaseException]) -> None:
+        self.dataset = Leaving(error)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.dataset.one(index)
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, ElasticDataLoader])
+@pytest.mark.parametrize("kind", [Leaving, LeavingByIndex])
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit])
+def test_a_loop_in_this_process_goes_past_what_a_dataset_leaves_by(loader_class: Any, kind: Any, error: Any) -> None:
+    batches = iter(loader_class(kind(error), None))
+    assert next(batches) == 0
+    with pytest.raises(error):
+        next(batches)
+    assert list(batches) == [2, 3]

@@ -246,6 +246,67 @@ def test_tasks_go_to_the_worker_that_has_least_to_do(tmp_path: Path) -> None:
         assert pool.take(0)[0] not in pids
 
 
+def test_dealt_in_turn_a_task_goes_to_its_worker_whatever_that_has_to_do(tmp_path: Path) -> None:
+    busy = gate(tmp_path / "busy")
+    doing: dict[int, Callable[[], Any]] = {0: Both(WaitAt(busy), pools.pid), 1: pools.pid}
+    with Pool(work(doing), context=FORK, in_turn=True) as pool:
+        pool.resize(2, is_first=True)
+        pool.submit(0, [0])
+        pids = []
+        for number in range(1, 6):
+            pool.submit(number, [1])
+            if number % 2:
+                pids += pool.take(number)  # of the worker that has nothing else to do
+        open_gate(busy)
+        assert len(set(pids)) == 1
+        others = {pool.take(number)[0] for number in (0, 2, 4)}
+        assert len(others) == 1 and not others & set(pids)
+
+
+def test_dealt_in_turn_a_worker_that_starts_is_waited_for(tmp_path: Path) -> None:
+    starts = [gate(tmp_path / "first"), gate(tmp_path / "second")]
+    with Pool(
+        work(dict.fromkeys(range(4), pools.pid), worker_init_fn=lambda worker: WaitAt(starts[worker])()),
+        context=FORK,
+        in_turn=True,
+    ) as pool:
+        pool.resize(2, is_first=True)
+        for number in range(4):
+            pool.submit(number, [number])
+        open_gate(starts[1])
+        pids = [pool.take(1), pool.take(3)]
+        open_gate(starts[0])
+        pids += [pool.take(0), pool.take(2)]
+    assert pids[0] == pids[1] != pids[2] == pids[3]
+
+
+def test_dealt_in_turn_nobody_waits_for_one_that_comes_later_or_in_the_place_of_another(tmp_path: Path) -> None:
+    start = gate(tmp_path / "start")
+    doing: dict[int, Callable[[], Any]] = {**dict.fromkeys(range(8), pools.pid), 8: pools.die_by_exit}
+    with Pool(
+        work(doing, worker_init_fn=lambda worker: WaitAt(start)() if worker else None),
+        context=FORK,
+        in_turn=True,
+        end_seconds=0.1,
+    ) as pool:
+        pool.resize(1, is_first=True)
+        pool.wait_ready()
+        pool.resize(2)
+        for number in range(4):
+            pool.submit(number, [number])
+        assert len({pool.take(number)[0] for number in range(4)}) == 1
+        open_gate(start)
+        pool.wait_ready(2)
+        for number in range(4, 8):
+            pool.submit(number, [number])
+        pids = [pool.take(number)[0] for number in range(4, 8)]
+        assert pids[0] == pids[2] != pids[1] == pids[3]
+        os.kill(pids[1], signal.SIGKILL)
+        for number in range(8, 12):
+            pool.submit(number, [number - 8])
+        assert {pool.take(number)[0] for number in range(8, 12)} == {pids[0]}
+
+
 def test_tasks_are_left_for_a_worker_that_is_still_starting(tmp_path: Path) -> None:
     start, meet = gate(tmp_path / "start"), gate(tmp_path / "meet")
     doing: dict[int, Callable[[], Any]] = {0: WaitAt(meet), 1: lambda: open_gate(meet)}

@@ -10,8 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
+from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.recut import cut, join
+from tests.loading import changed
 
 
 class Pair(NamedTuple):
@@ -78,3 +81,33 @@ def test_what_is_no_such_batch_is_refused(batch: Any) -> None:
 def test_what_is_not_alike_is_not_joined(batches: list[Any]) -> None:
     with pytest.raises(ValueError, match="cannot be joined"):
         join(batches)
+
+
+class Price:
+    """A type of a user's own."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Prices:
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Price:
+        return Price(index + 1.0)
+
+
+def shares_of(samples: list[Price], *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Each one's of the sum of its batch: another batch has others."""
+    values = torch.tensor([sample.value for sample in samples])
+    return values / values.sum()
+
+
+def test_batches_of_a_type_that_default_collate_was_taught_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, Price, shares_of)
+    loader = ElasticDataLoader(Prices(), 8, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    changed(loader, batch_size=4)
+    assert [batch.sum().item() for batch in batches] == pytest.approx([1.0] * 4)

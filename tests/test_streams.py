@@ -155,6 +155,27 @@ def test_a_worker_whose_stream_has_ended_is_left_out_as_torch_does(ends: tuple[i
     assert list(ElasticDataLoader(Counting(0, ends), **settings)) == list(DataLoader(Counting(0, ends), **settings))
 
 
+def only_whole(samples: list[int]) -> list[int]:
+    """A collate_fn that takes full batches alone."""
+    if len(samples) != 4:
+        raise ValueError(f"{len(samples)} samples")
+    return samples
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("loader_class", [DataLoader, ElasticDataLoader])
+def test_a_batch_that_is_dropped_is_not_collated(loader_class: Any, num_workers: int) -> None:
+    loader = loader_class(Counting(27), 4, drop_last=True, num_workers=num_workers, collate_fn=only_whole)
+    assert sum(map(len, loader)) == 24
+
+
+@pytest.mark.parametrize(("num_workers", "num_given"), [(0, 24), (2, 24)])
+def test_samples_of_streams_that_have_too_few_for_a_batch_are_collated_as_one(num_workers: int, num_given: int) -> None:
+    loader = ElasticDataLoader(Counting(27), 4, num_workers=num_workers, collate_fn=only_whole)
+    loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
+    assert sum(map(len, loader)) == num_given
+
+
 class Sized(Counting):
     def __len__(self) -> int:
         return self.size
@@ -325,6 +346,36 @@ def test_a_worker_without_a_state_is_replaced_only_where_samples_may_be_passed(t
         list(ElasticDataLoader(Silent(60, 31, file), 4, num_workers=1))
     file.touch()
     assert all_in(ElasticDataLoader(Silent(60, 31, file), 4, num_workers=1, fast_forward=True)) == list(range(60))
+
+
+@pytest.mark.parametrize("sizes", [None, (8, 4), (6, 6)])
+def test_a_worker_that_cannot_be_replaced_is_told_of_once_and_the_others_go_on(
+    tmp_path: Path, sizes: tuple[int, int] | None
+) -> None:
+    """The sixteenth sample of one of two workers kills it; ``sizes`` are those of a trainer's steps."""
+    file = tmp_path / "dies"
+    file.touch()
+    loader = ElasticDataLoader(Silent(60, 31, file), 4, num_workers=2, collate_fn=listed)
+    if sizes is not None:
+        loader.plan(BatchPlan(global_batch=sizes[0], num_ranks=1, micro_batch=sizes[1]), 0)
+    batches, found, taken = iter(loader), list[int](), list[int]()
+    errors: list[WorkerDiedError] = []
+    is_over = False
+    while not is_over and len(errors) < 3:
+        try:
+            taken += next(batches)
+            if sizes is None or len(taken) == sizes[0]:
+                loader.commit()
+                found, taken = found + taken, []
+        except WorkerDiedError as error:
+            loader.rollback()
+            errors.append(error)
+            taken = []
+        except StopIteration:
+            is_over = True
+    assert len(errors) == 1 and "this one is over" in str(errors[0])
+    assert len(set(found)) == len(found) and set(range(0, 60, 2)) <= {*found, 54, 56, 58}
+    assert max(sample for sample in found if sample % 2) < 31
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -106,9 +106,9 @@ class Ahead:
         chunk = asked.chunk
         try:
             batch = self._batch_of(asked)
-        except Late:  # the next call may have it
+        except (Late, KeyboardInterrupt):  # the next call may have it
             raise
-        except Exception as error:
+        except BaseException as error:
             self._hand_out(asked)  # what cannot be made is passed; after a rollback it comes again
             if not isinstance(error, StopIteration):
                 raise
@@ -118,6 +118,11 @@ class Ahead:
         if self._maker.num_ahead > 0:
             self._ask()
         return batch
+
+    @property
+    def num_handed(self) -> int:
+        """How many batches were handed out that are not consumed."""
+        return self._num_handed - self._num_passed
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from what is consumed on."""
@@ -134,8 +139,8 @@ class Ahead:
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""
+        self._num_handed = self._num_passed
         if self.cursor.rollback():
-            self._num_handed = self._num_passed
             self._cut()
 
     def go_to(self, order: Order, cursor: Cursor) -> None:
@@ -143,6 +148,7 @@ class Ahead:
         if order.state_dict() != self.order.state_dict():
             self.close()
         self.order, self.cursor = order, cursor
+        self._num_passed = self._num_handed
         self._cut()
 
     def close(self) -> None:
@@ -233,9 +239,9 @@ class Ahead:
         if made.batch is NOT_TAKEN:
             try:
                 made.batch = self._maker.take(made.number)
-            except Late:
+            except (Late, KeyboardInterrupt):
                 raise
-            except Exception:
+            except BaseException:
                 made.batch = None  # it is taken
                 raise
         return made.batch

@@ -35,6 +35,7 @@ class Crew:
         self.ready: list[Worker] = []
         """Who may be given tasks."""
         self.num_wanted = 0
+        self._is_first = False
         self._base_seed = work.base_seed
         self._slots: dict[int, Worker | None] = {}  # None: being started
         self._num_starts: dict[int, int] = {}  # by slot
@@ -63,9 +64,13 @@ class Crew:
         """Whether a worker still belongs to it."""
         return self._slots.get(worker.slot) is worker
 
-    def want(self, num_workers: int) -> None:
+    def awaits(self, slot: int) -> bool:
+        """Whether a worker is started there that is to be waited for, since all are for the first time."""
+        return self._is_first and slot in self._slots
+
+    def want(self, num_workers: int, *, is_first: bool = False) -> None:
         """Have so many workers from now on; what kept some from starting may be over."""
-        self.num_wanted = num_workers
+        self.num_wanted, self._is_first = num_workers, is_first
         self._num_unstarted, self._unstarted = 0, None
 
     def absorb(self) -> None:
@@ -96,6 +101,7 @@ class Crew:
 
     def drop(self, worker: Worker) -> None:
         """Use a worker no more, and have it end."""
+        self._is_first = False
         del self._slots[worker.slot]
         if worker in self.ready:
             self.ready.remove(worker)

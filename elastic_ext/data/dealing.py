@@ -13,23 +13,29 @@ __all__ = ["Dealing"]
 
 
 class Dealing:
-    """Gives tasks to the workers of a crew, and keeps those for which there is none yet."""
+    """Gives tasks to the workers of a crew, and keeps those for which there is none yet.
 
-    def __init__(self, crew: Crew) -> None:
+    ``in_turn`` they are dealt as torch does, so that who makes what is the same each time; else whoever has least to do
+    is given the next one. Those of a worker that is not there go to others, but at the start: it is waited for then.
+    """
+
+    def __init__(self, crew: Crew, *, in_turn: bool = False) -> None:
         self.waiting: deque[Task] = deque()
         """Tasks that no worker has, in order."""
         self._crew = crew
+        self._in_turn = in_turn
 
     def worker_for(self, task: Task) -> Worker | None:
         """Who has to make it, or who has least to do; None where nobody is ready that may."""
         found: Worker | None = None
+        slot = self._slot_for(task)
         for worker in self._crew.ready:
-            if task.slot is not None:
-                if worker.slot == task.slot:
-                    return worker
-            elif found is None or len(worker.tasks) < len(found.tasks):
+            if worker.slot == slot:
+                return worker
+            if found is None or len(worker.tasks) < len(found.tasks):
                 found = worker
-        return found
+        is_awaited = task.slot is not None or (slot is not None and self._crew.awaits(slot))
+        return None if is_awaited else found
 
     def give(self, task: Task, worker: Worker) -> None:
         """Have a worker make it."""
@@ -50,12 +56,18 @@ class Dealing:
         for task in self.waiting:
             worker = self.worker_for(task)
             if worker is not None and (
-                task.slot is not None or task.turn % num_dealt_to < num_ready or not worker.tasks
+                worker.slot == self._slot_for(task) or task.turn % num_dealt_to < num_ready or not worker.tasks
             ):
                 self.give(task, worker)
             else:
                 left.append(task)
         self.waiting = left
+
+    def _slot_for(self, task: Task) -> int | None:
+        """Whose it is; None: anybody's."""
+        if task.slot is None and self._in_turn:
+            return task.turn % max(self._crew.num_wanted, 1)
+        return task.slot
 
     def take_back(self, tasks: Iterable[Task]) -> None:
         """Have these wait again, each in its place: who was to make them will not."""

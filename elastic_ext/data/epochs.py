@@ -22,6 +22,10 @@ class Running(Protocol):
     def has_ended(self) -> bool:
         """Whether nobody loops any more."""
 
+    @property
+    def num_handed(self) -> int:
+        """How many batches were handed out that are not consumed."""
+
     def __len__(self) -> int:
         """How many batches it hands out in all, as far as that is known."""
 

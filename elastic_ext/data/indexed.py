@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from elastic_ext.accumulate import BatchPlan
 
 from .ahead import Ahead
@@ -15,6 +13,7 @@ from .cursor import Cursor, num_chunks
 from .making import Making
 from .order import BatchOrder, Order
 from .place import Place
+from .recut import can_be_recut
 from .sampler import ElasticDistributedSampler
 from .seeding import SeededDataset, SeededOrder
 
@@ -98,7 +97,7 @@ class Indexed:
         self._place = replace(place, position=cursor.passed)
         self._sampler.begin_elsewhere()
         self.running = Ahead(
-            order, cursor, making, self._planned(), self._rank, can_recut=self.collate_fn is default_collate
+            order, cursor, making, self._planned(), self._rank, can_recut=can_be_recut(self.collate_fn)
         )
         return self.running
 

@@ -136,6 +136,12 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return self._epochs.remaining
 
     @property
+    def num_handed(self) -> int:
+        """Batches that the loop under way was given since the last commit."""
+        running = self._epochs.running
+        return 0 if running is None else running.num_handed
+
+    @property
     def has_own_positions(self) -> bool:
         """Whether each rank has to go on from a state of its own."""
         return self._epochs.has_own_positions
@@ -287,6 +293,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
             num_workers=num_workers,
             prefetch_factor=self.prefetch_factor or _PREFETCH,
             pin=self._pin(),
+            in_turn=self.in_order,
         )
         self._makings.add(making)
         return making

@@ -27,10 +27,12 @@ class Making:
         num_workers: int,
         prefetch_factor: int,
         pin: Callable[[Any], Any] | None = None,
+        in_turn: bool = True,
     ) -> None:
         self._work = work
         self._context = context
         self._timeout_seconds = timeout_seconds
+        self._in_turn = in_turn
         self._pinning = Pinning(pin)
         self._num_workers = 0
         self._is_closed = False
@@ -40,8 +42,8 @@ class Making:
         self._own: dict[int, list[Any]] = {}  # what this process is to make, when it is taken
         self._is_making = threading.Lock()  # this process, in which nobody forks meanwhile
         self._number = 0
-        self.resize(num_workers)
-        self._fills_in = False
+        if num_workers:
+            self._have(num_workers, is_first=True)
 
     @property
     def num_ahead(self) -> int:
@@ -67,16 +69,7 @@ class Making:
         if num_workers == self._num_workers or self._is_closed:
             return
         self._fills_in = self._num_workers == 0
-        self._num_workers = num_workers
-        if self._pool is None:
-            self._pool = Pool(
-                self._work,
-                context=self._context,
-                timeout_seconds=self._timeout_seconds,
-                finish=self._pinning.begin,
-                may_start=self._is_making,
-            )
-        self._pool.resize(num_workers)
+        self._have(num_workers)
 
     def submit(self, indices: list[Any], slot: int | None = None) -> int:
         """Have a batch made of these, by the worker of that slot or by any; gives its number."""
@@ -97,10 +90,12 @@ class Making:
             try:
                 with self._is_making:
                     batch = self._pinning.done(self._made(indices))
-            except Exception:
+            except KeyboardInterrupt:  # it is asked for again then
+                raise
+            except BaseException:  # a dataset's SystemExit too
                 del self._own[number]
                 raise
-            del self._own[number]  # not where it was interrupted: it is asked for again then
+            del self._own[number]
             return batch
         assert self._pool is not None
         return self._pool.take(number)
@@ -117,6 +112,19 @@ class Making:
         if self._pool is not None:
             self._pool.close()
         self._pinning.close()
+
+    def _have(self, num_workers: int, *, is_first: bool = False) -> None:
+        self._num_workers = num_workers
+        if self._pool is None:
+            self._pool = Pool(
+                self._work,
+                context=self._context,
+                timeout_seconds=self._timeout_seconds,
+                finish=self._pinning.begin,
+                may_start=self._is_making,
+                in_turn=self._in_turn,
+            )
+        self._pool.resize(num_workers, is_first=is_first)
 
     def _made(self, indices: list[Any]) -> Any:
         work = self._work

@@ -38,7 +38,8 @@ class Pool:
 
     ``timeout_seconds`` is how long ``take`` and ``wait_ready`` wait without a sign of whom they wait for; 0: for ever.
     A worker that is to end and does not in ``end_seconds`` is killed. ``finish`` is given each batch as it comes, and
-    gives what is to be taken, or its future. Processes are started within ``may_start``, on another thread: who holds
+    gives what is to be taken, or its future. ``in_turn`` workers are given batches one after another, else whoever has
+    least to do is. Processes are started within ``may_start``, on another thread: who holds
     it is in the middle of nothing that they would find locked for ever.
     """
 
@@ -51,6 +52,7 @@ class Pool:
         end_seconds: float = 5.0,
         finish: Callable[[Any], Future[Any] | Any] | None = None,
         may_start: AbstractContextManager[object] | None = None,
+        in_turn: bool = False,
     ) -> None:
         self._parts = private_parts()
         self._thread_state = thread_state()  # another thread forks
@@ -60,7 +62,7 @@ class Pool:
         self._num_submitted = 0
         self._crew = Crew(work, context, end_seconds, may_start or nullcontext())
         self._news = self._crew.news
-        self._dealing = Dealing(self._crew)
+        self._dealing = Dealing(self._crew, in_turn=in_turn)
 
     def __enter__(self) -> Pool:
         return self
@@ -77,10 +79,10 @@ class Pool:
         self._wait(0.0)
         return len(self._crew.ready)
 
-    def resize(self, num_workers: int) -> None:
-        """Have so many workers, in a while: comes back at once."""
+    def resize(self, num_workers: int, *, is_first: bool = False) -> None:
+        """Have so many workers, in a while: comes back at once. The first ones are waited for in turn."""
         self._check_open()
-        self._crew.want(num_workers)
+        self._crew.want(num_workers, is_first=is_first)
         self._arrange()
 
     def wait_ready(self, num_workers: int = 1) -> None:

@@ -47,6 +47,8 @@ class Request:
     """At or before ``start``: where to go if the stream is not there; without one it answers that it is lost."""
     is_raw: bool = False
     """As a list of samples, not collated."""
+    is_whole: bool = False
+    """Fewer samples than that make no batch: they are counted, and not collated."""
 
     def __repr__(self) -> str:
         last = self.start + self.num_samples - 1
@@ -71,7 +73,7 @@ class Answer:
 class _Failed:
     """What came in the place of a sample: it counts as one, and comes again where the sample would."""
 
-    error: Exception
+    error: BaseException
 
 
 def can_tell_state(dataset: Any) -> bool:
@@ -118,6 +120,8 @@ class Stream:
             mark = Mark(self._at, has_state=True, state=self._told_state())
         if request.is_raw:
             return Answer(samples, len(samples), mark)
+        if request.is_whole and len(samples) < request.num_samples:
+            return Answer(None, len(samples), mark)
         return Answer(self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), mark)
 
     def _draw(self, stop: int, *, keeps: bool = True) -> None:
@@ -128,7 +132,9 @@ class Stream:
             except StopIteration:
                 self._has_ended = True
                 return
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._at += 1
                 if not keeps:
                     raise

@@ -156,6 +156,7 @@ class Streams:
         self._told_length = told_length
         self._passes_samples = passes_samples
         self.has_ended = False
+        self.num_handed = 0
         self._loop, self._attempt = loop, 0
         self._plan, self._rank = plan, rank
         self._asked: deque[_Asked] = deque()
@@ -177,24 +178,25 @@ class Streams:
             slot, chunk, start = asked.slot, asked.chunk, asked.start
             try:
                 answer = self._taken(slot, asked.number)
-            except Late:  # the next call may have it
+            except (Late, KeyboardInterrupt):  # the next call may have it
                 raise
-            except Exception:
+            except BaseException:
                 self._pass(asked)
+                self.num_handed += 1
                 raise
             self._pass(asked)
             if answer.num_samples == chunk.num_samples:
                 return self._handed_out(chunk, answer.batch)
             if answer.is_lost:
                 slot.handed, self._handed_turn = start, slot.number
-                self._find_again(slot)
+                self._find_again(slot, chunk)
                 self._take_back(chunk)
                 continue
             if slot.end is None:
                 slot.end = start + answer.num_samples
             if self._plan is not None:
                 slot.handed = min(start, slot.end)
-                samples = self._pieced_together(slot, chunk.num_samples)
+                samples = self._pieced_together(slot, chunk)
                 if samples is not None:
                     return self._handed_out(chunk, self._collate_fn(samples))
             else:
@@ -227,6 +229,7 @@ class Streams:
 
     def commit(self) -> None:
         """What was handed out is consumed; a step that was cut short there is followed by one that begins there."""
+        self.num_handed = 0
         for slot in self._slots:
             slot.passed = slot.handed
             slot.drop_marks()
@@ -236,6 +239,7 @@ class Streams:
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""
+        self.num_handed = 0
         if any(slot.handed != slot.passed for slot in self._slots):
             for slot in self._slots:
                 slot.handed = slot.passed
@@ -259,7 +263,7 @@ class Streams:
         self.has_ended = True
 
     def _go_to(self, position: StreamsPosition) -> None:
-        self.num_workers = position.num_workers
+        self.num_workers, self.num_handed = position.num_workers, 0
         self._slots = [
             _Slot(number, passed, deque([mark]))
             for number, (passed, mark) in enumerate(zip(position.num_passed, position.marks, strict=True))
@@ -315,7 +319,17 @@ class Streams:
     def _submit(self, slot: _Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
         mark = None if slot.is_found else slot.marks[0]
         slot.is_found = True
-        request = Request(slot.number, self._loop, self._attempt, start, num_samples, slot.passed, mark, is_raw)
+        request = Request(
+            slot.number,
+            self._loop,
+            self._attempt,
+            start,
+            num_samples,
+            slot.passed,
+            mark,
+            is_raw,
+            is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
+        )
         return self._maker.submit([request], slot.number)
 
     def _taken(self, slot: _Slot, number: int) -> Answer:
@@ -333,25 +347,31 @@ class Streams:
         self._asked.popleft()
         asked.slot.handed, self._handed_turn = asked.start + asked.chunk.num_samples, asked.turn
 
-    def _find_again(self, slot: _Slot) -> None:
-        """Its worker is another one, which has to be told where to go on."""
+    def _find_again(self, slot: _Slot, chunk: Chunk) -> None:
+        """Its worker is another one, which has to be told where to go on, or has no more to give, which is said once.
+
+        The chunk that it was to give is then to come from another.
+        """
         if slot.passed and not slot.marks[0].has_state and not self._passes_samples:
+            slot.end = slot.passed  # after a rollback too
+            self._take_back(chunk)
             raise WorkerDiedError(
-                f"data worker {slot.number} died, and where its stream goes on is not known: {NO_STATE}",
+                f"data worker {slot.number} died, and where its stream goes on is not known, so this one is over: "
+                f"{NO_STATE}",
                 indices=[],
             )
         slot.is_found = False
 
-    def _pieced_together(self, slot: _Slot, num_samples: int) -> list[Any] | None:
-        """So many samples of a stream that has too few, and of those after it; None where all have too few."""
+    def _pieced_together(self, slot: _Slot, chunk: Chunk) -> list[Any] | None:
+        """As many samples of a stream that has too few, and of those after it; None where all have too few."""
         self._take_back()
         samples: list[Any] = []
         each: _Slot | None = slot
         while each is not None:
-            answer = self._raw(each, num_samples - len(samples))
+            answer = self._raw(each, chunk, chunk.num_samples - len(samples))
             samples += answer.batch or []
             each.asked += answer.num_samples
-            if len(samples) == num_samples:
+            if len(samples) == chunk.num_samples:
                 for drawn in self._slots:
                     drawn.handed = drawn.asked
                 self._handed_turn = self._turn
@@ -360,15 +380,16 @@ class Streams:
             each = self._next_slot()
         return None  # all of them are over now
 
-    def _raw(self, slot: _Slot, num_samples: int) -> Answer:
+    def _raw(self, slot: _Slot, chunk: Chunk, num_samples: int) -> Answer:
         """The next samples of one stream as they are."""
         while True:
             answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
             if not answer.is_lost:
                 return answer
-            self._find_again(slot)
+            self._find_again(slot, chunk)
 
     def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
+        self.num_handed += 1
         self._is_in_step = not chunk.ends_step
         self._ask()
         if self._told_length is not None and _is_told_of_more(self._slots, self._told_length, self.num_workers):
