@@ -36,4 +36,5 @@ nitpick_ignore = [
     ("py:class", "elastic_ext.settings.Settings"),
     ("py:class", "elastic_ext.step_state.StepState"),
     ("py:class", "elastic_ext.trainer._Default"),
+    ("py:obj", "elastic_ext.data.loader._Sample"),
 ]
