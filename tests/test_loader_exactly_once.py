@@ -182,7 +182,7 @@ def test_every_sample_is_committed_once_in_order(size: int, stages: list[Stage],
     check(size, seed, stages, 0, collate_fn)
 
 
-@settings(with_workers, max_examples=12)
+@settings(with_workers, max_examples=8)
 @given(
     size=st.integers(20, 120),
     stages=stages(most_workers=3),

@@ -129,7 +129,7 @@ def equal_rank(rank: int, folder: Path, way: str, num_micro_steps: int, most: fl
 
 
 @pytest.mark.parametrize("most", the_first([0.05, None]), ids=["clipped", ""])
-@pytest.mark.parametrize("num_micro_steps", [1, 4])
+@pytest.mark.parametrize("num_micro_steps", the_first([4, 1]))
 @pytest.mark.parametrize("way", each_of(WAYS))
 def test_a_step_is_that_of_a_loop_by_hand(
     ranks: RankPool, tmp_path: Path, way: str, num_micro_steps: int, most: float | None
@@ -426,7 +426,7 @@ def test_fsdp1_cannot_take_back_a_pass_and_says_so(ranks: RankPool, tmp_path: Pa
         assert "FSDP1 cannot take back a pass that failed" in text
 
 
-@pytest.mark.parametrize("num_micro_steps", [1, 2])
+@pytest.mark.parametrize("num_micro_steps", the_first([2, 1]))
 def test_fsdp1_takes_steps_back_between_passes(ranks: RankPool, tmp_path: Path, num_micro_steps: int) -> None:
     phases = ("entered", "forward done", "backward done", "clipped")
     faults = [everywhere(2, f"{phase} {index}") for phase in phases for index in range(num_micro_steps)]
@@ -849,7 +849,7 @@ def shared_before_rank(rank: int, folder: Path, num_micro_steps: int) -> None:
     assert by_trainer(way, folder, rank, "sgd", num_micro_steps, None) == expected
 
 
-@pytest.mark.parametrize("num_micro_steps", [1, 2])
+@pytest.mark.parametrize("num_micro_steps", the_first([2, 1]))
 def test_what_an_earlier_loop_left_unshared_is_no_part_of_a_step(
     ranks: RankPool, tmp_path: Path, num_micro_steps: int
 ) -> None:
