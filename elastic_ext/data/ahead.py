@@ -20,7 +20,7 @@ from .tasks import in_short
 
 __all__ = ["Ahead", "Maker"]
 
-NOT_TAKEN: Any = object()
+_NOT_TAKEN: Any = object()
 
 
 class Maker(Protocol):
@@ -49,7 +49,7 @@ class _Made:
     number: int
     num_uses: int = 0
     """By how many of the batches that are handed out."""
-    batch: Any = NOT_TAKEN
+    batch: Any = _NOT_TAKEN
 
     @property
     def num_samples(self) -> int:
@@ -236,7 +236,7 @@ class Ahead:
             return self._maker.take(self._maker.submit(self.order.indices(chunk.start, chunk.stop)))
 
     def _taken(self, made: _Made) -> Any:
-        if made.batch is NOT_TAKEN:
+        if made.batch is _NOT_TAKEN:
             try:
                 made.batch = self._maker.take(made.number)
             except (Late, KeyboardInterrupt):
@@ -257,6 +257,6 @@ class Ahead:
         for made in asked.made:
             made.num_uses -= 1
             if made.num_uses == 0:
-                if made.batch is NOT_TAKEN:
+                if made.batch is _NOT_TAKEN:
                     self._maker.forget(made.number)
                 made.batch = None
