@@ -5,6 +5,7 @@ Each runs on torch's own loader too, which proves the test. Where ours is anothe
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import multiprocessing
 import multiprocessing.forkserver
@@ -237,6 +238,22 @@ def test_forked_workers_have_what_cannot_be_pickled(loader_class: Any, method: s
 
 
 # --- what they know of themselves -----------------------------------------------------------------------------------
+
+
+def test_forked_workers_have_what_belongs_to_the_thread_that_loops(loader_class: Any) -> None:
+    """As a dataset needs it that runs a model, in a loop that validates."""
+    number, local = contextvars.ContextVar("number", default=0), threading.local()
+
+    def seen(_: Any) -> list[Any]:
+        of_torch = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        return [*of_torch, number.get(), getattr(local, "value", None)]
+
+    local.value = "of this thread"
+    token = number.set(7)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        batches = list(loader_class(Numbers(4), batch_size=2, num_workers=2, collate_fn=seen))
+    number.reset(token)
+    assert batches == [[False, True, 7, "of this thread"]] * 2
 
 
 def test_worker_info_tells_a_worker_who_it_is_and_this_process_nothing(loader_class: Any, tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ class Child(Protocol):
 class Starter(Protocol):
     """Starts the workers of one pool, on one thread."""
 
+    def prepare(self) -> None:
+        """Do what is to be done on the thread that wants workers. Called there once, before all else."""
+
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
         """A worker with these ends of its pipes, of which it has copies."""
 
@@ -124,6 +127,9 @@ class Separate:
         self._work = work
         self._context = context
         self._may_start = may_start
+
+    def prepare(self) -> None:
+        """There is nothing to do."""
 
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
         """A worker with these ends of its pipes, of which it has copies."""

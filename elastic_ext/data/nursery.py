@@ -23,7 +23,10 @@ __all__ = ["Nurseries"]
 
 
 class Nurseries:
-    """Starts the workers of a pool from a nursery, and from another where that one has died; on one thread."""
+    """Starts the workers of a pool from a nursery, and from another where that one has died; on one thread.
+
+    The first may be forked on the thread that loops: what belongs to a thread is in workers then as it is there.
+    """
 
     def __init__(self, work: Work, context: BaseContext, may_start: AbstractContextManager[object]) -> None:
         self._work = work
@@ -31,14 +34,17 @@ class Nurseries:
         self._may_start = may_start
         self._nursery: _Nursery | None = None
 
+    def prepare(self) -> None:
+        """Fork the first nursery here, if this is the thread that the process began with: it must not end before."""
+        if threading.get_native_id() == os.getpid():
+            with contextlib.suppress(OSError, AssertionError):  # start() tries again, and raises
+                self._fork()
+
     def start(self, seat: Seat, indices: Connection, results: Connection) -> Child:
         """A worker with these ends of its pipes, of which it has copies."""
         if self._nursery is not None and self._nursery.is_lost:
             self.close()
-        if self._nursery is None:
-            with self._may_start:
-                self._nursery = _Nursery(self._work, self._context)
-        return self._nursery.start(seat, indices, results)
+        return (self._nursery or self._fork()).start(seat, indices, results)
 
     def retire(self) -> None:
         """No more are started; those that there are may end first."""
@@ -50,6 +56,11 @@ class Nurseries:
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None
+
+    def _fork(self) -> _Nursery:
+        with self._may_start:
+            self._nursery = _Nursery(self._work, self._context)
+        return self._nursery
 
 
 class _Nursery:

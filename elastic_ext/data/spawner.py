@@ -1,7 +1,7 @@
 """Spawner: the one thread of a pool that starts its worker processes, and sees to it that they end.
 
-Processes are started here alone, and pipes are opened and closed here alone. The thread lives as long as the pool,
-since Linux may be told to end a child with the thread that made it.
+Workers are started here alone, and pipes are opened and closed here alone. The thread lives as long as the pool, since
+Linux may be told to end a child with the thread that made it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,9 @@ class Spawner:
 
     def start(self, seat: Seat) -> None:
         """Start a worker; comes back at once, and there will be news of it."""
+        if self._thread is None:
+            multiprocessing.util.get_temp_dir()  # that workers share: one that is killed leaves none of its own
+            self._starter.prepare()
         self._seats.append(seat)
         self._wake()
 
@@ -104,6 +107,8 @@ class Spawner:
                 self._is_abandoned = True
                 return
             self._thread.join()
+        else:
+            self._starter.close()  # an interrupt came before the thread
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
@@ -118,7 +123,6 @@ class Spawner:
     def _wake(self) -> None:
         os.eventfd_write(self._told, 1)
         if self._thread is None:
-            multiprocessing.util.get_temp_dir()  # that workers share: one that is killed leaves none of its own
             self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
             self._thread.start()
 
