@@ -218,6 +218,16 @@ def test_a_dataset_that_gives_several_samples_at_once_is_asked_for_such_a_batch(
     assert list(loader) == [["3/2", "0/2"], ["1/1"]]
 
 
+def test_a_batch_sampler_may_share_batches_out_among_ranks(loader_class: Any) -> None:
+    class Shared:
+        num_replicas, rank = 2, 1
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1], [2, 3], [4, 5], [6, 7]][self.rank :: self.num_replicas])
+
+    assert indices_in(loader_class(Numbers(8), batch_sampler=Shared())) == [2, 3, 6, 7]
+
+
 def test_a_batch_sampler_is_asked_anew_for_each_loop(loader_class: Any) -> None:
     class Growing(Sampler[list[int]]):
         num_loops = 0
