@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from .epochs import Epochs
 from .indexed import Indexed
-from .sampler import ElasticDistributedSampler
+from .sampler import ElasticDistributedSampler, OwnBatches
 from .streamed import Streamed
 
 __all__ = ["Ordering", "epochs_of"]
@@ -71,7 +71,8 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
                 "whole steps; give drop_last to the loader"
             )
     else:
-        sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
+        kind = ElasticDistributedSampler if ordering.batches is None else OwnBatches
+        sampler = kind(None, 1, 0, sampler=sampler, seed=seed)
     return Indexed(
         dataset,
         sampler,

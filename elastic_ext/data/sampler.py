@@ -24,7 +24,7 @@ from elastic_ext.given import check_flag
 from .order import Drawn, InTurn, Order, Shuffled
 from .seeding import seeded
 
-__all__ = ["ElasticDistributedSampler"]
+__all__ = ["ElasticDistributedSampler", "OwnBatches"]
 
 
 class ElasticDistributedSampler(Sampler[Any]):
@@ -195,11 +195,16 @@ class ElasticDistributedSampler(Sampler[Any]):
     def _num_left(self) -> int:
         return self.order.num_samples - self._goes_on_at
 
-    def _drawn(self, sampler: Any) -> Drawn:
+    def _check(self, sampler: Any) -> None:
+        """Refuse a sampler that gives ranks different samples."""
         if hasattr(sampler, "num_replicas") or hasattr(sampler, "num_processes"):
             raise ValueError(
-                f"{type(sampler).__name__} shares its samples out by itself; give the sampler whose order it shares"
+                f"{type(sampler).__name__} shares its samples out by itself; with a trainer give the sampler whose "
+                "order it shares, or none, and without one an ElasticDistributedSampler in its place"
             )
+
+    def _drawn(self, sampler: Any) -> Drawn:
+        self._check(sampler)
         parts: list[Any] = [sampler, getattr(sampler, "sampler", None)]  # a batch sampler has one of its own
         for each in parts:
             if hasattr(each, "set_epoch"):
@@ -208,6 +213,13 @@ class ElasticDistributedSampler(Sampler[Any]):
                 each.generator = torch.Generator().manual_seed(_seed_of(self.seed, self.epoch))
         with seeded(_seed_of(self.seed, self.epoch)):  # for samplers deeper in it, and those that have no generator
             return Drawn(sampler)
+
+
+class OwnBatches(ElasticDistributedSampler):
+    """What a rank's own batch sampler gives, which may share batches out by itself: nobody else does."""
+
+    def _check(self, sampler: Any) -> None:
+        """It is as good as any."""
 
 
 def _seed_of(seed: int, epoch: int) -> int:
