@@ -363,6 +363,58 @@ def test_whatever_a_sampler_draws_from_the_epochs_order_is_the_seeds() -> None:
     assert indices_in(going_on) == first[4:]
 
 
+class Pairs:
+    """A batch sampler."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.order = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = iter(self.order)
+        return (list(pair) for pair in zip(order, order, strict=True))
+
+
+class Named(Sampler[int]):
+    """A sampler whose order is that of the epoch that it was told last."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch])
+
+
+def test_the_loader_names_its_samplers_epoch() -> None:
+    """torch's loader does not know of epochs; here the one that a state or set_epoch of the loader says counts."""
+    sampler = Named()
+    loader = ElasticDataLoader(Numbers(20), sampler=sampler)
+    sampler.set_epoch(5)
+    assert indices_in(loader) == [0] and indices_in(loader) == [1]
+    loader.set_epoch(5)
+    assert indices_in(loader) == [5]
+
+
+def test_seeding_a_generator_later_changes_no_order() -> None:
+    """torch's loader draws a seed from it for each loop."""
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    loaders = [ElasticDataLoader(Numbers(20), shuffle=True, generator=each) for each in generators]
+    generators[1].manual_seed(2)
+    assert indices_in(loaders[0]) == indices_in(loaders[1])
+
+
+def test_batches_are_drawn_alike_on_all_ranks_but_where_each_has_a_seed_of_its_own() -> None:
+    """torch's loader leaves it to what the script has seeded on each rank."""
+
+    def drawn(rank: int, seed: int | None = None) -> list[int]:
+        torch.manual_seed(rank)
+        return indices_in(ElasticDataLoader(Numbers(20), batch_sampler=Pairs(Around(20)), seed=seed))
+
+    assert drawn(0) == drawn(1) and drawn(0, seed=0) != drawn(1, seed=1)
+
+
 def test_drawing_an_order_uses_up_none_of_this_processs_random_numbers() -> None:
     """torch's RandomSampler draws a seed from them; here it is the same order wherever they stand."""
     torch.manual_seed(5)
