@@ -122,8 +122,17 @@ def test_a_trainer_takes_the_batches_of_a_batch_sampler_as_they_are(tmp_path: Pa
 
 
 def test_a_sampler_that_never_ends_is_refused_and_not_waited_for() -> None:
-    loader = ElasticDataLoader(range(5), sampler=itertools.cycle(range(5)))
-    with pytest.raises(ValueError, match="without coming to an end"):
+    class Endless:
+        """As infinite samplers are that say how many samples the dataset has."""
+
+        def __len__(self) -> int:
+            return 5
+
+        def __iter__(self) -> Iterator[int]:
+            return itertools.cycle(range(5))
+
+    loader = ElasticDataLoader(range(5), sampler=Endless())
+    with pytest.raises(ValueError, match="a length of 5, and gave 16777216 samples without coming to an end"):
         next(iter(loader))
 
 

@@ -22,7 +22,7 @@ _NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tes
 _BLOCK = 16_384  # positions that are computed together: each by itself would take a hundred times as long
 _SORTED, _ROUNDS = 1, 2  # the numbers of the algorithms: what one of them gives never changes
 _MOST_SAMPLES = 1 << 48
-_MOST_UNCOUNTED = 1 << 24  # samples that a sampler without a length may give
+_MOST_UNCOUNTED = 1 << 24  # samples that a sampler may give that says of fewer, or of none
 
 _Words = npt.NDArray[np.uint64]
 
@@ -122,12 +122,14 @@ class Drawn:
     """What a sampler gave, kept as it came."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
-        most = None if hasattr(indices, "__len__") else _MOST_UNCOUNTED + 1
-        drawn = [_own(index) for index in islice(indices, most)]
-        if len(drawn) > _MOST_UNCOUNTED and not hasattr(indices, "__len__"):
+        told = _told_length(indices)
+        most = max(told or 0, _MOST_UNCOUNTED)
+        drawn = [_own(index) for index in islice(indices, most + 1)]
+        if len(drawn) > most:
+            length = "no length" if told is None else f"a length of {told}"
             raise ValueError(
-                f"the sampler has no length, and gave {_MOST_UNCOUNTED} samples without coming to an end; an epoch has "
-                "one: give it __len__, or have it stop"
+                f"the sampler has {length}, and gave {most} samples without coming to an end; an epoch has one: have "
+                "it stop, or say by __len__ how many there are"
             )
         is_plain = all(type(index) is int and -(1 << 63) <= index < 1 << 63 for index in drawn)
         self._indices: Any = np.array(drawn, dtype=np.int64) if is_plain else drawn
@@ -157,6 +159,13 @@ class BatchOrder:
 
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
+
+
+def _told_length(indices: Any) -> int | None:
+    try:
+        return len(indices)
+    except (TypeError, NotImplementedError):  # it may have the method, and no length
+        return None
 
 
 def _own(index: Any) -> Any:
