@@ -103,8 +103,10 @@ class Saving:
     def end_epoch(self, *, is_over: bool) -> None:
         """A loop over the data has ended: save what is due, and where the epoch ``is_over`` that.
 
-        Or keep a copy, should training be told to end before the next step.
+        Or keep a copy, should training be told to end before the next step. What the loop does from here on is within
+        no step, whether or not the last one came to its end: nothing may be being copied that it changes.
         """
+        self.checkpoints.fence()
         if is_over:  # which of many loaders is known only here
             self.checkpoints.put_off_due()
             if self._leaves_at is not None:
