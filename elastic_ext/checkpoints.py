@@ -73,7 +73,7 @@ class Checkpoints:
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
         self._num_skipped = 0
         self._left_out: tuple[int, str] | None = None  # the global step and the name of the last one that was
-        self._has_told_of_epochs = False
+        self._has_told_of_epochs = self._has_told_of_no_epoch = False
         self._is_asked_for = False
         self._due: Moment | None = None  # of the boundary at which the save was due that is not begun yet
 
@@ -94,6 +94,18 @@ class Checkpoints:
         One that somebody has asked for waits for another that is under way, whatever ``when_saving`` says.
         """
         self._due, self._is_asked_for = self._state.moment(), is_asked_for
+
+    def tell_of_no_epoch(self) -> None:
+        """A step was taken: where epochs say what is saved, it has to be one of an epoch whose end is known."""
+        if self._interval.epochs is None or self._counts.is_in_epoch or self._has_told_of_no_epoch:
+            return
+        self._has_told_of_no_epoch = True
+        if self._state.rank == 0:
+            _logger.warning(
+                "a step was taken outside of `with trainer.epoch():`, and checkpoints are saved by epochs: nothing is "
+                "saved by itself where no epoch ends, as trainer.reset() alone tells of none; put it around the loop "
+                "over the data, or have checkpoints saved by steps"
+            )
 
     def put_off_due(self) -> None:
         """What is due is to hold what is now, if anything is."""

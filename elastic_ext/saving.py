@@ -69,6 +69,7 @@ class Saving:
         is_due, is_asked_for = step >= self._save_at, False
         if boundary is not None:
             self.plan()
+            self.checkpoints.tell_of_no_epoch()
             is_asked_for = boundary.save
             if self._leaving is not None:
                 self._note_copy(boundary)
