@@ -72,7 +72,8 @@ class Checkpoints:
         """SIGTERM and SIGUSR1 end training with a checkpoint."""
         self._last_epoch = 0  # the largest number that names a checkpoint, as far as this run knows
         self._num_skipped = 0
-        self._has_told_of_epochs = False
+        self._left_out: tuple[int, str] | None = None  # the global step and the name of the last one that was
+        self._has_told_of_epochs = self._has_told_of_no_epoch = False
         self._is_asked_for = False
         self._due: Moment | None = None  # of the boundary at which the save was due that is not begun yet
 
@@ -93,6 +94,18 @@ class Checkpoints:
         One that somebody has asked for waits for another that is under way, whatever ``when_saving`` says.
         """
         self._due, self._is_asked_for = self._state.moment(), is_asked_for
+
+    def tell_of_no_epoch(self) -> None:
+        """A step was taken: where epochs say what is saved, it has to be one of an epoch whose end is known."""
+        if self._interval.epochs is None or self._counts.is_in_epoch or self._has_told_of_no_epoch:
+            return
+        self._has_told_of_no_epoch = True
+        if self._state.rank == 0:
+            _logger.warning(
+                "a step was taken outside of `with trainer.epoch():`, and checkpoints are saved by epochs: nothing is "
+                "saved by itself where no epoch ends, as trainer.reset() alone tells of none; put it around the loop "
+                "over the data, or have checkpoints saved by steps"
+            )
 
     def put_off_due(self) -> None:
         """What is due is to hold what is now, if anything is."""
@@ -170,10 +183,15 @@ class Checkpoints:
             self._job.live.make_ready(ToSave(self._state.model, self._state.collect))
 
     def end(self) -> None:
-        """Training has ended well on all ranks: what is being saved is, or is an error; and that it went back."""
+        """Training has ended well on all ranks: what is being saved is, or is an error; and that it went back.
+
+        So is what was due at its last step, and was left out for another save: nothing is gained by that any more.
+        """
         self._saves.settle()
-        if self._saves.is_back_unsaved:
-            name = f"step_{self._counts.global_step}"
+        left_out_at, name = self._left_out or (None, "")
+        is_left_out = left_out_at == self._counts.global_step
+        if is_left_out or self._saves.is_back_unsaved:
+            name = name if is_left_out else f"step_{self._counts.global_step}"
             with contextlib.suppress(CheckpointExists):  # what was held was written just now, at a signal
                 self._save_or_warn(name, self._state.moment(), self._manner(waits=True))
                 self._saves.settle()
@@ -209,6 +227,7 @@ class Checkpoints:
                 'when_saving="wait", or leave saves out with "skip"'
             )
         self._num_skipped += 1
+        self._left_out = self._counts.global_step, name
         if self._state.rank == 0:
             _logger.warning(
                 "%s is not saved, since %s is still being saved (%d left out so far)",

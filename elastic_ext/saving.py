@@ -69,6 +69,7 @@ class Saving:
         is_due, is_asked_for = step >= self._save_at, False
         if boundary is not None:
             self.plan()
+            self.checkpoints.tell_of_no_epoch()
             is_asked_for = boundary.save
             if self._leaving is not None:
                 self._note_copy(boundary)
@@ -103,8 +104,10 @@ class Saving:
     def end_epoch(self, *, is_over: bool) -> None:
         """A loop over the data has ended: save what is due, and where the epoch ``is_over`` that.
 
-        Or keep a copy, should training be told to end before the next step.
+        Or keep a copy, should training be told to end before the next step. What the loop does from here on is within
+        no step, whether or not the last one came to its end: nothing may be being copied that it changes.
         """
+        self.checkpoints.fence()
         if is_over:  # which of many loaders is known only here
             self.checkpoints.put_off_due()
             if self._leaves_at is not None:

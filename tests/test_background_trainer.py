@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
 from tests.file_operations import Gate
 from tests.saving import Small, end_saves
@@ -38,6 +39,30 @@ def test_a_checkpoint_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Pa
         assert gate.is_open
     first, second = small.saved
     assert first == "step_2" and second in ("step_3", "step_4")
+
+
+def test_what_was_left_out_at_the_last_step_is_saved_as_training_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = Small(tmp_path, when_saving="skip")
+    with small.trainer:
+        gate = Gate(small.storage, like="os.mkdir")
+        small.take(6)
+        threading.Timer(0.1, gate.open).start()
+    assert "step_4 is not saved, since" in caplog.text
+    assert "step_6 is not saved, since" in caplog.text
+    assert small.saved == ["step_2", "step_6"]
+
+
+def test_an_epochs_checkpoint_that_was_left_out_at_the_end_has_its_name(tmp_path: Path) -> None:
+    small = Small(tmp_path, when_saving="skip", checkpoint_interval=CheckpointInterval(epochs=1))
+    with small.trainer:
+        gate = Gate(small.storage, like="os.mkdir")
+        for epoch in range(3):
+            with small.trainer.epoch(epoch):
+                small.take()
+        threading.Timer(0.1, gate.open).start()
+    assert small.saved == ["epoch_1", "epoch_3"]
 
 
 def test_what_is_due_while_storage_hangs_for_too_long_is_an_error_and_not_left_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,18 @@ def test_an_exception_after_a_step_leaves_no_checkpoint_that_may_be_half_done(
         raise ZeroDivisionError
     assert small.saved == []
     assert "training ended before the loop was done with the step" in caplog.text
+
+
+@pytest.mark.parametrize("has_epochs", [True, False])
+def test_where_epochs_say_what_is_saved_steps_of_no_epoch_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_epochs: bool
+) -> None:
+    small = Small(tmp_path, checkpoint_interval=CheckpointInterval(epochs=1))
+    with small.trainer:
+        for epoch in range(2):
+            small.trainer.reset()
+            with small.trainer.epoch(epoch) if has_epochs else nullcontext():
+                small.take(2)
+    told = [record for record in caplog.records if "outside of `with trainer.epoch():`" in record.getMessage()]
+    assert [record.levelname for record in told] == ([] if has_epochs else ["WARNING"])
+    assert small.saved == (["epoch_1", "epoch_2"] if has_epochs else [])

@@ -188,6 +188,33 @@ def test_mutate_between_micro_steps_waits_for_the_copy(tmp_path: Path, monkeypat
         assert resumed.state() == due
 
 
+def test_once_an_epoch_is_left_in_the_middle_of_a_step_nothing_is_copied_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    gate.open()
+    run = Gathering(0, tmp_path, "plain")
+    with run.trainer:
+        with run.trainer.epoch(0):
+            for place in range(SAVED_STEP):
+                run.take(place)
+            due = run.state()
+            gate.close()
+            with run.trainer.step():
+                assert run.is_copying
+            opened = threading.Timer(OPENED_AFTER_SECONDS, gate.open)
+            opened.start()
+        assert not run.is_copying
+        opened.join()
+        with torch.no_grad():  # as where averaged weights are put in for an evaluation, and taken out again
+            for part in run.model.parameters():
+                part.data.mul_(2.0)
+                part.mul_(0.5)
+    resumed = Gathering(0, tmp_path, "plain", seed=7)
+    with resumed.trainer:
+        assert resumed.state() == due
+
+
 # --- whatever else may change parameters ----------------------------------------------------------------------------
 
 
