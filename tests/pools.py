@@ -9,8 +9,9 @@ import random
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,42 @@ def work(
 ) -> Work:
     """Samples, as lists unless told otherwise."""
     return Work(dataset=Samples(doing or {}), collate_fn=collate_fn, **{"base_seed": 7, **more})
+
+
+@dataclass
+class Heavy:
+    """A sample that does something when it is pickled, and arrives as what came of that."""
+
+    doing: Callable[[], Any]
+
+    def __reduce__(self) -> Any:
+        return (_itself, (self.doing(),))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def take_long() -> None:
+    """As long as batches take that are worth a second thread to send them."""
+    time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Samples and what they are pickled with: whether the second was begun before the first was pickled."""
+
+    event: threading.Event = field(default_factory=threading.Event)
+
+    def first(self) -> Heavy:
+        """Whose pickling waits for the second."""
+        take_long()
+        return Heavy(lambda: self.event.wait(30.0))
+
+    def second(self) -> bool:
+        """Lets the first go."""
+        self.event.set()
+        return True
 
 
 # --- what a sample does ---------------------------------------------------------------------------------------------

@@ -508,6 +508,21 @@ def test_what_a_dead_worker_had_is_made_again(
     assert "samples 6, 7" in warning
 
 
+def test_a_batch_that_took_long_is_pickled_while_the_next_is_made() -> None:
+    begun = pools.Begun()
+    with Pool(work({0: begun.first, 1: begun.second}), context=FORK) as pool:
+        assert _make(pool, 1, [[0], [1]]) == [[True], [True]]
+
+
+def test_what_a_worker_dies_of_in_pickling_is_named() -> None:
+    def dies() -> pools.Heavy:
+        pools.take_long()
+        return pools.Heavy(pools.die_by_sigkill)
+
+    with Pool(work({1: dies}), context=FORK) as pool, pytest.raises(WorkerDiedError, match=r"sample 1 of"):
+        _make(pool, 1, [[0], [1]])
+
+
 def test_what_a_dead_worker_had_is_made_again_in_order(tmp_path: Path) -> None:
     made = tmp_path / "made"
     doing = {index: pools.NoteIn(made, str(index)) for index in range(6)}

@@ -6,6 +6,7 @@ The order is that of a model without processes, which is told the same sizes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -243,8 +244,9 @@ def test_without_a_trainer_every_sample_is_handed_out_once_whatever_becomes_of_w
             changed(loader, batch_size=sizes[(number + 1) % len(sizes)])
             victim = kills[number % len(kills)]
             if victim is not None and num_kills < MOST_DEATHS and (alive := sorted(worker_pids() - others)):
-                os.kill(alive[victim % len(alive)], signal.SIGKILL)
-                num_kills += 1
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(alive[victim % len(alive)], signal.SIGKILL)
+                    num_kills += 1
     gc.collect()
     for own in range(num_workers):
         assert [each for each in itertools.chain(*found) if each % num_workers == own] == list(

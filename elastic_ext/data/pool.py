@@ -21,7 +21,7 @@ from .crew import Crew
 from .dealing import Dealing
 from .internals import private_parts, thread_state
 from .late import Late
-from .process import Work
+from .process import MADE, Work
 from .tasks import NOTHING, Raised, Task, in_short, reraise
 from .worker import Worker
 
@@ -207,8 +207,8 @@ class Pool:
             self._bury(worker)
             return
         is_whole = True
-        for _, payload in messages:
-            is_whole = self._settle(worker, payload) and is_whole
+        for number, payload in messages:
+            is_whole = self._settle(worker, number, payload) and is_whole
         worker.is_heard = False
         if not is_whole:  # before it can be taken for one that has done all it had
             self._bury(worker)
@@ -217,8 +217,12 @@ class Pool:
         if self._dealing.waiting:
             self._dealing.hand_out()
 
-    def _settle(self, worker: Worker, payload: memoryview) -> bool:
+    def _settle(self, worker: Worker, number: int, payload: memoryview) -> bool:
         """Take an answer; False if what it refers to went with the worker."""
+        if number == MADE:
+            worker.num_made += 1
+            return True
+        worker.num_made = max(worker.num_made - 1, 0)
         worker.num_answers += 1
         task = worker.tasks.popleft()
         outcome = _loaded(worker, payload)
@@ -235,12 +239,12 @@ class Pool:
         if not worker.is_heard:
             try:
                 while messages := worker.inbox.read():
-                    for _, payload in messages:
-                        self._settle(worker, payload)
+                    for number, payload in messages:
+                        self._settle(worker, number, payload)
             except EOFError:
                 pass
         ending = worker.ending()
-        doing = worker.tasks[0] if worker.tasks and worker.has_begun(worker.tasks[0].sent_at) else None
+        doing = worker.doing
         _logger.warning(
             "data worker %d died (%s) %s; another takes its place",
             worker.slot,
@@ -270,7 +274,7 @@ def _timed_out(after_seconds: float, worker: Worker | None) -> Late:
     message = f"DataLoader timed out after {after_seconds} seconds: "
     if worker is None:
         return Late(message + "no worker was ready; see what worker_init_fn and the dataset's own start do")
-    indices = worker.tasks[0].indices if worker.tasks else []
+    indices = [] if worker.doing is None else worker.doing.indices
     stack = worker.stack()
     where = f"it is here:\n{stack}" if stack else "it does not tell where it is"
     return Late(f"{message}worker {worker.slot} (pid {worker.pid}) is making {in_short(indices)}; {where}")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import math
 import multiprocessing
 import os
 import queue
 import select
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,16 +26,20 @@ from typing import Any, Protocol
 from .frames import Inbox, Outbox
 from .internals import PrivateParts, private_parts
 
-__all__ = ["READY", "STACK_SIGNAL", "STOP", "Noted", "Seat", "Work", "end_with_parent", "run"]
+__all__ = ["MADE", "READY", "STACK_SIGNAL", "STOP", "Noted", "Seat", "Work", "end_with_parent", "run"]
 
 READY = -1
 """The number of a worker's first message: it can take tasks; its pid, and the pipe on which its stack can be had."""
 STOP = -2
 """The number of what a worker is sent last."""
+MADE = -3
+"""The number of what says that a batch is made, before it is sent itself: what a worker dies of then is not that."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
 """Has a worker write down where it is."""
 
 _PR_SET_PDEATHSIG = 1
+_NOTHING = memoryview(b"")
+_LONG_SECONDS = 1e-3  # to make a batch; of quicker ones a second thread costs more than it saves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +159,8 @@ class Line:
         self._sending = threading.Lock()
         self._has_left = threading.Event()
         self._feeder: threading.Thread | None = None
+        self._made: queue.SimpleQueue[tuple[int, object]] | None = None  # and not sent, once making takes long
+        self._began_at = math.inf
         self._is_ready = False
         self._is_over = False
 
@@ -174,6 +182,7 @@ class Line:
         number, payload = self._arrived.popleft()
         task = ForkingPickler.loads(payload)
         self._task = Noted(task) if self._notes_indices and type(task) is list else task
+        self._began_at = time.perf_counter()
         return number, self._task
 
     def put(self, answer: tuple[int, Any]) -> None:
@@ -182,7 +191,14 @@ class Line:
         if isinstance(outcome, self._parts.wrapper):
             self._note_index(outcome)
         self._task = None
-        self._send(number, outcome)
+        if self._made is None and time.perf_counter() - self._began_at > _LONG_SECONDS:
+            self._made = queue.SimpleQueue()
+            threading.Thread(target=self._send_made, name="elastic_ext batches", daemon=True).start()
+        if self._made is None:
+            self._send(number, outcome)
+        else:
+            self._write(MADE, _NOTHING)
+            self._made.put((number, outcome))
 
     def is_set(self) -> bool:
         """Whether there will be no task any more."""
@@ -198,8 +214,18 @@ class Line:
         if isinstance(self._task, Noted) and self._task.at:
             wrapper.at = self._task.at
 
+    def _send_made(self) -> None:
+        """Pickle and send batches while the next ones are made, as torch's workers do."""
+        assert self._made is not None
+        while True:
+            number, outcome = self._made.get()
+            self._send(number, outcome)
+            del outcome  # its memory goes with the one who reads it
+
     def _send(self, number: int, outcome: object) -> None:
-        payload = self._pickled(outcome)
+        self._write(number, self._pickled(outcome))
+
+    def _write(self, number: int, payload: memoryview) -> None:
         with self._sending:
             try:
                 if self._outbox.send(number, payload):
@@ -208,9 +234,9 @@ class Line:
                 self._is_over = True
                 return
             self._has_left.set()
-        if self._feeder is None:  # the pipe is full; the next batch can be made while it empties
-            self._feeder = threading.Thread(target=self._feed, name="elastic_ext results", daemon=True)
-            self._feeder.start()
+            if self._feeder is None:  # the pipe is full; the next batch can be made while it empties
+                self._feeder = threading.Thread(target=self._feed, name="elastic_ext results", daemon=True)
+                self._feeder.start()
 
     def _pickled(self, outcome: object) -> memoryview:
         try:

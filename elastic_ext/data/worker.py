@@ -29,6 +29,8 @@ class Worker:
         self.tasks: deque[Any] = deque()
         """What it has been given and not answered, in order; whoever gives it tasks keeps them here."""
         self.num_answers = 0
+        self.num_made = 0
+        """Of its tasks, the first so many are done, and their batches on their way."""
         self.is_heard = False
         """Somebody is taking in what it has sent."""
         self._stack = -1  # its descriptor for the pipe with its stack
@@ -69,6 +71,13 @@ class Worker:
         One that never answered may have: workers that only ever die are not to be replaced for ever.
         """
         return self.num_answers == 0 or self.outbox.num_read_bytes() > sent_at
+
+    @property
+    def doing(self) -> Any:
+        """The task that it is at, None where it has none to do."""
+        if self.num_made < len(self.tasks) and self.has_begun(self.tasks[self.num_made].sent_at):
+            return self.tasks[self.num_made]
+        return self.tasks[0] if self.num_made and self.tasks else None  # which it is sending
 
     def note_ready(self, payload: memoryview) -> None:
         """Take what its first message says."""
