@@ -368,6 +368,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "data.ahead:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
     "data.making:Making.take": "whatever the user's code raised, the batch is asked for no more; raised again",
     "data.making:Making._made": "says of which samples it is what the user's code raised, and raises again",
+    "data.stream:Stream._go_to": "why a dataset cannot begin is raised in the place of each of its samples",
     "data.stream:Stream._draw": "kept in the place of the sample, and raised where that is wanted",
     "data.streams:Streams.__next__": "what cannot be made is passed before it is raised again",
     "data.pool:_loaded": "unpickling runs the user's code: kept for who takes the batch, who raises it",

@@ -134,6 +134,47 @@ def test_a_stream_without_a_state_passes_what_lies_before() -> None:
     assert stream[asked(7, 2, keep_from=7, mark=START)] == Answer([7, 8], 2)
 
 
+def raising_at(*places: int) -> Iterator[Any]:
+    """What an iterator gives that goes on after samples that it cannot give."""
+    for number in range(12):
+        yield KeyError(number) if number in places else number
+
+
+class Stumbling(IterableDataset[int]):
+    """One that raises in the place of some samples, and goes on after them, unless it is a generator that does so."""
+
+    def __init__(self, *places: int, ends: bool = False) -> None:
+        self.places, self.ends = places, ends
+
+    def __iter__(self) -> Iterator[int]:
+        samples = map(given_or_raised, raising_at(*self.places))
+        return (sample for sample in samples) if self.ends else samples
+
+
+def given_or_raised(sample: Any) -> int:
+    if isinstance(sample, Exception):
+        raise sample
+    return int(sample)
+
+
+@pytest.mark.parametrize("keep_from", [0, 4])
+def test_a_second_sample_of_a_batch_that_cannot_be_had_does_not_end_the_stream(keep_from: int) -> None:
+    stream = Stream(Stumbling(1, 3, 9), listed, auto_collation=True)
+    with pytest.raises(KeyError, match="1"):
+        stream[asked(0, 4, mark=START)]
+    assert stream[asked(4, 4, keep_from=keep_from)].batch == [4, 5, 6, 7]
+    with pytest.raises(KeyError, match="9"):
+        stream[asked(8, 4, keep_from=keep_from)]
+
+
+def test_a_sample_on_the_way_that_cannot_be_had_is_told_of_where_nothing_comes_after_it() -> None:
+    on = Stream(Stumbling(3), listed, auto_collation=True)
+    assert on[asked(4, 2, keep_from=4, mark=START)].batch == [4, 5]
+    over = Stream(Stumbling(3, ends=True), listed, auto_collation=True)
+    with pytest.raises(KeyError, match="3"):
+        over[asked(4, 2, keep_from=4, mark=START)]
+
+
 # --- as torch's -----------------------------------------------------------------------------------------------------
 
 

@@ -102,14 +102,18 @@ class Stream:
                 return Answer(is_lost=True)
             self._go_to(request.mark, is_new=request.loop != self._loop)
             self._loop, self._attempt = request.loop, request.attempt
-        self._draw(request.keep_from, keeps=False)
+        error = self._pass_to(request.keep_from, keeps=False)
         while self._kept and self._at - len(self._kept) < request.keep_from:
             self._kept.popleft()
         stop = request.start + request.num_samples
-        self._draw(stop)
+        self._pass_to(request.start, keeps=True)
+        while self._at < stop and not self._has_ended and self._draw() is None:
+            pass
         first = self._at - len(self._kept)
         samples = list(islice(self._kept, request.start - first, stop - first))
         if not samples:
+            if error is not None:  # the stream ends with it, and nobody has heard of it
+                raise error
             return Answer()
         for sample in samples:
             if type(sample) is _Failed:
@@ -124,36 +128,62 @@ class Stream:
             return Answer(None, len(samples), mark)
         return Answer(self._collate_fn(samples if self._auto_collation else samples[0]), len(samples), mark)
 
-    def _draw(self, stop: int, *, keeps: bool = True) -> None:
-        """Draw samples until so many are drawn, or none are left."""
-        while self._at < stop and not self._has_ended:
-            try:
-                sample = next(self._iterator)
-            except StopIteration:
-                self._has_ended = True
-                return
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                self._at += 1
-                if not keeps:
-                    raise
-                self._kept.append(_Failed(error))
-                return
-            self._at += 1
-            if keeps:
-                self._kept.append(sample)
+    def _pass_to(self, place: int, *, keeps: bool) -> BaseException | None:
+        """Draw what lies before a place. A sample that cannot be had counts as one: no batch waits for it.
+
+        Gives what came instead of the last one, if that could not be had.
+        """
+        error = None
+        while self._at < place and not self._has_ended:
+            error = self._draw(keeps=keeps) or (error if self._has_ended else None)
+        return error
+
+    def _draw(self, *, keeps: bool = True) -> BaseException | None:
+        """Draw the next sample, if there is one; gives what came instead of it."""
+        failed = None
+        try:
+            sample = next(self._iterator)
+        except StopIteration:
+            self._has_ended = True
+            return None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failed = error
+            sample = _Failed(error)
+        self._at += 1
+        if keeps:
+            self._kept.append(sample)
+        return failed
 
     def _told_state(self) -> Any:
         return copy.deepcopy(self.dataset.state_dict())  # which may be what the dataset goes on to change
 
     def _go_to(self, mark: Mark, *, is_new: bool) -> None:
         self._kept.clear()
+        self._has_ended = False
+        self._at = mark.num_samples if mark.has_state else 0
+        try:
+            self._iterator = self._begun(mark, is_new=is_new)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._iterator = _Raising(error)
+
+    def _begun(self, mark: Mark, *, is_new: bool) -> Iterator[Any]:
         if self._tells_state:
             if is_new:
                 self._first_state = self._told_state()
             if mark.has_state or not is_new:  # a new loop begins where the dataset is, as torch's does
                 self.dataset.load_state_dict(copy.deepcopy(mark.state if mark.has_state else self._first_state))
-        self._iterator = iter(self.dataset)
-        self._has_ended = False
-        self._at = mark.num_samples if mark.has_state else 0
+        return iter(self.dataset)
+
+
+class _Raising(Iterator[Any]):
+    """The samples of a dataset that could not even begin: whoever asks for one is told why, as often as they ask."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error, self._trace = error, error.__traceback__
+
+    def __next__(self) -> Any:
+        raise self._error.with_traceback(self._trace)  # which grows with each time that it is raised
