@@ -6,12 +6,14 @@ their numbers. So no sample is lost with a batch that nobody took, and none come
 
 from __future__ import annotations
 
-import copy
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+
+from .copied import Copied
 
 __all__ = ["START", "Answer", "Mark", "Request", "Stream", "can_tell_state"]
 
@@ -22,12 +24,14 @@ class Mark:
 
     num_samples: int
     """That lie before it."""
-    has_state: bool = False
-    state: Any = None
+    state: Copied | None = None
     """What the dataset's ``state_dict`` gave there; without one, the way to it is to pass all samples before it."""
 
 
 START = Mark(0)
+
+_SAMPLES_PER_STATE = 50.0
+"""How many times as long samples have to take as the state that is told of them, where nobody is known to want it."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,6 +53,8 @@ class Request:
     """As a list of samples, not collated."""
     is_whole: bool = False
     """Fewer samples than that make no batch: they are counted, and not collated."""
+    is_marked: bool = False
+    """Somebody will want to go on behind it: the dataset tells its state there, whatever that takes."""
 
     def __repr__(self) -> str:
         last = self.start + self.num_samples - 1
@@ -64,7 +70,7 @@ class Answer:
     num_samples: int = 0
     """In the batch; fewer than asked for where the stream ends."""
     mark: Mark | None = None
-    """Behind the last of them, where that is known."""
+    """Behind the last of them, where the dataset has told its state."""
     is_lost: bool = False
     """The stream is not where the request begins: ask again, and say how to come there."""
 
@@ -82,14 +88,29 @@ def can_tell_state(dataset: Any) -> bool:
 
 
 class Stream:
-    """One worker's; ``stream[request]`` is the answer."""
+    """One worker's; ``stream[request]`` is the answer.
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, auto_collation: bool) -> None:
+    A state may be large, and often nobody ever goes on from it: where no request is marked, all states together take a
+    fiftieth of the time that samples take. Who goes on from the last one passes what came after it, which then takes
+    fifty times as long as a state, or a batch, at most.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        *,
+        auto_collation: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.dataset = dataset
         self._collate_fn = collate_fn
         self._auto_collation = auto_collation
+        self._clock = clock
         self._tells_state = can_tell_state(dataset)
-        self._first_state: Any = None
+        self._first_state: Copied | None = None
+        self._num_seconds = 0.0  # that samples have taken since the state was told last
+        self._due_seconds = 0.0  # as many as make it due
         self._loop = self._attempt = -1
         self._iterator: Iterator[Any] = iter(())
         self._has_ended = False
@@ -102,6 +123,7 @@ class Stream:
                 return Answer(is_lost=True)
             self._go_to(request.mark, is_new=request.loop != self._loop)
             self._loop, self._attempt = request.loop, request.attempt
+        began = self._clock()
         error = self._pass_to(request.keep_from, keeps=False)
         while self._kept and self._at - len(self._kept) < request.keep_from:
             self._kept.popleft()
@@ -109,6 +131,7 @@ class Stream:
         self._pass_to(request.start, keeps=True)
         while self._at < stop and not self._has_ended and self._draw() is None:
             pass
+        self._num_seconds += self._clock() - began
         first = self._at - len(self._kept)
         samples = list(islice(self._kept, request.start - first, stop - first))
         if not samples:
@@ -121,7 +144,7 @@ class Stream:
         mark = None
         # Of a stream that has ended the state may be that of the next epoch's beginning.
         if self._tells_state and not self._has_ended and self._at == request.start + len(samples):
-            mark = Mark(self._at, has_state=True, state=self._told_state())
+            mark = self._marked(request.is_marked)
         if request.is_raw:
             return Answer(samples, len(samples), mark)
         if request.is_whole and len(samples) < request.num_samples:
@@ -156,13 +179,20 @@ class Stream:
             self._kept.append(sample)
         return failed
 
-    def _told_state(self) -> Any:
-        return copy.deepcopy(self.dataset.state_dict())  # which may be what the dataset goes on to change
+    def _marked(self, is_wanted: bool) -> Mark | None:
+        """The place behind what is drawn, if it is wanted, or its state has become due."""
+        if not is_wanted and self._num_seconds < self._due_seconds:
+            return None
+        began = self._clock()
+        mark = Mark(self._at, Copied.of(self.dataset.state_dict()))
+        self._num_seconds, self._due_seconds = 0.0, _SAMPLES_PER_STATE * (self._clock() - began)
+        return mark
 
     def _go_to(self, mark: Mark, *, is_new: bool) -> None:
         self._kept.clear()
         self._has_ended = False
-        self._at = mark.num_samples if mark.has_state else 0
+        self._at = 0 if mark.state is None else mark.num_samples
+        self._num_seconds = self._due_seconds = 0.0
         try:
             self._iterator = self._begun(mark, is_new=is_new)
         except KeyboardInterrupt:
@@ -173,9 +203,10 @@ class Stream:
     def _begun(self, mark: Mark, *, is_new: bool) -> Iterator[Any]:
         if self._tells_state:
             if is_new:
-                self._first_state = self._told_state()
-            if mark.has_state or not is_new:  # a new loop begins where the dataset is, as torch's does
-                self.dataset.load_state_dict(copy.deepcopy(mark.state if mark.has_state else self._first_state))
+                self._first_state = Copied.of(self.dataset.state_dict())
+            state = self._first_state if mark.state is None else mark.state
+            if state is not None and (mark.state is not None or not is_new):
+                self.dataset.load_state_dict(state.value())  # a new loop begins where the dataset is, as torch's does
         return iter(self.dataset)
 
 

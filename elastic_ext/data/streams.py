@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.errors import WorkerDiedError
 
+from .copied import Copied
 from .cursor import Chunk, chunks
 from .late import Late
 from .stream import START, Answer, Mark, Request
@@ -68,7 +69,12 @@ class StreamsPosition:
         return {
             "num_workers": self.num_workers,
             "streams": [
-                {"passed": passed, "at": mark.num_samples, "has_state": mark.has_state, "state": mark.state}
+                {
+                    "passed": passed,
+                    "at": mark.num_samples,
+                    "has_state": mark.state is not None,
+                    "state": None if mark.state is None else mark.state.value(),
+                }
                 for passed, mark in zip(self.num_passed, self.marks, strict=True)
             ],
             "turn": self.turn,
@@ -81,7 +87,9 @@ class StreamsPosition:
         streams = state["streams"]
         return cls(
             num_passed=tuple(int(each["passed"]) for each in streams),
-            marks=tuple(Mark(int(each["at"]), bool(each["has_state"]), each["state"]) for each in streams),
+            marks=tuple(
+                Mark(int(each["at"]), Copied.of(each["state"]) if each["has_state"] else None) for each in streams
+            ),
             num_workers=int(state["num_workers"]),
             turn=int(state["turn"]),
             is_over=bool(state["is_over"]),
@@ -145,9 +153,12 @@ class Streams:
         num_batches: Callable[[], int] | None = None,
         told_length: int | None = None,
         passes_samples: bool = False,
+        wants_states: bool = False,
         plan: BatchPlan | None = None,
         rank: int = 0,
     ) -> None:
+        self.wants_states = wants_states
+        """Somebody may go on where it stands after any batch."""
         self._maker = maker
         self._batch_size = batch_size
         self._drop_last = drop_last
@@ -329,6 +340,7 @@ class Streams:
             mark,
             is_raw,
             is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
+            is_marked=self.wants_states or self._plan is not None,
         )
         return self._maker.submit([request], slot.number)
 
@@ -352,7 +364,7 @@ class Streams:
 
         The chunk that it was to give is then to come from another.
         """
-        if slot.passed and not slot.marks[0].has_state and not self._passes_samples:
+        if slot.passed and slot.marks[0].state is None and not self._passes_samples:
             slot.end = slot.passed  # after a rollback too
             self._take_back(chunk)
             raise WorkerDiedError(
