@@ -106,6 +106,7 @@ LAYERS: Mapping[str, int] = {
     "data.late": 1,
     "data.copied": 1,
     "data.stream": 1,
+    "data.turns": 1,
     "fsdp.checkpoint.listing": 1,
     "fsdp.checkpoint.meta": 1,
     "fsdp.checkpoint.parts": 1,

@@ -10,7 +10,8 @@ from elastic_ext.accumulate import BatchPlan
 
 from .making import Making
 from .stream import Stream, can_tell_state
-from .streams import NO_STATE, Streams, StreamsPosition
+from .streams import NO_STATE, Streams
+from .turns import StreamsPosition
 
 __all__ = ["Streamed"]
 
