@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import TypeVar
 
 from elastic_ext.accumulate import BatchPlan
@@ -32,6 +32,7 @@ from .following import Following
 from .internals import pinned
 from .making import Making
 from .pool import Work
+from .refusing import why_not_change
 
 __all__ = ["ElasticDataLoader"]
 
@@ -214,24 +215,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why the workers and their like cannot change so."""
-        wanted = new.dataloader
-        if self.persistent_workers and wanted.num_workers == 0:
-            return "num_workers is 0, and persistent_workers keeps some; leave one, or make the loader without it"
-        changes_workers = wanted.num_workers is not None and wanted.num_workers != self.num_workers
-        if changes_workers and isinstance(self.dataset, IterableDataset) and hasattr(self.dataset, "__next__"):
-            return (
-                "num_workers of an IterableDataset changes from one loop to the next, and this dataset is an iterator, "
-                "which gives nothing to a second loop; have its __iter__ give a new one"
-            )
-        changes_size = wanted.batch_size is not None and wanted.batch_size != getattr(self._batches, "batch_size", None)
-        if changes_size and self._batches is not None and not hasattr(self._batches, "set_batch_size"):
-            return (
-                "the batch_sampler decides how many samples a batch has; give it a method set_batch_size(batch_size), "
-                "or the loader a sampler and a batch_size"
-            )
-        if wanted.batch_size is not None and self._batches is None and self.batch_size is None:
-            return "batch_size is None, which makes no batches; make the loader with a number"
-        return None if wanted.batch_size is None else self._epochs.why_not_resize(wanted.batch_size)
+        return why_not_change(self, self._batches, self._epochs, new.dataloader)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Have as many workers, and so on; more workers are started beside training."""
