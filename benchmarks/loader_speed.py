@@ -7,7 +7,7 @@ that take long sleep: workers compete for no processor, as those that wait for s
 
 Throughput is at least 0.95 of torch's for tiny samples, and for others no less than torch's.
 
-Not measured: the first batch (benchmarks/loader_switch.py has some), pinned memory, workers that are not forked.
+Not measured: the first batch (benchmarks/loader_first.py), pinned memory, workers that are not forked.
 """
 
 from __future__ import annotations

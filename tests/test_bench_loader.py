@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from benchmarks.harness import Reading, Side, UnlikeWorkError, check_same_work, table
+from benchmarks.loader_first import first_batch
 from benchmarks.loader_resume import Measured, measuring_process, resume_of
 from benchmarks.loader_speed import Kind, Large, LoaderName, Sleeping, Tiny, sides_of, skewed_costs, without_advice
 from benchmarks.loader_switch import Change, Switch, waits_live, waits_made_anew
 from benchmarks.rates import compare_rates, decide_rate
+from tests.pools import worker_pids
 
 HAS_TORCHDATA = find_spec("torchdata") is not None  # which `make bench` installs, and the tests do without
 NAMES: tuple[LoaderName, ...] = ("torch", "ours", "stateful") if HAS_TORCHDATA else ("torch", "ours")
@@ -100,6 +102,14 @@ def test_an_epoch_that_lacks_samples_is_no_comparison() -> None:
     kind = Kind(name="less", dataset=lambda n: Tiny(n - 1), batch_size=4, num_batches=5, is_in_epochs=True)
     with ExitStack() as stack, pytest.raises(UnlikeWorkError, match="an epoch of 20 samples does not have each"):
         sides_of(kind, 0, ("torch",), stack)
+
+
+@pytest.mark.parametrize("name", ["torch", "ours"])
+def test_a_loop_is_timed_up_to_its_first_batch_and_leaves_no_worker(name: LoaderName) -> None:
+    others = worker_pids()
+    read = first_batch(name, 1)
+    assert read.value > 0 and read.work == tuple(range(8))
+    assert worker_pids() <= others
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from elastic_ext.accumulate import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.loading import Numbers, changed, freezing_garbage, indices_in, settled
 
@@ -247,6 +248,30 @@ def test_torchs_batch_sampler_wraps_a_sampler(loader_class: Any, drop_last: bool
     found = list(loader)
     assert [len(batch) for batch in found] == sizes and len(loader) == len(sizes)
     assert list(itertools.chain(*(batch.tolist() for batch in found))) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_size_that_is_set_at_torchs_batch_sampler_is_that_of_the_next_loop(
+    loader_class: Any, drop_last: bool
+) -> None:
+    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last)
+    given, made = loader_class(range(10), batch_sampler=batches), loader_class(range(10), 3, drop_last=drop_last)
+    assert given.batch_sampler is batches
+    for loader in (given, made):
+        assert [len(batch) for batch in loader] == ([3, 3, 3] if drop_last else [3, 3, 3, 1])
+        loader.batch_sampler.batch_size = 4
+        assert len(loader) == (2 if drop_last else 3)
+        assert [len(batch) for batch in loader] == ([4, 4] if drop_last else [4, 4, 2])
+
+
+def test_a_size_that_is_set_at_torchs_batch_sampler_is_refused_where_a_trainer_says_sizes() -> None:
+    batches = BatchSampler(SequentialSampler(range(10)), 2, False)
+    loader = ElasticDataLoader(range(10), batch_sampler=batches)
+    loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
+    assert [len(batch) for batch in loader] == [4, 4, 2]
+    batches.batch_size = 5
+    with pytest.raises(ValueError, match=r"was set to 5, and a trainer says .* change dataloader\.batch_size"):
+        iter(loader)
 
 
 def test_torchs_batch_sampler_takes_any_iterable(loader_class: Any) -> None:

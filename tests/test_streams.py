@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
+from elastic_ext.data.copied import Copied
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.stream import START, Answer, Mark, Request, Stream
 from elastic_ext.errors import WorkerDiedError
@@ -98,8 +100,15 @@ def changed(loader: ElasticDataLoader, **values: Any) -> None:
 # --- a worker's part ------------------------------------------------------------------------------------------------
 
 
-def asked(start: int, num_samples: int, *, keep_from: int = 0, mark: Mark | None = None, loop: int = 1) -> Request:
-    return Request(0, loop, 0, start, num_samples, keep_from, mark)
+def asked(
+    start: int, num_samples: int, *, keep_from: int = 0, mark: Mark | None = None, is_marked: bool = True
+) -> Request:
+    return Request(0, 1, 0, start, num_samples, keep_from, mark, is_marked=is_marked)
+
+
+def marked(num_samples: int) -> Mark:
+    """So far in a dataset that tells it."""
+    return Mark(num_samples, Copied.of({"at": num_samples}))
 
 
 def test_a_stream_gives_again_what_it_may_be_asked_for_again() -> None:
@@ -118,20 +127,136 @@ def test_a_stream_gives_again_what_it_may_be_asked_for_again() -> None:
 def test_a_stream_that_is_new_has_to_be_told_where_to_go() -> None:
     stream = Stream(Telling(20), listed, auto_collation=True)
     assert stream[asked(4, 2)].is_lost
-    assert stream[asked(7, 2, keep_from=7, mark=Mark(5, True, {"at": 5}))] == Answer(
-        [7, 8], 2, Mark(9, True, {"at": 9})
-    )
+    assert stream[asked(7, 2, keep_from=7, mark=marked(5))] == Answer([7, 8], 2, marked(9))
 
 
 def test_a_stream_that_has_ended_tells_no_state_which_may_be_the_next_epochs() -> None:
     stream = Stream(Telling(20), listed, auto_collation=True)
-    assert stream[asked(12, 8, keep_from=12, mark=START)] == Answer(list(range(12, 20)), 8, Mark(20, True, {"at": 20}))
+    assert stream[asked(12, 8, keep_from=12, mark=START)] == Answer(list(range(12, 20)), 8, marked(20))
     assert stream[asked(16, 8, keep_from=16)] == Answer([16, 17, 18, 19], 4)
 
 
 def test_a_stream_without_a_state_passes_what_lies_before() -> None:
     stream = Stream(Counting(20), listed, auto_collation=True)
     assert stream[asked(7, 2, keep_from=7, mark=START)] == Answer([7, 8], 2)
+
+
+class Costly(Telling):
+    """One whose state takes as long as five samples."""
+
+    def __init__(self, size: int, sample_seconds: float = 0.0) -> None:
+        super().__init__(size)
+        self.now, self.num_told, self.sample_seconds = 0.0, 0, sample_seconds
+
+    def __iter__(self) -> Iterator[int]:
+        for sample in super().__iter__():
+            self.now += 1.0
+            yield sample
+
+    def state_dict(self) -> dict[str, int]:
+        self.now += 5.0
+        self.num_told += 1
+        time.sleep(5 * self.sample_seconds)
+        return super().state_dict()
+
+
+def test_a_state_that_nobody_is_known_to_want_is_told_when_samples_have_taken_fifty_times_as_long() -> None:
+    dataset = Costly(4000)
+    stream = Stream(dataset, listed, auto_collation=True, clock=lambda: dataset.now)
+    marks = [
+        stream[asked(start, 10, keep_from=start, mark=START if start == 0 else None, is_marked=False)].mark
+        for start in range(0, 2000, 10)
+    ]
+    told = [marked(place) for place in range(10, 2000, 250)]
+    assert [mark for mark in marks if mark is not None] == told
+    assert stream[asked(2000, 10, keep_from=2000)].mark == marked(2010)
+    assert dataset.num_told == 1 + len(told) + 1  # the first where the loop begins
+
+
+def test_a_loader_asks_for_states_as_often_as_somebody_may_want_them() -> None:
+    def told_in(loader: ElasticDataLoader, dataset: Costly) -> int:
+        before, batches = dataset.num_told, iter(loader)
+        list(itertools.islice(batches, 20))
+        return dataset.num_told - before
+
+    alone, asking, trained, resumed = (Costly(400, 0.001) for _ in range(4))
+    assert told_in(ElasticDataLoader(alone, 4), alone) <= 3
+    loader = ElasticDataLoader(asking, 4)
+    state = loader.state_dict()
+    assert told_in(loader, asking) == 21
+    loader = ElasticDataLoader(trained, 4)
+    loader.plan(BatchPlan(global_batch=4, num_ranks=1, micro_batch=4), 0)
+    assert told_in(loader, trained) == 21
+    loader = ElasticDataLoader(resumed, 4)
+    loader.load_state_dict(state)
+    assert told_in(loader, resumed) == 21
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loop_goes_on_where_a_state_was_first_asked_for_wherever_the_dataset_had_told_one(num_workers: int) -> None:
+    for num_batches in (1, 2, 7) if num_workers == 0 else (7,):
+        first = ElasticDataLoader(Costly(60, 0.001), 4, num_workers=num_workers, collate_fn=listed)
+        batches = iter(first)
+        found = list(itertools.islice(batches, num_batches))
+        for _ in range(2):  # the second time states are told after each batch
+            state = json.loads(json.dumps(first.state_dict()))
+            second = ElasticDataLoader(Costly(60), 4, num_workers=num_workers, collate_fn=listed)
+            second.load_state_dict(state)
+            assert all_in([*found, *second]) == list(range(60))
+            found += list(itertools.islice(batches, 4))
+        del batches
+
+
+def test_a_copy_is_as_its_value_was_and_shares_nothing_with_it() -> None:
+    value: dict[str, Any] = {"tensor": torch.zeros(3), "list": [1, 2]}
+    copied = Copied.of(value)
+    value["tensor"] += 1
+    first, second = copied.value(), copied.value()
+    first["list"].append(3)
+    assert copied.is_pickled and second["list"] == [1, 2] and torch.equal(second["tensor"], torch.zeros(3))
+    here = Copied.of({"call": lambda: 5, "list": [1]})  # what cannot be pickled
+    assert not here.is_pickled and here.value()["call"]() == 5 and here.value()["list"] is not here.value()["list"]
+
+
+def raising_at(*places: int) -> Iterator[Any]:
+    """What an iterator gives that goes on after samples that it cannot give."""
+    for number in range(12):
+        yield KeyError(number) if number in places else number
+
+
+class Stumbling(IterableDataset[int]):
+    """One that raises in the place of some samples, and goes on after them, unless it is a generator that does so."""
+
+    def __init__(self, *places: int, ends: bool = False) -> None:
+        self.places, self.ends = places, ends
+
+    def __iter__(self) -> Iterator[int]:
+        samples = map(given_or_raised, raising_at(*self.places))
+        return (sample for sample in samples) if self.ends else samples
+
+
+def given_or_raised(sample: Any) -> int:
+    if isinstance(sample, Exception):
+        raise sample
+    return int(sample)
+
+
+@pytest.mark.parametrize("keep_from", [0, 4])
+def test_a_second_sample_of_a_batch_that_cannot_be_had_does_not_end_the_stream(keep_from: int) -> None:
+    stream = Stream(Stumbling(1, 3, 9), listed, auto_collation=True)
+    with pytest.raises(KeyError, match="1"):
+        stream[asked(0, 4, mark=START)]
+    assert stream[asked(4, 4, keep_from=keep_from)].batch == [4, 5, 6, 7]
+    with pytest.raises(KeyError, match="9"):
+        stream[asked(8, 4, keep_from=keep_from)]
+
+
+def test_a_sample_on_the_way_that_cannot_be_had_is_told_of_where_nothing_comes_after_it() -> None:
+    on = Stream(Stumbling(3), listed, auto_collation=True)
+    assert on[asked(4, 2, keep_from=4, mark=START)].batch == [4, 5]
+    over = Stream(Stumbling(3, ends=True), listed, auto_collation=True)
+    with pytest.raises(KeyError, match="3"):
+        over[asked(4, 2, keep_from=4, mark=START)]
 
 
 # --- as torch's -----------------------------------------------------------------------------------------------------

@@ -120,6 +120,15 @@ class Given(IterableDataset[Any]):
         return self.give()
 
 
+class GivenWithState(Given):
+    """One that could go on where it was."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 def listed(samples: Any) -> list[Any]:
     return list(samples)
 
@@ -415,6 +424,27 @@ def test_an_exception_of_the_dataset_arrives_and_the_next_batch_after_it(loader_
         next(batches)
     assert num_workers or caught.value is error
     assert list(batches) == [[6, 7], [8, 9], [10, 11], [12, 13]]
+
+
+def raising() -> Iterator[int]:
+    raise KeyError("no such file")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("dataset_class", [Given, GivenWithState])
+def test_a_dataset_that_cannot_begin_says_why_however_often_it_is_asked(dataset_class: Any, num_workers: int) -> None:
+    """torch's loader does so once; asked again, its workers say that they have no local variable 'fetcher'."""
+    loader = ElasticDataLoader(dataset_class(raising), 2, num_workers=num_workers)
+    theirs = DataLoader(dataset_class(raising), 2, num_workers=num_workers)
+    with pytest.raises(KeyError, match="no such file"):
+        next(iter(theirs))
+    for _ in range(2):
+        batches = iter(loader)
+        for _ in range(3):
+            with pytest.raises(KeyError, match="no such file") as caught:
+                next(batches)
+            assert num_workers == 0 or 'raise KeyError("no such file")' in str(caught.value)  # the worker's traceback
+    ended(batches)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

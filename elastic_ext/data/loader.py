@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import TypeVar
 
 from elastic_ext.accumulate import BatchPlan
@@ -32,6 +32,7 @@ from .following import Following
 from .internals import pinned
 from .making import Making
 from .pool import Work
+from .refusing import why_not_change
 
 __all__ = ["ElasticDataLoader"]
 
@@ -70,11 +71,13 @@ class ElasticDataLoader(DataLoader[_Sample]):
         check_flag("seed_samples", seed_samples)
         check_flag("fast_forward", fast_forward)
         given = inspect.signature(DataLoader).bind(dataset, batch_size, *args, **kwargs).arguments
-        batches = given.get("batch_sampler")
+        batches = of_torch = given.get("batch_sampler")
         if type(batches) is BatchSampler and not _says_more(given):  # it does what a loader does with a sampler
             given |= {"batch_size": batches.batch_size, "sampler": batches.sampler, "drop_last": batches.drop_last}
             batches = given["batch_sampler"] = None
         super().__init__(**given)
+        if batches is not of_torch:
+            self.__dict__["batch_sampler"] = of_torch  # and not one that is like it: its size may be set
         if self.prefetch_factor == 0:
             raise ValueError("prefetch_factor is 0, and workers are given at least one batch; give 1, or leave it out")
         self._batches = batches
@@ -99,6 +102,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         if self._following is not None:
             self._following.look()
         self._warn_of_pinning()
+        self._take_size()
         self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
         making = self._made_by(self.num_workers if num_workers is None else num_workers)
@@ -110,6 +114,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def __len__(self) -> int:
         """How many batches the loop that comes has on this rank."""
+        if self._epochs.running is None or self._epochs.running.has_ended:
+            self._take_size()
         return self._epochs.num_batches()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,24 +215,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why the workers and their like cannot change so."""
-        wanted = new.dataloader
-        if self.persistent_workers and wanted.num_workers == 0:
-            return "num_workers is 0, and persistent_workers keeps some; leave one, or make the loader without it"
-        changes_workers = wanted.num_workers is not None and wanted.num_workers != self.num_workers
-        if changes_workers and isinstance(self.dataset, IterableDataset) and hasattr(self.dataset, "__next__"):
-            return (
-                "num_workers of an IterableDataset changes from one loop to the next, and this dataset is an iterator, "
-                "which gives nothing to a second loop; have its __iter__ give a new one"
-            )
-        changes_size = wanted.batch_size is not None and wanted.batch_size != getattr(self._batches, "batch_size", None)
-        if changes_size and self._batches is not None and not hasattr(self._batches, "set_batch_size"):
-            return (
-                "the batch_sampler decides how many samples a batch has; give it a method set_batch_size(batch_size), "
-                "or the loader a sampler and a batch_size"
-            )
-        if wanted.batch_size is not None and self._batches is None and self.batch_size is None:
-            return "batch_size is None, which makes no batches; make the loader with a number"
-        return None if wanted.batch_size is None else self._epochs.why_not_resize(wanted.batch_size)
+        return why_not_change(self, self._batches, self._epochs, new.dataloader)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Have as many workers, and so on; more workers are started beside training."""
@@ -244,6 +233,20 @@ class ElasticDataLoader(DataLoader[_Sample]):
                 making.resize(self.num_workers)
 
     # ---- how it is made ----
+
+    def _take_size(self) -> None:
+        """Take up a size that was set at torch's own batch sampler, as torch's loader does for the loop that comes."""
+        batches = self.batch_sampler
+        if type(batches) is not BatchSampler or batches.batch_size == self.batch_size:
+            return
+        size = batches.batch_size
+        if not self.is_alone:
+            raise ValueError(
+                f"batch_size of the batch_sampler was set to {size}, and a trainer says how many samples a batch has; "
+                f"leave it at {self.batch_size}, and change dataloader.batch_size in the config"
+            )
+        self._epochs.resize(size)
+        self.__dict__["batch_size"] = size  # which torch refuses to be set otherwise
 
     def _resize(self, batch_size: int | None) -> None:
         """Have batches of so many samples, or of as many as it was made with."""

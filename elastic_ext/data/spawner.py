@@ -144,7 +144,11 @@ class Spawner:
                 self._close_descriptors()
 
     def _must_wait(self) -> bool:
-        """Others work, and one is on its way: what it takes of the processors to begin, they do without."""
+        """Others work, and one is on its way: what it takes of the processors to begin, they do without.
+
+        So it is wherever it is forked. Where there are fewer processors than workers, those that join come later, and a
+        loop waits less for the batches of those that are there.
+        """
         return bool(self._starting) and len(self._workers) > len(self._starting) + len(self._ending)
 
     def _wait(self) -> None:

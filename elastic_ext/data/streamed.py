@@ -10,7 +10,8 @@ from elastic_ext.accumulate import BatchPlan
 
 from .making import Making
 from .stream import Stream, can_tell_state
-from .streams import NO_STATE, Streams, StreamsPosition
+from .streams import NO_STATE, Streams
+from .turns import StreamsPosition
 
 __all__ = ["Streamed"]
 
@@ -47,6 +48,7 @@ class Streamed:
         self._rank = 0
         self._position: StreamsPosition | None = None  # that the next loop begins at
         self._left: StreamsPosition | None = None  # in a copy: where the loop stood of which it has none
+        self._wants_states = False  # somebody has asked where a loop stands, or gone on there
         self._is_begun = False
         self._is_over = False  # the epoch of a state that was loaded
         self._next_epoch: int | None = None  # named while a loop is under way
@@ -101,6 +103,7 @@ class Streamed:
             num_batches=self._num_batches,
             told_length=self._told_length,
             passes_samples=self._can_go_on,
+            wants_states=self._wants_states,
             plan=self._given_plan,
             rank=self._rank,
         )
@@ -147,6 +150,9 @@ class Streamed:
         """It has none."""
 
     def state_dict(self) -> dict[str, Any]:
+        self._wants_states = True
+        if self.running is not None:
+            self.running.wants_states = True
         position = self._position
         if position is None:
             position = self._left if self.running is None else self.running.position
@@ -165,6 +171,7 @@ class Streamed:
         position = None if state["streams"] is None or state["is_over"] else StreamsPosition.of(state["streams"])
         if position is not None and any(position.num_passed) and not self._can_go_on:
             raise ValueError(f"the loop cannot go on where the state was saved: {NO_STATE}")
+        self._wants_states = True
         self.epoch = int(state["epoch"])
         self.running = self._left = None
         self._is_begun = self._is_over = bool(state["is_over"])

@@ -1,15 +1,15 @@
 """Streams: the batches of an IterableDataset, of which each worker has a stream of its own, asked for before they are
 needed and asked for again where steps are cut otherwise or come again.
 
-Workers take turns, a batch each, as torch has them do; one whose stream has ended is left out. Who makes batches is
-behind ``StreamMaker``; what a worker does with a request is in stream.py.
+Workers take turns, a batch each, as torch has them do: turns.py. Who makes batches is behind ``StreamMaker``; what a
+worker does with a request is in stream.py.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Protocol
@@ -19,9 +19,10 @@ from elastic_ext.errors import WorkerDiedError
 
 from .cursor import Chunk, chunks
 from .late import Late
-from .stream import START, Answer, Mark, Request
+from .stream import Answer, Request
+from .turns import Slot, StreamsPosition, Turns
 
-__all__ = ["NO_STATE", "StreamMaker", "Streams", "StreamsPosition"]
+__all__ = ["NO_STATE", "StreamMaker", "Streams"]
 
 NO_STATE = (
     "its IterableDataset has no state_dict() and load_state_dict(); give it both, or the loader fast_forward=True to "
@@ -46,79 +47,10 @@ class StreamMaker(Protocol):
         """Nobody will take it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamsPosition:
-    """How far each worker's stream is consumed, and who comes next."""
-
-    num_passed: tuple[int, ...]
-    marks: tuple[Mark, ...]
-    """One of each stream, at or before what is passed."""
-    num_workers: int
-    """0: the one stream is this process's own."""
-    turn: int = 0
-    is_over: bool = False
-
-    @classmethod
-    def start(cls, num_workers: int) -> StreamsPosition:
-        num_streams = max(num_workers, 1)
-        return cls(num_passed=(0,) * num_streams, marks=(START,) * num_streams, num_workers=num_workers)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, but for what the dataset's own states hold."""
-        return {
-            "num_workers": self.num_workers,
-            "streams": [
-                {"passed": passed, "at": mark.num_samples, "has_state": mark.has_state, "state": mark.state}
-                for passed, mark in zip(self.num_passed, self.marks, strict=True)
-            ],
-            "turn": self.turn,
-            "is_over": self.is_over,
-        }
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> StreamsPosition:
-        """What ``state_dict`` gave."""
-        streams = state["streams"]
-        return cls(
-            num_passed=tuple(int(each["passed"]) for each in streams),
-            marks=tuple(Mark(int(each["at"]), bool(each["has_state"]), each["state"]) for each in streams),
-            num_workers=int(state["num_workers"]),
-            turn=int(state["turn"]),
-            is_over=bool(state["is_over"]),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """One worker's stream. All numbers count its samples."""
-
-    number: int
-    passed: int
-    marks: deque[Mark]
-    asked: int = 0
-    handed: int = 0
-    end: int | None = None
-    """How many it has, once that is known."""
-    is_found: bool = False
-    """Its worker knows where to go on."""
-
-    def __post_init__(self) -> None:
-        self.asked = self.handed = self.passed
-
-    @property
-    def is_over(self) -> bool:
-        return self.end is not None and self.asked >= self.end
-
-    def drop_marks(self) -> None:
-        """All but the last one that can still be needed, and those behind it."""
-        while len(self.marks) > 1 and self.marks[1].num_samples <= self.passed:
-            self.marks.popleft()
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     chunk: Chunk
-    slot: _Slot
+    slot: Slot
     start: int
     number: int
     turn: int
@@ -145,9 +77,12 @@ class Streams:
         num_batches: Callable[[], int] | None = None,
         told_length: int | None = None,
         passes_samples: bool = False,
+        wants_states: bool = False,
         plan: BatchPlan | None = None,
         rank: int = 0,
     ) -> None:
+        self.wants_states = wants_states
+        """Somebody may go on where it stands after any batch."""
         self._maker = maker
         self._batch_size = batch_size
         self._drop_last = drop_last
@@ -172,7 +107,7 @@ class Streams:
         while True:
             self._ask()
             if not self._asked:
-                self._is_over = True
+                self._turns.is_over = True
                 raise StopIteration
             asked = self._asked[0]
             slot, chunk, start = asked.slot, asked.chunk, asked.start
@@ -188,7 +123,7 @@ class Streams:
             if answer.num_samples == chunk.num_samples:
                 return self._handed_out(chunk, answer.batch)
             if answer.is_lost:
-                slot.handed, self._handed_turn = start, slot.number
+                slot.handed, self._turns.handed = start, slot.number
                 self._find_again(slot, chunk)
                 self._take_back(chunk)
                 continue
@@ -205,15 +140,14 @@ class Streams:
                     return self._handed_out(chunk, answer.batch)
 
     @property
+    def num_workers(self) -> int:
+        """Among whom the streams are shared out; 0: the one is this process's own."""
+        return self._turns.num_workers
+
+    @property
     def position(self) -> StreamsPosition:
         """What is consumed."""
-        return StreamsPosition(
-            num_passed=tuple(slot.passed for slot in self._slots),
-            marks=tuple(slot.marks[0] for slot in self._slots),
-            num_workers=self.num_workers,
-            turn=self._passed_turn,
-            is_over=self._is_over,
-        )
+        return self._turns.position
 
     def resize(self, batch_size: int) -> None:
         """Have batches of so many samples from the next one on."""
@@ -230,20 +164,14 @@ class Streams:
     def commit(self) -> None:
         """What was handed out is consumed; a step that was cut short there is followed by one that begins there."""
         self.num_handed = 0
-        for slot in self._slots:
-            slot.passed = slot.handed
-            slot.drop_marks()
-        self._passed_turn = self._handed_turn
+        self._turns.commit()
         if self._is_in_step:
             self._cut()
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""
         self.num_handed = 0
-        if any(slot.handed != slot.passed for slot in self._slots):
-            for slot in self._slots:
-                slot.handed = slot.passed
-            self._handed_turn = self._passed_turn
+        if self._turns.rollback():
             self._cut()
 
     def go_to(self, position: StreamsPosition) -> None:
@@ -263,13 +191,8 @@ class Streams:
         self.has_ended = True
 
     def _go_to(self, position: StreamsPosition) -> None:
-        self.num_workers, self.num_handed = position.num_workers, 0
-        self._slots = [
-            _Slot(number, passed, deque([mark]))
-            for number, (passed, mark) in enumerate(zip(position.num_passed, position.marks, strict=True))
-        ]
-        self._passed_turn = self._handed_turn = self._turn = position.turn
-        self._is_over = False
+        self.num_handed = 0
+        self._turns = Turns(position)
         self._cut()
 
     def _cut(self) -> None:
@@ -290,33 +213,22 @@ class Streams:
         self.close()
         if sizes:
             self._to_come = chain(sizes, self._to_come)
-        for slot in self._slots:
-            slot.asked = slot.handed
-        self._turn = self._handed_turn
+        self._turns.take_back()
 
     def _ask(self) -> None:
         """Ask for batches until as many are under way as should be, one at least."""
         most = 0 if self.has_ended else max(self._maker.num_ahead, 1)
         while len(self._asked) < most:
-            slot = self._next_slot()
+            slot = self._turns.next_slot()
             if slot is None:
                 return
             chunk = next(self._to_come)
             start = slot.asked
             number = self._submit(slot, start, chunk.num_samples)
             slot.asked = start + chunk.num_samples
-            self._asked.append(_Asked(chunk, slot, start, number, self._turn))
+            self._asked.append(_Asked(chunk, slot, start, number, self._turns.asked))
 
-    def _next_slot(self) -> _Slot | None:
-        """Whose turn it is, of those whose stream may have more."""
-        for number in range(self._turn, self._turn + len(self._slots)):
-            slot = self._slots[number % len(self._slots)]
-            if not slot.is_over:
-                self._turn = (slot.number + 1) % len(self._slots)
-                return slot
-        return None
-
-    def _submit(self, slot: _Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
+    def _submit(self, slot: Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
         mark = None if slot.is_found else slot.marks[0]
         slot.is_found = True
         request = Request(
@@ -329,10 +241,11 @@ class Streams:
             mark,
             is_raw,
             is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
+            is_marked=self.wants_states or self._plan is not None,
         )
         return self._maker.submit([request], slot.number)
 
-    def _taken(self, slot: _Slot, number: int) -> Answer:
+    def _taken(self, slot: Slot, number: int) -> Answer:
         try:
             answer = self._maker.take(number)
         except StopIteration as error:  # of a collate_fn: the loop would end as if the epoch were over
@@ -345,14 +258,14 @@ class Streams:
     def _pass(self, asked: _Asked) -> None:
         """It is handed out, also where it cannot be made."""
         self._asked.popleft()
-        asked.slot.handed, self._handed_turn = asked.start + asked.chunk.num_samples, asked.turn
+        asked.slot.handed, self._turns.handed = asked.start + asked.chunk.num_samples, asked.turn
 
-    def _find_again(self, slot: _Slot, chunk: Chunk) -> None:
+    def _find_again(self, slot: Slot, chunk: Chunk) -> None:
         """Its worker is another one, which has to be told where to go on, or has no more to give, which is said once.
 
         The chunk that it was to give is then to come from another.
         """
-        if slot.passed and not slot.marks[0].has_state and not self._passes_samples:
+        if slot.passed and slot.marks[0].state is None and not self._passes_samples:
             slot.end = slot.passed  # after a rollback too
             self._take_back(chunk)
             raise WorkerDiedError(
@@ -362,25 +275,23 @@ class Streams:
             )
         slot.is_found = False
 
-    def _pieced_together(self, slot: _Slot, chunk: Chunk) -> list[Any] | None:
+    def _pieced_together(self, slot: Slot, chunk: Chunk) -> list[Any] | None:
         """As many samples of a stream that has too few, and of those after it; None where all have too few."""
         self._take_back()
         samples: list[Any] = []
-        each: _Slot | None = slot
+        each: Slot | None = slot
         while each is not None:
             answer = self._raw(each, chunk, chunk.num_samples - len(samples))
             samples += answer.batch or []
             each.asked += answer.num_samples
             if len(samples) == chunk.num_samples:
-                for drawn in self._slots:
-                    drawn.handed = drawn.asked
-                self._handed_turn = self._turn
+                self._turns.hand_out_asked()
                 return samples
             each.end = each.asked
-            each = self._next_slot()
+            each = self._turns.next_slot()
         return None  # all of them are over now
 
-    def _raw(self, slot: _Slot, chunk: Chunk, num_samples: int) -> Answer:
+    def _raw(self, slot: Slot, chunk: Chunk, num_samples: int) -> Answer:
         """The next samples of one stream as they are."""
         while True:
             answer = self._taken(slot, self._submit(slot, slot.asked, num_samples, is_raw=True))
@@ -392,21 +303,21 @@ class Streams:
         self.num_handed += 1
         self._is_in_step = not chunk.ends_step
         self._ask()
-        if self._told_length is not None and _is_told_of_more(self._slots, self._told_length, self.num_workers):
+        if self._told_length is not None and _is_told_of_more(self._turns, self._told_length):
             self._told_length = None  # once
         return batch
 
 
-def _is_told_of_more(slots: list[_Slot], told_length: int, num_workers: int) -> bool:
+def _is_told_of_more(turns: Turns, told_length: int) -> bool:
     """Whether more samples have come than there are, of which people are warned in words that begin as torch's do."""
-    num_samples = sum(slot.handed for slot in slots)
+    num_samples = sum(slot.handed for slot in turns.slots)
     if num_samples <= told_length:
         return False
-    share_out = f"{num_workers} workers may give the same samples: share them out by get_worker_info()"
+    share_out = f"{turns.num_workers} workers may give the same samples: share them out by get_worker_info()"
     warnings.warn(
         f"Length of IterableDataset was reported to be {told_length} (when accessing len(dataloader)), but "
         f"{num_samples} samples have been fetched; "
-        f"{share_out if num_workers > 1 else 'have its __len__ say how many it gives'}",
+        f"{share_out if turns.num_workers > 1 else 'have its __len__ say how many it gives'}",
         stacklevel=5,
     )
     return True
