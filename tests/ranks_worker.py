@@ -52,14 +52,17 @@ STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
 
 _PR_SET_PDEATHSIG = 1
 _THREAD_GRACE_SECONDS = 1.0
-_NURSERY_IMPORTS = (
-    "torch._dynamo",  # imported by the first optimizer otherwise
+_NURSERY_IMPORTS = (  # what most workers would import otherwise, each anew, and wait for a second
+    "torch._dynamo",  # by the first optimizer
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
     "pytest",
     "hypothesis",
+    "elastic_ext.data.loader",
+    "elastic_ext.fsdp",
+    "elastic_ext.trainer",
 )
 
 
