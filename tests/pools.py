@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import random
 import select
@@ -12,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import psutil
@@ -21,6 +25,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from elastic_ext.data.pool import Pool, Work
 from elastic_ext.data.spawner import THREAD_NAME
+
+if TYPE_CHECKING:
+    import pytest
+
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass
@@ -62,6 +71,20 @@ def work(
 ) -> Work:
     """Samples, as lists unless told otherwise."""
     return Work(dataset=Samples(doing or {}), collate_fn=collate_fn, **{"base_seed": 7, **more})
+
+
+def batches_made(pool: Pool, num_workers: int, batches: list[list[int]], first: int = 0) -> list[Any]:
+    """Batches made by so many workers."""
+    pool.resize(num_workers)
+    pool.wait_ready(num_workers)
+    numbers = range(first, first + len(batches))
+    for number, indices in zip(numbers, batches, strict=True):
+        pool.submit(number, indices)
+    return [pool.take(number) for number in numbers]
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # --- what a sample does ---------------------------------------------------------------------------------------------
@@ -242,6 +265,13 @@ def open_gate(path: Path | str) -> None:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
+def ensure_servers() -> None:
+    """Have the processes that are started once and stay: what they fork finds this module imported, and torch."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+
+
 def child_pids() -> set[int]:
     """The processes that this one has started and that have not ended."""
     return {child.pid for child in psutil.Process().children() if is_alive(child.pid)}
@@ -320,10 +350,8 @@ def within(seconds: int) -> Iterator[None]:
 
 def main_of_a_job() -> None:
     """A process with busy workers, that says their pids and their nursery's, and waits to be killed."""
-    import multiprocessing
-
     doing: dict[int, Callable[[], Any]] = dict.fromkeys(range(3), pid_and_parent)
-    with Pool(work(doing), context=multiprocessing.get_context("fork")) as pool:
+    with Pool(work(doing), context=FORK) as pool:
         pool.resize(3)
         pool.wait_ready(3)
         for number in range(30):
