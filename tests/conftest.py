@@ -31,6 +31,15 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture
+def forked_jobs(ranks: RankPool) -> Iterator[None]:
+    """The processes of tests.leaving's jobs are forked, and need not import torch."""
+    from tests.leaving import forked_from
+
+    with forked_from(ranks):
+        yield
+
+
+@pytest.fixture
 def storage(ranks: RankPool, tmp_path: Path) -> Path:
     """Where two ranks have saved step 1."""
     from tests.saving import begin_job  # imports torch
