@@ -125,7 +125,7 @@ class Job:
         for process, lines in zip(self.processes, self.lines, strict=True):
             output, _ = process.communicate(timeout=_DEADLINE_SECONDS)
             lines += output.splitlines()
-        return [process.returncode for process in self.processes]
+        return [process.wait() for process in self.processes]
 
     def left_over(self) -> list[psutil.Process]:
         """Of what they had started, what does not end."""
