@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
 
 _PR_SET_PDEATHSIG = 1
 _MOST_REQUEST_BYTES = 1 << 17
-_THREAD_GRACE_SECONDS = 1.0
+_THREAD_GRACE_SECONDS = 1.0  # of all that are left, together
 _NURSERY_IMPORTS = (  # what most workers would import otherwise, each anew, and wait for a second
     "torch._dynamo",  # by the first optimizer
     "torch.distributed.checkpoint.state_dict",
@@ -276,13 +277,14 @@ class _Surroundings:
             torch.use_deterministic_algorithms(False)
         except Exception:  # told to the tests; the worker is thrown away
             return traceback.format_exc()
-        left = [thread.name for thread in threading.enumerate() if self._is_leaked(thread)]
+        deadline = time.monotonic() + _THREAD_GRACE_SECONDS
+        left = [thread.name for thread in threading.enumerate() if self._is_leaked(thread, deadline)]
         left += [process.name for process in multiprocessing.active_children()]
         return f"left running: {', '.join(left)}" if left else ""
 
-    def _is_leaked(self, thread: threading.Thread) -> bool:
-        """True for a thread of the run that does not end by itself in a moment."""
+    def _is_leaked(self, thread: threading.Thread, deadline: float) -> bool:
+        """True for a thread of the run that does not end by itself in the moment that all of them have."""
         if thread in self.threads or isinstance(thread, threading._DummyThread):  # a dummy is a thread of C++
             return False
-        thread.join(_THREAD_GRACE_SECONDS)
+        thread.join(max(deadline - time.monotonic(), 0.0))
         return thread.is_alive()
