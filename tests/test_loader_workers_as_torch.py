@@ -12,7 +12,6 @@ import multiprocessing.resource_tracker
 import os
 import random
 import select
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +34,7 @@ from tests.loading import (
     loader_of,
     settled,
 )
-from tests.pools import Raise, WaitAt, gate, open_gate
+from tests.pools import Raise, WaitAt, gate, kill_for_good, open_gate
 
 pytestmark = pytest.mark.usefixtures("started_once", "no_process_left")
 
@@ -475,7 +474,7 @@ def test_workers_that_are_started_later_are_no_two_seeded_alike() -> None:
         seeds.add((worker_id, seed))
         if number == 50:
             for pid in settled().processes - before:
-                os.kill(pid, signal.SIGKILL)
+                kill_for_good(pid)  # or all samples may have been made before it is
     assert [worker_id for worker_id, _ in seeds] == [0, 0]
     assert len(seeds) == 2
 
