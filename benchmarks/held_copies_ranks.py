@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +23,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
 from benchmarks.joined import joined
+from benchmarks.linear import digest_of, linear_model, random_batches, start_again
 from elastic_ext import CheckpointInterval, ElasticTrainer
 
 __all__ = ["Block", "Done", "Rank", "Task", "copying_rank"]
@@ -107,14 +107,9 @@ class _Training:
     def __init__(self, setup: Rank) -> None:
         task = setup.task
         self._num_ranks, self._num_steps = setup.world_size, task.num_steps
-        torch.manual_seed(0)
-        plain = nn.Sequential(*(nn.Linear(*pair) for pair in zip(task.widths, task.widths[1:], strict=False)))
+        plain = linear_model(task.widths)
         self._model: nn.Module = plain if setup.world_size == 1 else DistributedDataParallel(plain)
-        draw = torch.Generator().manual_seed(setup.rank)
-        self._batches = [
-            tuple(torch.randn(task.num_samples, width, generator=draw) for width in (task.widths[0], task.widths[-1]))
-            for _ in range(NUM_BATCHES)
-        ]
+        self._batches = random_batches(task.widths, task.num_samples, NUM_BATCHES, seed=setup.rank)
         self.trainer = ElasticTrainer(
             self._model,
             micro_batch_size=task.num_samples,
@@ -134,8 +129,7 @@ class _Training:
         self._start = [tensor.clone() for tensor in self._state]
 
     def run(self, block: Block) -> Done:
-        for tensor, start in zip(self._state, self._start, strict=True):
-            tensor.copy_(start)
+        start_again(self._state, self._start)
         gc.collect()
         if self._num_ranks > 1:
             dist.barrier()
@@ -148,7 +142,7 @@ class _Training:
             cpu_seconds=time.process_time() - cpu_began,
             num_copies=self._schedule.num_asked - num_asked,
             state_bytes=sum(tensor.nbytes for tensor in self._state),
-            work=(block.num_epochs, self._digest()),
+            work=(block.num_epochs, digest_of(self._state)),
         )
 
     def _take_epoch(self) -> None:
@@ -160,9 +154,3 @@ class _Training:
                     loss.backward()  # type: ignore[no-untyped-call]
                     self._optimizer.step()
                     self._optimizer.zero_grad()
-
-    def _digest(self) -> str:
-        digest = xxhash.xxh3_128()
-        for tensor in self._state:
-            digest.update(tensor.numpy())
-        return digest.hexdigest()

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -31,6 +30,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.checkpoint_ways import fast_settings, locals_of
 from benchmarks.joined import joined
+from benchmarks.linear import digest_of, linear_model, random_batches, start_again
 from elastic_ext import CheckpointInterval, ElasticTrainer
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.background import THREAD_NAME
@@ -116,22 +116,15 @@ class _Loop:
     def __init__(self, setup: Rank, stack: ExitStack) -> None:
         self._folder, self._shelf, self._task = setup.folder, setup.shelf, setup.task
         self._model, self._optimizer = _made(setup.task)
-        draw = torch.Generator().manual_seed(1)
-        self._batches = [
-            tuple(
-                torch.randn(setup.task.num_samples, width, generator=draw).to(setup.task.device)
-                for width in (setup.task.widths[0], setup.task.widths[-1])
-            )
-            for _ in range(NUM_BATCHES)
-        ]
+        task = setup.task
+        self._batches = random_batches(task.widths, task.num_samples, NUM_BATCHES, seed=1, device=task.device)
         self._prepare(stack)
         self._start = [tensor.clone() for tensor in self._state()]
         self._turn = itertools.cycle(self._batches)
 
     def run(self, order: Run) -> Done:
         num_steps = self._task.num_steps
-        for tensor, start in zip(self._state(), self._start, strict=True):
-            tensor.copy_(start)
+        start_again(self._state(), self._start)
         self._turn = itertools.cycle(self._batches)
         began = self._now()
         quiet_blocked = self.take(num_steps)
@@ -202,12 +195,12 @@ class _Loop:
         return list(locals_of(self._model, self._optimizer))
 
     def _digest(self) -> str:
-        return _digest_of(self._state())
+        return digest_of(self._state())
 
     def _loaded_digest(self) -> str:
         model, optimizer = _made(self._task)
         self._load(model, optimizer)
-        return _digest_of(list(locals_of(model, optimizer)))
+        return digest_of(list(locals_of(model, optimizer)))
 
 
 class _Copying(_Loop):
@@ -368,9 +361,7 @@ _LOOPS: dict[LoopName, Callable[[Rank, ExitStack], _Loop]] = {
 
 def _made(task: Task) -> tuple[nn.Module, Optimizer]:
     """A model and its optimizer, which has its state."""
-    torch.manual_seed(0)
-    pairs = zip(task.widths, task.widths[1:], strict=False)
-    model = nn.Sequential(*(nn.Linear(*pair) for pair in pairs)).to(task.device)
+    model = linear_model(task.widths).to(task.device)
     optimizer = AdamW(model.parameters(), fused=True)
     for part in model.parameters():
         part.grad = torch.zeros_like(part)
@@ -382,13 +373,6 @@ def _made(task: Task) -> tuple[nn.Module, Optimizer]:
 def _state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
-
-
-def _digest_of(tensors: list[torch.Tensor]) -> str:
-    digest = xxhash.xxh3_128()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _writing_threads() -> list[threading.Thread]:

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -28,6 +28,15 @@ def ranks() -> Iterator[RankPool]:
 
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture
+def forked_jobs(ranks: RankPool) -> Iterator[None]:
+    """The processes of tests.leaving's jobs are forked, and need not import torch."""
+    from tests.leaving import forked_from
+
+    with forked_from(ranks):
+        yield
 
 
 @pytest.fixture
@@ -48,6 +57,63 @@ def ram(tmp_path: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder)
+
+
+# --- fixtures of worker processes -----------------------------------------------------------------------------------
+@pytest.fixture(params=["torch", "ours"])
+def loader_class(request: pytest.FixtureRequest) -> Any:
+    """torch's loader, which proves what a test says of it, and ours."""
+    from torch.utils.data import DataLoader
+
+    from elastic_ext.data.loader import ElasticDataLoader
+
+    return {"torch": DataLoader, "ours": ElasticDataLoader}[request.param]
+
+
+@pytest.fixture(scope="module")
+def started_once() -> Iterator[None]:
+    """What is started once and stays, and quick collections."""
+    from tests.loading import freezing_garbage
+    from tests.pools import ensure_servers
+
+    ensure_servers()
+    with freezing_garbage():
+        yield
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[None]:
+    """No process of a test outlives it, and it takes no longer than any should."""
+    from tests.loading import settled
+    from tests.pools import within
+
+    before = settled().processes
+    with within(20):
+        yield
+    assert settled().processes <= before
+
+
+@pytest.fixture
+def within_a_minute() -> Iterator[None]:
+    """Who waits for ever fails."""
+    from tests.pools import within
+
+    with within(60):
+        yield
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """The test leaves no process, descriptor, thread or shared memory behind."""
+    from elastic_ext.data.pool import Pool
+    from tests.loading import settled
+    from tests.pools import FORK, batches_made, work
+
+    with Pool(work(), context=FORK) as pool:  # what is opened once and stays
+        batches_made(pool, 1, [[0]])
+    before = settled()
+    yield
+    assert settled() == before
 
 
 # --------------------------------------------------------------------------------------------------------------------

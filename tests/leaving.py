@@ -16,11 +16,24 @@ from pathlib import Path
 import psutil
 
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
+from tests.ranks import RankPool
+from tests.scripts import Script
 
-__all__ = ["Job", "started"]
+__all__ = ["Job", "forked_from", "started"]
 
 _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
 _DEADLINE_SECONDS = 60
+_POOLS: list[RankPool] = []  # the last one's nursery forks the processes of jobs; without one each is begun anew
+
+
+@contextmanager
+def forked_from(pool: RankPool) -> Iterator[None]:
+    """In here the processes of jobs have imported torch when they begin; but for those that torchrun begins."""
+    _POOLS.append(pool)
+    try:
+        yield
+    finally:
+        _POOLS.remove(pool)
 
 
 class Job:
@@ -38,8 +51,9 @@ class Job:
             "ELASTIC_EXT_SHUTDOWN_SECONDS": str(seconds),
             "OMP_NUM_THREADS": "1",
         }
+        argv = [str(file), str(folder), *arguments]
         if launched:
-            commands = [[sys.executable, *_TORCHRUN, str(num_ranks), str(file), str(folder), *arguments]]
+            argv = [*_TORCHRUN, str(num_ranks), *argv]
             environs = [environ]
         else:
             environ |= {
@@ -47,19 +61,10 @@ class Job:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(_free_port()) if num_ranks > 1 else "0",
             }
-            commands = [[sys.executable, str(file), str(folder), *arguments]] * num_ranks
             environs = [{**environ, "RANK": str(rank)} for rank in range(num_ranks)]
         self.processes = [
-            subprocess.Popen(
-                command,
-                env=each,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,  # a process group of its own
-            )
-            for command, each in zip(commands, environs, strict=True)
+            Script(_POOLS[-1], argv, folder=Path.cwd(), env=each) if _POOLS and not launched else _begun(argv, each)
+            for each in environs
         ]
         self.lines: list[list[str]] = [[] for _ in self.processes]
         self._begun: list[psutil.Process] = []  # by these processes, as far as they are known
@@ -120,7 +125,7 @@ class Job:
         for process, lines in zip(self.processes, self.lines, strict=True):
             output, _ = process.communicate(timeout=_DEADLINE_SECONDS)
             lines += output.splitlines()
-        return [process.returncode for process in self.processes]
+        return [process.wait() for process in self.processes]
 
     def left_over(self) -> list[psutil.Process]:
         """Of what they had started, what does not end."""
@@ -166,6 +171,18 @@ def started(
                 assert pipe is not None
                 with suppress(BrokenPipeError):
                     pipe.close()
+
+
+def _begun(argv: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a process group of its own
+    )
 
 
 def _free_port() -> int:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import random
 import select
@@ -13,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import psutil
@@ -22,6 +26,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from elastic_ext.data.pool import Pool, Work
 from elastic_ext.data.spawner import THREAD_NAME
+
+if TYPE_CHECKING:
+    import pytest
+
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass
@@ -99,6 +108,20 @@ class Begun:
         """Lets the first go."""
         self.event.set()
         return True
+
+
+def batches_made(pool: Pool, num_workers: int, batches: list[list[int]], first: int = 0) -> list[Any]:
+    """Batches made by so many workers."""
+    pool.resize(num_workers)
+    pool.wait_ready(num_workers)
+    numbers = range(first, first + len(batches))
+    for number, indices in zip(numbers, batches, strict=True):
+        pool.submit(number, indices)
+    return [pool.take(number) for number in numbers]
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # --- what a sample does ---------------------------------------------------------------------------------------------
@@ -279,6 +302,13 @@ def open_gate(path: Path | str) -> None:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
+def ensure_servers() -> None:
+    """Have the processes that are started once and stay: what they fork finds this module imported, and torch."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+
+
 def child_pids() -> set[int]:
     """The processes that this one has started and that have not ended."""
     return {child.pid for child in psutil.Process().children() if is_alive(child.pid)}
@@ -357,10 +387,8 @@ def within(seconds: int) -> Iterator[None]:
 
 def main_of_a_job() -> None:
     """A process with busy workers, that says their pids and their nursery's, and waits to be killed."""
-    import multiprocessing
-
     doing: dict[int, Callable[[], Any]] = dict.fromkeys(range(3), pid_and_parent)
-    with Pool(work(doing), context=multiprocessing.get_context("fork")) as pool:
+    with Pool(work(doing), context=FORK) as pool:
         pool.resize(3)
         pool.wait_ready(3)
         for number in range(30):

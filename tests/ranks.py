@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -209,6 +209,16 @@ class RankPool:
                     self._replace(worker)
             raise
 
+    def start(self, argv: Sequence[str], descriptors: tuple[int, int], *, folder: Path, env: Mapping[str, str]) -> int:
+        """The pid of a process that runs a script, with these for its standard input and output, and whose end is that
+        of an interpreter; it has a session of its own."""
+        told = json.dumps([list(argv), str(folder), dict(env)])
+        return self._nursery.start(told.encode(), descriptors)
+
+    def reap(self, pid: int) -> int:
+        """The exit code of a script's process that has ended, as those of ``subprocess`` are."""
+        return self._nursery.reap(pid)
+
     def close(self) -> None:
         """Ends every process of the pool and waits for them; once is enough, more do no harm."""
         atexit.unregister(self.close)
@@ -299,6 +309,10 @@ class _Nursery:
             pid = self._ask(b"f", 0, [theirs.fileno()])
         return _Worker(pid, ours, self._folder)
 
+    def start(self, told: bytes, descriptors: tuple[int, int]) -> int:
+        """The pid of a new process that runs a script."""
+        return self._ask(b"s", 0, list(descriptors), told)
+
     def reap(self, pid: int) -> int:
         """The exit code of a dead worker (a negative one is a signal); until then its pid cannot be given again."""
         return self._ask(b"r", pid, [])
@@ -312,9 +326,9 @@ class _Nursery:
             self._process.kill()
             self._process.wait()
 
-    def _ask(self, request: bytes, number: int, descriptors: list[int]) -> int:
+    def _ask(self, request: bytes, number: int, descriptors: list[int], told: bytes = b"") -> int:
         try:
-            socket.send_fds(self._socket, [NURSERY_REQUEST.pack(request, number)], descriptors)
+            socket.send_fds(self._socket, [NURSERY_REQUEST.pack(request, number) + told], descriptors)
             reply: tuple[int] = NURSERY_REPLY.unpack(self._socket.recv(NURSERY_REPLY.size))
         except (OSError, struct.error) as error:
             output = (self._folder / "nursery.output").read_text(errors="replace")

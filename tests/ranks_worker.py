@@ -1,5 +1,7 @@
 """The far side of tests/ranks.py: the nursery's program, the workers it forks, and what is said over a connection.
 
+A process of the nursery's may also run a script, as a new interpreter would that has imported torch already.
+
 A worker hears the port of the store and tells that it is Ready. Then, over and over, it hears a Task, answers Returned
 or Raised (or dies), hears Clean, and tells why it is unclean, "" if it is not.
 """
@@ -11,6 +13,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -21,7 +24,10 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
+import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,21 +51,26 @@ __all__ = [
     "nursery_main",
 ]
 
-NURSERY_REQUEST = struct.Struct("!cq")  # b"f" and 0: fork a worker on the descriptor sent along; b"r" and a pid: reap
-NURSERY_REPLY = struct.Struct("!q")  # the pid of the new worker; the exit code of the reaped one
+# b"f" and 0: fork a worker on the descriptor sent along; b"r" and a pid: reap; b"s" and 0: run the script that follows
+NURSERY_REQUEST = struct.Struct("!cq")
+NURSERY_REPLY = struct.Struct("!q")  # the pid of the new process; the exit code of the reaped one
 # A signal that no code under test is likely to want: the worker writes the stacks of all its threads, then dies of it.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 7
 
 _PR_SET_PDEATHSIG = 1
-_THREAD_GRACE_SECONDS = 1.0
-_NURSERY_IMPORTS = (
-    "torch._dynamo",  # imported by the first optimizer otherwise
+_MOST_REQUEST_BYTES = 1 << 17
+_THREAD_GRACE_SECONDS = 1.0  # of all that are left, together
+_NURSERY_IMPORTS = (  # what most workers would import otherwise, each anew, and wait for a second
+    "torch._dynamo",  # by the first optimizer
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
     "pytest",
     "hypothesis",
+    "elastic_ext.data.loader",
+    "elastic_ext.fsdp",
+    "elastic_ext.trainer",
 )
 
 
@@ -115,16 +126,19 @@ def nursery_main(descriptor: int, folder: str) -> None:
     children: set[int] = set()
     with socket.socket(fileno=descriptor) as requests:
         while True:
-            message, descriptors, _, _ = socket.recv_fds(requests, NURSERY_REQUEST.size, 1)
+            message, descriptors, _, _ = socket.recv_fds(requests, _MOST_REQUEST_BYTES, 2)
             if not message:
                 break
-            request, number = NURSERY_REQUEST.unpack(message)
-            if request == b"f":
+            request, number = NURSERY_REQUEST.unpack_from(message)
+            if request in (b"f", b"s"):
                 reply = os.fork()
                 if reply == 0:
                     requests.close()
+                    if request == b"s":
+                        return _script_main(descriptors, *json.loads(message[NURSERY_REQUEST.size :]))
                     _worker_main(Connection(descriptors[0]), Path(folder))
-                os.close(descriptors[0])
+                for descriptor in descriptors:
+                    os.close(descriptor)
                 children.add(reply)
             else:
                 children.remove(number)
@@ -136,6 +150,26 @@ def nursery_main(descriptor: int, folder: str) -> None:
                 kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     shutil.rmtree(folder, ignore_errors=True)  # the tests' process may have been killed, or do it as well
+
+
+# ---- in a script's process ----
+
+
+def _script_main(descriptors: Sequence[int], argv: list[str], folder: str, environ: dict[str, str]) -> None:
+    """Runs a script, as the one of this process, whose end is that of an interpreter."""
+    os.setsid()
+    given, written = descriptors
+    for place, descriptor in enumerate((given, written, written)):
+        os.dup2(descriptor, place)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv[:] = argv
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = argv[0]
+    exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), vars(main))
 
 
 # ---- in a worker ----
@@ -243,13 +277,14 @@ class _Surroundings:
             torch.use_deterministic_algorithms(False)
         except Exception:  # told to the tests; the worker is thrown away
             return traceback.format_exc()
-        left = [thread.name for thread in threading.enumerate() if self._is_leaked(thread)]
+        deadline = time.monotonic() + _THREAD_GRACE_SECONDS
+        left = [thread.name for thread in threading.enumerate() if self._is_leaked(thread, deadline)]
         left += [process.name for process in multiprocessing.active_children()]
         return f"left running: {', '.join(left)}" if left else ""
 
-    def _is_leaked(self, thread: threading.Thread) -> bool:
-        """True for a thread of the run that does not end by itself in a moment."""
+    def _is_leaked(self, thread: threading.Thread, deadline: float) -> bool:
+        """True for a thread of the run that does not end by itself in the moment that all of them have."""
         if thread in self.threads or isinstance(thread, threading._DummyThread):  # a dummy is a thread of C++
             return False
-        thread.join(_THREAD_GRACE_SECONDS)
+        thread.join(max(deadline - time.monotonic(), 0.0))
         return thread.is_alive()

@@ -79,8 +79,8 @@ def failure(number: int) -> Callable[[], None]:
     return fail
 
 
-def every_kill(prepare: Callable[[], Callable[[], None]], check: Callable[[int], None]) -> int:
-    """Kill what ``prepare`` gives at its first call, then at its second, and so on until it ends; how many kills.
+def every_kill(prepare: Callable[[], Callable[[], None]], check: Callable[[int], None], *, stride: int = 1) -> int:
+    """Kill what ``prepare`` gives at its first call, then ``stride`` calls later, and so on; at which one it ends.
 
     Each time in a child that is forked for it, so that no thread may run here; ``check`` looks at what is left.
     """
@@ -96,7 +96,7 @@ def every_kill(prepare: Callable[[], Callable[[], None]], check: Callable[[int],
             assert os.WEXITSTATUS(status) == 0, f"what was to be killed at call {number} failed by itself"
             return number
         assert os.WTERMSIG(status) == signal.SIGKILL
-        number += 1
+        number += stride
 
 
 def _run_and_die(act: Callable[[], None], number: int) -> None:

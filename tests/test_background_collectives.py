@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed import _functional_collectives as functional
 from torch.optim import AdamW
 
-from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint import background
 from tests.file_operations import Gate
+from tests.overlapping import MICRO_BATCH, WRAPS, Net, learn, saving_trainer
 from tests.ranks import RankPool
 from tests.saving import checkpointer_of, end_saves, fill, make_state
-from tests.test_overlap import WRAPS, Net
-from tests.training import make_data, trainer_of
+from tests.training import make_data
 
 OWN_THREAD = "MainThread"
 JOIN_SECONDS = 30.0
@@ -109,17 +107,8 @@ def collectives_of_trainer(rank: int, folder: Path, way: str, overlaps: bool) ->
     """The checkpoints, who called collectives while all was saved, and who wrote."""
     model = WRAPS[way](Net(0, is_sharded=way == "fully_shard"))
     inner = AdamW(model.parameters(), lr=0.01)
-    trainer = trainer_of(
-        folder,
-        model,
-        rank=rank,
-        micro_batch_size=4,
-        shared_storage_path=folder / "storage",
-        checkpoint_interval=CheckpointInterval(steps=2),
-        overlap_saving=overlaps,
-        keep_last=2,
-    )
-    inputs, targets = make_data(4, torch.float32)
+    trainer = saving_trainer(folder, model, rank=rank, overlap_saving=overlaps, keep_last=2)
+    batch = make_data(MICRO_BATCH, torch.float32)
     with pytest.MonkeyPatch.context() as monkeypatch, trainer:
         optimizer = trainer.prepare(inner)
         collectives, writers = Collectives(monkeypatch), Writers(folder)
@@ -127,9 +116,7 @@ def collectives_of_trainer(rank: int, folder: Path, way: str, overlaps: bool) ->
         def take(num_steps: int) -> None:
             for _ in range(num_steps):
                 with trainer.step():
-                    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    learn(model, optimizer, batch)
 
         gate = Gate(folder / "storage", like="os.mkdir") if rank == 0 else None
         take(2)

@@ -24,6 +24,7 @@ from tests.file_operations import FileOperations, Strike
 from tests.ranks import RankPool
 from tests.saves import Run, assert_loads, runs
 from tests.saving import begin_job, checkpointer_of, digest_at, digest_of, extra_of, fill, job_folder, make_state
+from tests.thinning import the_first
 from tests.trials import Trial, run_trials
 
 OLD_STEPS = 3
@@ -48,15 +49,11 @@ def newest_state(storage: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("step", "strike"),
-    [
-        pytest.param(1, "kill", marks=pytest.mark.slow),
-        (OLD_STEPS, "kill"),
-        pytest.param(OLD_STEPS, "full", marks=pytest.mark.slow),
-    ],
+    ("step", "strike", "stride"),
+    the_first([(OLD_STEPS, "kill", 3), (OLD_STEPS, "kill", 1), (OLD_STEPS, "full", 1), (1, "kill", 1)]),
 )
 def test_the_newest_one_is_resumed_until_there_is_one_of_the_new_run(
-    ranks: RankPool, tmp_path: Path, step: int, strike: Strike
+    ranks: RankPool, tmp_path: Path, step: int, strike: Strike, stride: int
 ) -> None:
     storage = tmp_path / "storage"
     ranks.run(2, begin_job, storage, OLD_STEPS)
@@ -67,7 +64,7 @@ def test_the_newest_one_is_resumed_until_there_is_one_of_the_new_run(
     assert [end.error for end in tried] == [None, None], tried
     words = tried[0].value
     late = [at for at, each in enumerate(words) if COMMIT in each or ".abandoned" in each]
-    points = sorted({*range(0, len(words), 20), *late})
+    points = sorted({*range(0, len(words), 20 * stride), *late[::stride]})
     copies = [tmp_path / f"copy-{at}" for at in points]
     for copy in copies:
         shutil.copytree(storage, copy)

@@ -39,7 +39,7 @@ from tests.saving import (
     take_over,
     train,
 )
-from tests.thinning import the_first
+from tests.thinning import each_once, the_first
 from tests.trials import End, Trial, run_one, run_trials
 
 _FAILS_WITHIN_SECONDS = 30.0  # on a busy machine; what is waited for is 1 s, or 5 s for a run that may be ending
@@ -121,11 +121,14 @@ def test_operation_that_fails_is_an_error_on_all_ranks_and_the_next_try_saves(
 
 @pytest.mark.parametrize(
     ("victim", "strike", "like", "words"),
-    [
-        *FAILING,
-        (0, "full", "trainer_state", "No space left on device"),
-        (1, "broken", "os.fsync", "Input/output error"),
-    ],
+    the_first(
+        [
+            (1, "broken", "os.fsync", "Input/output error"),
+            (0, "full", "trainer_state", "No space left on device"),
+            *FAILING,
+        ],
+        2,
+    ),
 )
 def test_failed_save_is_one_error_on_all_ranks_and_the_old_checkpoint_stays(
     victim: int, strike: Strike, like: str, words: str, ranks: RankPool, storage: Path
@@ -188,8 +191,7 @@ def load_while_it_hangs(rank: int, storage: Path, victim: int, like: str) -> Non
             (1, "model_meta.json", "reading"),
             (0, "optim_meta.json", "reading"),
             (1, "trainer_state.json", "reading"),
-        ],
-        2,
+        ]
     ),
 )
 def test_storage_that_hangs_while_loading_is_an_error_on_all_ranks_in_time(
@@ -414,7 +416,7 @@ def save_when_fenced(rank: int, storage: Path, like: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("like", ["RUN.json", "os.mkdir", "os.writev", ".COMMIT."])
+@pytest.mark.parametrize("like", the_first([".COMMIT.", "os.mkdir", "RUN.json", "os.writev"], 2))
 def test_run_that_is_fenced_commits_nothing(like: str, ranks: RankPool, storage: Path) -> None:
     ends = run_in_time(ranks, storage.parent, Trial(fn=save_when_fenced, args=(storage, like)))
     for end in ends:
@@ -426,7 +428,7 @@ def test_run_that_is_fenced_commits_nothing(like: str, ranks: RankPool, storage:
     assert garbage_in(storage) == []
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", the_first([0, 1]))
 def test_rank_lost_in_the_middle_of_a_save_is_lost_to_the_others_too(
     victim: int, ranks: RankPool, storage: Path
 ) -> None:
@@ -489,8 +491,7 @@ def begin_anew_with_a_stale_view(_: int, storage: Path, log: Path, what: WhatIsS
         checkpointer.save(9, model, optimizer, extra_of(9))
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("what", ["listings", "names"])
+@pytest.mark.parametrize(("what", "in_background"), each_once(["listings", "names"], [True, False]))
 def test_clients_that_remember_what_was_are_told_what_is(
     what: WhatIsStale, in_background: bool, ranks: RankPool, storage: Path
 ) -> None:
@@ -508,7 +509,7 @@ def test_clients_that_remember_what_was_are_told_what_is(
     assert left == ["step_1.abandoned", "step_2.abandoned", "step_9"]
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", the_first([True, False]))
 def test_storage_that_does_not_show_what_others_have_made_commits_nothing(
     in_background: bool, ranks: RankPool, storage: Path
 ) -> None:

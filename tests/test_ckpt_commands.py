@@ -677,12 +677,12 @@ sys.exit(status)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells of memory on Linux")
 def test_no_command_needs_torch_or_much_memory_however_large_the_model(tmp_path: Path) -> None:
     path = tmp_path / "step_1"
-    write_checkpoint(path, {"large": 700 << 20, "small": 1000})
-    assert (path / shard_file("model", 0, 1)).stat().st_size > 700 << 20
+    write_checkpoint(path, {"large": 400 << 20, "small": 1000})
+    assert (path / shard_file("model", 0, 1)).stat().st_size > 400 << 20
     for arguments, words in (
         (["ls", path], "step_1"),
-        (["show", path], "large  U8 [734003200]"),
-        (["verify", path], "whole, 700 MiB"),
+        (["show", path], "large  U8 [419430400]"),
+        (["verify", path], "whole, 400 MiB"),
         (["prune", tmp_path], "no garbage"),
     ):
         done = start(MEASURED, *arguments)
@@ -690,7 +690,7 @@ def test_no_command_needs_torch_or_much_memory_however_large_the_model(tmp_path:
         assert words in done.stdout
         assert int(done.stdout.split()[-1]) < MOST_MEGABYTES, f"{arguments}: {done.stdout}"
     with open(path / shard_file("model", 0, 1), "r+b") as file:
-        file.seek(500 << 20)
+        file.seek(300 << 20)
         file.write(b"x")
     done = start(MEASURED, "verify", path)
     assert done.returncode == 1 and "it holds 'large'" in done.stdout

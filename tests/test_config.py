@@ -16,6 +16,7 @@ from elastic_ext.config import KEYS, SECTIONS, ElasticConfig, key_table, section
 from elastic_ext.errors import ConfigError, ElasticError
 from elastic_ext.keys import REPLACES
 from tests.configs import LARGEST, VALUES, configs, dotted_values, unhurried
+from tests.thinning import each_once
 
 DESIGN_EXAMPLE = b"""{"version": 1,
  "dataloader": {"batch_size": 4, "num_workers": 2, "pin_memory": false},
@@ -180,8 +181,9 @@ def test_every_refusal_of_a_file_is_reported_at_once() -> None:
     assert all(str(refusal) in str(error) for refusal in error.refusals)
 
 
-@pytest.mark.parametrize("pattern", ['"k%d":0', '"u%d":[]'])
-@pytest.mark.parametrize("section", ["", "dataloader", "user", "tuning"])
+@pytest.mark.parametrize(
+    ("section", "pattern"), each_once(["", "dataloader", "user", "tuning"], ['"k%d":0', '"u%d":[]'])
+)
 def test_a_file_of_fifty_thousand_faults_is_refused_quickly_and_in_few_words(pattern: str, section: str) -> None:
     inner = ",".join(pattern % number for number in range(50_000))
     if section == "user":

@@ -36,6 +36,7 @@ from tests.made import by_rows, make_checkpoint
 from tests.ranks import RankPool
 from tests.saving import train as train_with_a_trainer
 from tests.spread import SPREADS, Everything, State, differences, overwrite, places_in, put_together, state_here, train
+from tests.thinning import each_once
 
 FIRST = ["out.weight"]
 """Of the names of the tied parameter."""
@@ -154,8 +155,7 @@ def newest(storage: Path, job: str) -> Path:
 # --- to DCP ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", MAKERS)
-@pytest.mark.parametrize("spread", ["FSDP2 3", "FSDP2 2 by columns", "FSDP1 2"])
+@pytest.mark.parametrize(("spread", "optimizer"), each_once(["FSDP2 3", "FSDP2 2 by columns", "FSDP1 2"], list(MAKERS)))
 def test_what_ranks_have_saved_is_loaded_by_dcp_on_one_rank_and_on_two(
     ranks: RankPool, tmp_path: Path, spread: str, optimizer: str
 ) -> None:
@@ -219,8 +219,7 @@ def test_keys_are_those_that_are_asked_for(ranks: RankPool, tmp_path: Path) -> N
 # --- from DCP -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", MAKERS)
-@pytest.mark.parametrize("spread", ["plain", "FSDP2 2", "FSDP2 2 by columns"])
+@pytest.mark.parametrize(("spread", "optimizer"), each_once(["plain", "FSDP2 2", "FSDP2 2 by columns"], list(MAKERS)))
 def test_what_dcp_has_saved_on_one_rank_and_on_two_is_loaded(
     ranks: RankPool, tmp_path: Path, spread: str, optimizer: str
 ) -> None:

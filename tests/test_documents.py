@@ -12,6 +12,8 @@ import pytest
 from elastic_ext import ConfigError, ElasticConfig
 from elastic_ext.config import key_table
 from tests.documents import Block, Step, console_steps, fenced_blocks, json_fault, mark_faults, matches, run_page
+from tests.ranks import RankPool
+from tests.scripts import Script
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if path.exists()]
@@ -45,10 +47,9 @@ def test_page_shows_json_that_can_be_read_and_configs_that_are_valid(page: Path)
 
 
 @each_page
-def test_page_does_what_it_says(page: Path, tmp_path: Path) -> None:
-    if not any(block.is_run for block in fenced_blocks(page.read_text(encoding="utf-8"))):
-        return
-    run_in_a_process(page, tmp_path)
+def test_page_does_what_it_says(page: Path, ranks: RankPool, tmp_path: Path) -> None:
+    if any(block.is_run for block in fenced_blocks(page.read_text(encoding="utf-8"))):
+        run_in_a_process(page, tmp_path, None if page.name == "README.md" else ranks)
 
 
 def config_fault(block: Block) -> str | None:
@@ -60,19 +61,29 @@ def config_fault(block: Block) -> str | None:
     return None
 
 
-def run_in_a_process(page: Path, folder: Path) -> None:
-    """Run one page in a fresh process, in an empty folder, with a run directory in it."""
+def run_in_a_process(page: Path, folder: Path, pool: RankPool | None) -> None:
+    """Run one page in a process of its own, in an empty folder, with a run directory in it: a new interpreter, unless
+    there is a pool that forks one."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ELASTIC_EXT")}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "documents.py"), str(page)],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PAGE_SECONDS,
-        env={**environ, "PYTHONPATH": str(ROOT), "ELASTIC_EXT_RUN_DIR": str(folder / "run")},
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    environ |= {"PYTHONPATH": str(ROOT), "ELASTIC_EXT_RUN_DIR": str(folder / "run")}
+    argv = [str(ROOT / "tests" / "documents.py"), str(page)]
+    if pool is None:
+        done = subprocess.run(
+            [sys.executable, *argv],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PAGE_SECONDS,
+            env=environ,
+        )
+        output, status = done.stdout, done.returncode
+    else:
+        with Script(pool, argv, folder=folder, env=environ) as script:
+            output, _ = script.communicate(PAGE_SECONDS)
+            status = script.wait()
+    assert status == 0, output
 
 
 # --- the reader itself ----------------------------------------------------------------------------------------------
@@ -196,7 +207,7 @@ def test_failing_page_fails_its_process_with_the_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nimport os\n\nassert 'ELASTIC_EXT_RUN_DIR' not in os.environ\n```\n")
     with pytest.raises(AssertionError, match=r"page\.md, line 4: this block"):
-        run_in_a_process(page, tmp_path)
+        run_in_a_process(page, tmp_path, None)
 
 
 def test_the_table_of_keys_on_the_page_is_the_one_that_the_code_checks_by() -> None:

@@ -114,11 +114,11 @@ def test_a_change_in_the_micro_step_that_ends_a_step_is_the_users_own_affair(tmp
 
 
 def test_a_change_that_begins_later_is_noticed_before_long(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run, last = Run(tmp_path), 10 + 64
     with run.trainer:
-        refused = run.train(150, clips, lambda step, is_last: step >= 10 and not is_last)
+        refused = run.train(last, clips, lambda step, is_last: step >= 10 and not is_last)
     assert refused
-    assert refused[0] < 10 + 64
+    assert refused[0] < last
 
 
 def guarded_rank(rank: int, folder: Path, way: str, change: str, shares_always: bool) -> Any:

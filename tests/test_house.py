@@ -7,11 +7,12 @@ Every check is a function from source texts to faults in words, and is tried on 
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -425,12 +426,19 @@ def sources_of(folder: Path) -> dict[str, str]:
     return found
 
 
-def imports_of(module: str, source: str, *, is_package: bool = False) -> list[Import]:
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source text, which every check walks."""
+    return ast.parse(source)
+
+
+@functools.cache
+def imports_of(module: str, source: str, *, is_package: bool = False) -> Sequence[Import]:
     """Every import of a module of the package: at its top, inside functions, and under TYPE_CHECKING."""
     folder = PACKAGE if module == FRONT else f"{PACKAGE}.{module}"
     if module != FRONT and not is_package:
         folder = folder.rpartition(".")[0]
-    return list(_imports_in(ast.parse(source), folder, types_only=False, in_function=False))
+    return tuple(_imports_in(parsed(source), folder, types_only=False, in_function=False))
 
 
 def _imports_in(node: ast.AST, folder: str, *, types_only: bool, in_function: bool) -> Iterator[Import]:
@@ -484,7 +492,7 @@ def inner(target: str, modules: Mapping[str, object]) -> str | None:
 # --- the rules ------------------------------------------------------------------------------------------------------
 
 
-def _graph(sources: Mapping[str, str]) -> dict[str, list[Import]]:
+def _graph(sources: Mapping[str, str]) -> dict[str, Sequence[Import]]:
     packages = {name.rpartition(".")[0] for name in sources}
     return {name: imports_of(name, source, is_package=name in packages) for name, source in sources.items()}
 
@@ -573,7 +581,7 @@ def heavy_faults(sources: Mapping[str, str], uses_torch: frozenset[str]) -> list
     """Where a module that must start without torch reaches it, itself or through others, with the way it goes."""
     graph = _graph(sources)
 
-    def way_to_heavy(name: str, seen: frozenset[str]) -> str | None:
+    def way_to_heavy(name: str, seen: set[str]) -> str | None:
         for found in graph.get(name, []):
             if found.types_only or (name == FRONT and found.in_function):
                 continue
@@ -584,7 +592,8 @@ def heavy_faults(sources: Mapping[str, str], uses_torch: frozenset[str]) -> list
                 if root in HEAVY and not (found.in_function and WHEN_CALLED.get(name) == root):
                     return f"{step}: {found.target}"
             elif reached not in seen:
-                further = way_to_heavy(reached, seen | {reached})
+                seen.add(reached)  # there is no way from it, or it is found now
+                further = way_to_heavy(reached, seen)
                 if further:
                     return f"{step} -> {further}"
         return None
@@ -592,7 +601,7 @@ def heavy_faults(sources: Mapping[str, str], uses_torch: frozenset[str]) -> list
     faults = []
     for name in sources:
         if name not in uses_torch:
-            way = way_to_heavy(name, frozenset({name}))
+            way = way_to_heavy(name, {name})
             if way:
                 faults.append(f"{PACKAGE}.{name} must do without {', '.join(sorted(HEAVY))}, and reaches one: {way}")
     return faults
@@ -600,7 +609,7 @@ def heavy_faults(sources: Mapping[str, str], uses_torch: frozenset[str]) -> list
 
 def writing_faults(module: str, source: str) -> list[str]:
     """Where a module prints, sets up logging, reads the environment, catches everything, or pickles."""
-    faults = list(_writing_faults_in(ast.parse(source), module, ""))
+    faults = list(_writing_faults_in(parsed(source), module, ""))
     for seen in imports_of(module, source):
         if seen.target.partition(".")[0] in PICKLES:
             faults.append(f"{module}, line {seen.line}: imports {seen.target}; nothing is pickled, on wire or disk")
@@ -664,7 +673,7 @@ def stale_broad_excepts(sources: Mapping[str, str], allowed: Mapping[str, str]) 
             walk(child, module, _place_in(place, child))
 
     for module, source in sources.items():
-        walk(ast.parse(source), module, "")
+        walk(parsed(source), module, "")
     return sorted(set(allowed) - seen)
 
 

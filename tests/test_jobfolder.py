@@ -28,11 +28,17 @@ from elastic_ext.fsdp.checkpoint.lineage import place_in
 from elastic_ext.fsdp.checkpoint.listing import Found
 from tests.saves import META, SCENARIOS, Run, assert_loads, assert_tidy, recovered, runs
 from tests.syscalls import at_call, can_fail, failure, recorded
+from tests.thinning import the_first
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
 END_SECONDS = 120.0
 NOW = datetime(2026, 11, 20, 19, 30, 5)
-EVERY_SCENARIO = pytest.mark.parametrize("scenario", SCENARIOS)
+
+
+def scenarios(*quick: str) -> pytest.MarkDecorator:
+    """All of them, of which these are tried in every run."""
+    names = sorted(SCENARIOS, key=lambda name: name not in quick)
+    return pytest.mark.parametrize("scenario", the_first(names, len(quick)))
 
 
 def names(path: Path) -> list[str]:
@@ -46,7 +52,7 @@ def names_of(found: list[Found]) -> list[str]:
 # ---- killed, failed and interrupted at every call ----
 
 
-@EVERY_SCENARIO
+@scenarios("a fork", "garbage", "a claim")
 def test_a_run_killed_at_any_call_leaves_a_newest_checkpoint_that_loads_and_garbage_that_is_removed(
     ram: Path, scenario: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -61,7 +67,7 @@ def test_a_run_killed_at_any_call_leaves_a_newest_checkpoint_that_loads_and_garb
     assert sum(counts) > 20 and min(counts) > 1
 
 
-@EVERY_SCENARIO
+@scenarios("a save after another", "a save that is given up", "a claim")
 def test_a_call_that_fails_is_an_error_and_the_next_save_succeeds(ram: Path, scenario: str) -> None:
     before, act, expected = SCENARIOS[scenario]
     num_failed = 0

@@ -24,6 +24,8 @@ from tests.leaving import Job, started
 from tests.thinning import the_first
 from tests.training import ResumableSlices, make_data
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
+
 LOOP = """
 import hashlib, logging, os, signal, sys, threading, time
 import torch, torch.distributed as dist

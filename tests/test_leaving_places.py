@@ -15,6 +15,8 @@ from elastic_ext.leaving import EXIT_STATUS
 from tests.leaving import Job, started
 from tests.thinning import the_first
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
+
 LOOP = """
 import hashlib, logging, os, sys, threading, time
 import torch, torch.distributed as dist
@@ -147,9 +149,9 @@ def in_place(
     return started(folder, LOOP, where, str(num_samples), num_ranks=num_ranks, launched=launched, seconds=seconds)
 
 
-def begins_at(folder: Path, *, num_ranks: int = 1, launched: bool = False) -> list[str]:
+def begins_at(folder: Path, *, num_ranks: int = 1) -> list[str]:
     """What each rank of another run of the job says of where it begins."""
-    with in_place(folder, "looking", num_ranks=num_ranks, launched=launched) as job:
+    with in_place(folder, "looking", num_ranks=num_ranks) as job:
         assert set(job.end()) == {0}, job.text
         return job.told("^at (.*)$")
 
@@ -166,7 +168,7 @@ def test_torchrun_that_is_told_to_end_ends_its_workers_with_a_checkpoint_and_goe
         assert job.left_over() == []
         ((name, step),) = job.saved.items()
     assert step >= 5 and name == f"step_{step}"
-    assert begins_at(tmp_path, num_ranks=2, launched=True) == [f"{step}, epoch 0"] * 2
+    assert begins_at(tmp_path, num_ranks=2) == [f"{step}, epoch 0"] * 2
 
 
 @pytest.mark.slow

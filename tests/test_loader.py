@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,10 @@ from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.loading import Numbers, changed, collate_by_hand, indices_in, loader_of
+from tests.ranks import RankPool
+from tests.scripts import Script
+
+pytestmark = pytest.mark.usefixtures("started_once")
 
 
 @pytest.fixture(autouse=True)
@@ -301,6 +304,8 @@ print(sum(len(batch) for batch in ElasticDataLoader(torch.arange(20), 4, num_wor
 """
 
 
-def test_workers_start_after_a_process_group_has_gone() -> None:
-    ended = subprocess.run([sys.executable, "-c", AFTER_A_GROUP], capture_output=True, text=True, timeout=60)
-    assert ended.stdout.split() == ["20"], ended.stderr
+def test_workers_start_after_a_process_group_has_gone(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(AFTER_A_GROUP)
+    with Script(ranks, [str(tmp_path / "script.py")], folder=tmp_path, env=os.environ) as script:
+        told, _ = script.communicate(60)
+    assert told.split() == ["20"], told

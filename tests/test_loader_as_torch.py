@@ -34,28 +34,9 @@ from torch.utils.data import (
 )
 
 from elastic_ext.data.loader import ElasticDataLoader
-from tests.loading import freezing_garbage, settled
 
+pytestmark = pytest.mark.usefixtures("started_once", "no_process_left")
 Point = namedtuple("Point", ["x", "y"])
-
-
-@pytest.fixture(params=[DataLoader, ElasticDataLoader], ids=["torch", "ours"])
-def loader_class(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    with freezing_garbage():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No process of a test outlives it."""
-    before = settled().processes
-    yield
-    assert settled().processes <= before
 
 
 class Letters(Dataset[str]):

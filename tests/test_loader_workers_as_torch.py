@@ -13,7 +13,6 @@ import multiprocessing.resource_tracker
 import os
 import random
 import select
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,38 +31,13 @@ from tests.loading import (
     OpenGate,
     SizedSamples,
     changed,
-    freezing_garbage,
     indices_in,
     loader_of,
     settled,
 )
-from tests.pools import Raise, WaitAt, gate, open_gate
+from tests.pools import Raise, WaitAt, gate, kill_for_good, open_gate
 
-SECONDS = 20
-multiprocessing.get_context("forkserver").set_forkserver_preload([pools.__name__])
-
-
-@pytest.fixture(params=[DataLoader, ElasticDataLoader], ids=["torch", "ours"])
-def loader_class(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _once() -> Iterator[None]:
-    """What is started once and stays, and quick collections."""
-    multiprocessing.forkserver.ensure_running()
-    multiprocessing.resource_tracker.ensure_running()
-    with freezing_garbage():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """No process of a test outlives it."""
-    before = settled().processes
-    with pools.within(SECONDS):
-        yield
-    assert settled().processes <= before
+pytestmark = pytest.mark.usefixtures("started_once", "no_process_left")
 
 
 def as_they_are(samples: Any) -> Any:
@@ -517,7 +491,7 @@ def test_workers_that_are_started_later_are_no_two_seeded_alike() -> None:
         seeds.add((worker_id, seed))
         if number == 50:
             for pid in settled().processes - before:
-                os.kill(pid, signal.SIGKILL)
+                kill_for_good(pid)  # or all samples may have been made before it is
     assert [worker_id for worker_id, _ in seeds] == [0, 0]
     assert len(seeds) == 2
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import multiprocessing
 import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +17,9 @@ from elastic_ext.data.child import is_readable
 from elastic_ext.data.pool import Pool
 from elastic_ext.errors import WorkerDiedError
 from tests import pools
-from tests.pools import Both, Once, child_pids, held, work, worker_pids
+from tests.pools import FORK, Both, Once, batches_made, child_pids, warnings_in, work, worker_pids
 
-SECONDS = 60
-FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(autouse=True)
-def _deadline() -> Iterator[None]:
-    with pools.within(SECONDS):
-        yield
-
-
-@pytest.fixture
-def _nothing_left() -> Iterator[None]:
-    """The test leaves no process, descriptor, thread or shared memory behind."""
-    with Pool(work(), context=FORK) as pool:  # what is opened once and stays
-        _made(pool, 1, [[0]])
-    gc.collect()
-    before = held()
-    yield
-    gc.collect()
-    assert held() == before
-
-
-def _made(pool: Pool, num_workers: int, batches: list[list[int]], first: int = 0) -> list[Any]:
-    """Batches made by so many workers."""
-    pool.resize(num_workers)
-    pool.wait_ready(num_workers)
-    numbers = range(first, first + len(batches))
-    for number, indices in zip(numbers, batches, strict=True):
-        pool.submit(number, indices)
-    return [pool.take(number) for number in numbers]
-
-
-def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+pytestmark = pytest.mark.usefixtures("started_once", "within_a_minute")
 
 
 class Forks:
@@ -73,16 +38,16 @@ class Forks:
 # --- there is one ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_this_process_forks_once_however_many_workers_come_and_go_and_die(tmp_path: Path) -> None:
     others = child_pids()
     doing: dict[int, Callable[[], Any]] = {0: pools.pid_and_parent, 1: Once(tmp_path / "m", pools.die_by_sigkill)}
     with Pool(work(doing), context=FORK) as pool:
         forks = Forks()
-        made = _made(pool, 1, [[0], [0]])
-        made += _made(pool, 3, [[1], [0], [0], [0]], 2)[1:]
-        assert _made(pool, 0, []) == []
-        made += _made(pool, 4, [[0], [0], [0], [0]], 10)
+        made = batches_made(pool, 1, [[0], [0]])
+        made += batches_made(pool, 3, [[1], [0], [0], [0]], 2)[1:]
+        assert batches_made(pool, 0, []) == []
+        made += batches_made(pool, 4, [[0], [0], [0], [0]], 10)
         forks.is_counting = False
         (nursery,) = child_pids() - others
     assert forks.num == 1
@@ -93,32 +58,32 @@ def test_this_process_forks_once_however_many_workers_come_and_go_and_die(tmp_pa
 def test_each_pool_has_its_own() -> None:
     doing: dict[int, Callable[[], Any]] = {0: pools.pid_and_parent}
     with Pool(work(doing), context=FORK) as one, Pool(work(doing), context=FORK) as other:
-        ((_, first),), ((_, second),) = _made(one, 1, [[0]])[0], _made(other, 1, [[0]])[0]
+        ((_, first),), ((_, second),) = batches_made(one, 1, [[0]])[0], batches_made(other, 1, [[0]])[0]
         one.close()
-        assert _made(other, 2, [[1], [1]], 1) == [[1], [1]]
+        assert batches_made(other, 2, [[1], [1]], 1) == [[1], [1]]
     assert first != second
 
 
 def test_workers_that_come_later_see_the_dataset_as_the_first_ones_do(tmp_path: Path) -> None:
     doing: dict[int, Callable[[], Any]] = {0: lambda: "as it was"}
     with Pool(work(doing), context=FORK) as pool:
-        made = _made(pool, 1, [[0]])
+        made = batches_made(pool, 1, [[0]])
         doing[0] = lambda: "as it is"
-        made += _made(pool, 0, []) + _made(pool, 3, [[0]] * 3, 1)
+        made += batches_made(pool, 0, []) + batches_made(pool, 3, [[0]] * 3, 1)
     assert made == [["as it was"]] * 4
 
 
 def test_workers_of_other_start_methods_have_none() -> None:
     made = work({0: pools.pid_and_parent})
     with Pool(made, context=multiprocessing.get_context("spawn")) as pool:
-        (((_, parent),),) = _made(pool, 1, [[0]])
+        (((_, parent),),) = batches_made(pool, 1, [[0]])
     assert parent == os.getpid()
 
 
 # --- it dies --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_batches_come_once_and_in_order_when_it_is_killed_and_no_sample_is_blamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,73 +93,73 @@ def test_batches_come_once_and_in_order_when_it_is_killed_and_no_sample_is_blame
     note = tmp_path / "made"
     doing = {index: pools.NoteIn(note, f"{index} ") for index in range(10, 14)}
     with Pool(work({5: kills, **doing}), context=FORK) as pool:
-        made = _made(pool, 2, [[number, number + 1] for number in range(0, 24, 2)])
+        made = batches_made(pool, 2, [[number, number + 1] for number in range(0, 24, 2)])
         pool.wait_ready(2)
     assert made == [[number, number + 1] for number in range(0, 24, 2)]
-    told = _warnings(caplog)
+    told = warnings_in(caplog)
     assert sum("samples 4, 5" in each for each in told) >= 4
     for each in told:
         assert "went with the process that workers are forked from" in each or "was never ready" in each, each
         assert "was killed by SIGKILL" in each
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_it_is_replaced_when_it_dies_idle_with_no_worker_left(caplog: pytest.LogCaptureFixture) -> None:
     with Pool(work({0: pools.pid_and_parent}), context=FORK) as pool:
-        (((_, first),),) = _made(pool, 1, [[0]])
+        (((_, first),),) = batches_made(pool, 1, [[0]])
         watched = os.pidfd_open(first)
-        _made(pool, 0, [])
+        batches_made(pool, 0, [])
         os.kill(first, signal.SIGKILL)
         assert is_readable(watched, 20)
         os.close(watched)
-        (((_, second),),) = _made(pool, 1, [[0]], 1)
+        (((_, second),),) = batches_made(pool, 1, [[0]], 1)
     assert first != second
-    assert not _warnings(caplog)
+    assert not warnings_in(caplog)
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_workers_that_go_with_it_before_they_are_ready_are_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kills = Both(Once(tmp_path / "0", pools.kill_the_parent), Once(tmp_path / "1", pools.kill_the_parent))
     with Pool(work({}, worker_init_fn=lambda _: kills()), context=FORK) as pool:
-        assert _made(pool, 4, [[0], [1]]) == [[0], [1]]
-    assert all("was killed by SIGKILL" in each for each in _warnings(caplog))
+        assert batches_made(pool, 4, [[0], [1]]) == [[0], [1]]
+    assert all("was killed by SIGKILL" in each for each in warnings_in(caplog))
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_nurseries_that_die_before_any_worker_is_ready_are_an_error() -> None:
     made = work({}, worker_init_fn=lambda _: pools.kill_the_parent())
     with (
         Pool(made, context=FORK) as pool,
         pytest.raises(WorkerDiedError, match=r"before they were ready .*that workers are forked from"),
     ):
-        _made(pool, 4, [[0]])
+        batches_made(pool, 4, [[0]])
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_sample_over_which_it_dies_for_ever_is_an_error_in_the_end() -> None:
     with Pool(work({5: pools.kill_the_parent}), context=FORK) as pool:
         with pytest.raises(WorkerDiedError, match=r"samples 4, 5 .*look into the kernel's log") as caught:
-            _made(pool, 1, [[4, 5]])
-        assert _made(pool, 1, [[6]], 1) == [[6]]
+            batches_made(pool, 1, [[4, 5]])
+        assert batches_made(pool, 1, [[6]], 1) == [[6]]
     assert caught.value.indices == (4, 5)
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("num_more", [0, 1])
 def test_where_it_may_open_no_more_files_that_is_an_error_or_another_takes_its_place(num_more: int) -> None:
     with Pool(work({0: pools.pid_and_parent}), context=FORK) as pool:
-        (((_, nursery),),) = _made(pool, 1, [[0]])
+        (((_, nursery),),) = batches_made(pool, 1, [[0]])
         is_open = set(map(int, os.listdir(f"/proc/{nursery}/fd")))
         first, second, *_ = (number for number in range(len(is_open) + 2) if number not in is_open)
         _, hard = resource.prlimit(nursery, resource.RLIMIT_NOFILE)
         resource.prlimit(nursery, resource.RLIMIT_NOFILE, (second if num_more else first, hard))
         if num_more:
             with pytest.raises(OSError, match="Too many open files"):
-                _made(pool, 2, [[0]], 1)
+                batches_made(pool, 2, [[0]], 1)
         else:
-            made = _made(pool, 2, [[0]], 1)
+            made = batches_made(pool, 2, [[0]], 1)
             assert made[0][0][1] != nursery
 
 
@@ -203,21 +168,21 @@ def test_where_it_may_open_no_more_files_that_is_an_error_or_another_takes_its_p
 
 def test_what_a_whole_group_is_sent_leaves_it_alone() -> None:
     with Pool(work({0: pools.pid_and_parent}), context=FORK) as pool:
-        (((_, nursery),),) = _made(pool, 1, [[0]])
+        (((_, nursery),),) = batches_made(pool, 1, [[0]])
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM):
             os.kill(nursery, number)
         subprocess.run(["kill", "-TERM", str(nursery)], check=True)  # not sent by its parent
-        assert {parent for ((_, parent),) in _made(pool, 3, [[0]] * 3, 1)} == {nursery}
+        assert {parent for ((_, parent),) in batches_made(pool, 3, [[0]] * 3, 1)} == {nursery}
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_it_ends_as_any_child_does_when_this_process_ends_its_children(caplog: pytest.LogCaptureFixture) -> None:
     with Pool(work({0: pools.pid_and_parent}), context=FORK) as pool:
-        (((_, nursery),),) = _made(pool, 2, [[0]])
+        (((_, nursery),),) = batches_made(pool, 2, [[0]])
         (child,) = (each for each in multiprocessing.active_children() if each.pid == nursery)
         child.terminate()
         child.join()
-        (((_, other),),) = _made(pool, 2, [[0]], 1)
+        (((_, other),),) = batches_made(pool, 2, [[0]], 1)
     assert other != nursery
 
 
@@ -232,22 +197,22 @@ def test_workers_take_signals_as_this_process_does(chld: Any, caplog: pytest.Log
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
     try:
         with Pool(work({0: _signals, 1: pools.pid}), context=FORK) as pool:
-            ((found,), (victim,)) = _made(pool, 1, [[0], [1]])
+            ((found,), (victim,)) = batches_made(pool, 1, [[0], [1]])
             expected = _signals()
             os.kill(victim, signal.SIGKILL)
-            assert _made(pool, 1, [[2]], 2) == [[2]]
+            assert batches_made(pool, 1, [[2]], 2) == [[2]]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGCHLD, before)
     assert found == expected
-    (warning,) = _warnings(caplog)
+    (warning,) = warnings_in(caplog)
     assert f"pid {victim} was killed by SIGKILL" in warning
 
 
 # --- in the end -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_closing_leaves_nothing_whatever_its_workers_do() -> None:
     others, before = worker_pids(), child_pids()
     with Pool(work({0: pools.hang_for_ever}), context=FORK, end_seconds=0.1) as pool:
@@ -261,9 +226,9 @@ def test_closing_leaves_nothing_whatever_its_workers_do() -> None:
     assert child_pids() == before
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_closing_after_it_was_killed_leaves_nothing() -> None:
     with Pool(work({0: pools.pid_and_parent}), context=FORK) as pool:
-        (((_, nursery),),) = _made(pool, 3, [[0]])
+        (((_, nursery),),) = batches_made(pool, 3, [[0]])
         os.kill(nursery, signal.SIGKILL)
         pool.submit(7, [1])

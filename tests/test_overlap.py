@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
@@ -25,68 +21,11 @@ from elastic_ext.fsdp.checkpoint import copying
 from elastic_ext.fsdp.checkpoint.complete import complete, rows_in
 from elastic_ext.overlap import has_idle_core, num_cores, why_not_overlap
 from tests.file_operations import FileOperations
+from tests.overlapping import WRAPS, Gate, Net, forget_newer, learn, saving_trainer
 from tests.ranks import RankPool
 from tests.saving import end_saves
 from tests.sharded import values_of
-from tests.training import bits_of, make_data, trainer_of
-
-JOIN_SECONDS = 30.0
-
-
-class Gate:
-    """Nothing that may wait is copied before it is opened; who waits for it is known."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._opened = threading.Event()
-        put = vars(copying)["put_bytes"]
-
-        def put_late(*arguments: Any) -> None:
-            assert self._opened.wait(JOIN_SECONDS)
-            put(*arguments)
-
-        monkeypatch.setattr(copying, "put_bytes", put_late)
-
-    def close(self) -> None:
-        self._opened.clear()
-
-    def open(self) -> None:
-        self._opened.set()
-
-
-class Net(nn.Module):
-    """One whose passes change buffers of several kinds."""
-
-    def __init__(self, seed: int, *, is_sharded: bool) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.norm, self.last = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)
-        if not is_sharded:  # which these do not know
-            nn.utils.spectral_norm(self.first)
-            nn.utils.parametrizations.spectral_norm(self.last)
-        self.register_buffer("num_passes", torch.zeros(1))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.get_buffer("num_passes").add_(1)
-        result: torch.Tensor = self.last(self.norm(self.first(inputs)).relu())
-        return result
-
-
-def sharded(plain: nn.Module, **options: Any) -> nn.Module:
-    fully_shard(plain, mesh=init_device_mesh("cpu", (2,)), **options)
-    return plain
-
-
-def offloaded(plain: nn.Module) -> nn.Module:
-    """Where parameters are on the host anyway it copies nothing; pinning them takes a GPU."""
-    return sharded(plain, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda plain: plain,
-    "ddp": DistributedDataParallel,
-    "fully_shard": sharded,
-    "fully_shard, offloaded": offloaded,
-}
+from tests.training import bits_of, make_data
 
 
 def state_of(model: nn.Module, inner: Optimizer, average: nn.Module) -> list[Any]:
@@ -101,15 +40,7 @@ def train(rank: int, folder: Path, way: str, seed: int, num_steps: int, gate: Ga
     model = WRAPS[way](plain)
     average = AveragedModel(plain) if way == "plain" else nn.Linear(1, 1)
     inner = AdamW(model.parameters(), lr=0.01, fused=True)
-    trainer = trainer_of(
-        folder,
-        model,
-        rank=rank,
-        micro_batch_size=4,
-        shared_storage_path=folder / "storage",
-        checkpoint_interval=CheckpointInterval(steps=2),
-        overlap_saving=True,
-    )
+    trainer = saving_trainer(folder, model, rank=rank)
     trainer.register_state("average", {name.replace(".", "/"): one for name, one in average.state_dict().items()})
     inputs, targets = make_data(4, torch.float32)
     due: Any = None
@@ -125,7 +56,7 @@ def train(rank: int, folder: Path, way: str, seed: int, num_steps: int, gate: Ga
                 nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
                 if trainer.global_step == 2 and step == 2:
                     assert trainer._session.checkpoints.is_copying
-                    threading.Timer(0.05, gate.open).start()  # type: ignore[union-attr]
+                    gate.open_soon()  # type: ignore[union-attr]
                 optimizer.step()
                 optimizer.zero_grad()
             if way == "plain":
@@ -142,8 +73,8 @@ def on_ranks(rank: int, folder: Path, way: str) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         gate = Gate(monkeypatch)
         _, due = train(rank, folder, way, 0, 4, gate)
-    for path in sorted((folder / "storage").glob("fsdp_checkpoint/*/step_4")) if rank == 0 else ():
-        (path / "COMMIT").unlink()  # step 2 is the newest
+    if rank == 0:
+        forget_newer(folder, 4)
     if way != "plain":
         torch.distributed.barrier()
     found, _ = train(rank, folder, way, 7, 0, None)
@@ -169,14 +100,7 @@ class Loop:
         before_prepare: Callable[[Optimizer], object] = lambda _: None,
     ) -> None:
         self.model = nn.Linear(6, 5).double() if model is None else model
-        self.trainer = trainer_of(
-            tmp_path,
-            self.model,
-            micro_batch_size=4,
-            shared_storage_path=tmp_path / "storage",
-            checkpoint_interval=CheckpointInterval(steps=1),
-            overlap_saving=True,
-        )
+        self.trainer = saving_trainer(tmp_path, self.model, checkpoint_interval=CheckpointInterval(steps=1))
         trained = [part for part in self.model.parameters() if part.requires_grad]
         inner = SGD(trained, lr=0.1)
         before_prepare(inner)
@@ -188,9 +112,7 @@ class Loop:
 
     def take(self) -> None:
         with self.trainer.step():
-            self.pass_through()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            learn(self.model, self.optimizer, make_data(4))
 
 
 def test_a_change_in_place_that_nobody_was_told_of_is_an_error_that_names_the_parameter(
@@ -358,8 +280,7 @@ def test_mutate_waits_and_costs_nothing_where_nothing_is_copied(
     gate.close()
     with loop.trainer.step():
         loop.pass_through()
-        opened = threading.Timer(0.05, gate.open)
-        opened.start()
+        opened = gate.open_soon()
         with loop.trainer.mutate(), torch.no_grad():
             assert not opened.is_alive()
             loop.model.bias.add_(1.0)
@@ -396,7 +317,7 @@ def test_what_hangs_on_the_optimizers_step_waits_for_the_copy_too(
     gate.close()
     with loop.trainer.step():
         assert loop.trainer._session.checkpoints.is_copying
-        threading.Timer(0.05, gate.open).start()
+        gate.open_soon()
         if has_closure:
             loop.optimizer.step(loop.pass_through)
         else:
@@ -423,7 +344,7 @@ def test_a_step_that_fails_while_it_is_copied_is_taken_again(tmp_path: Path, mon
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    threading.Timer(0.05, gate.open).start()
+    gate.open_soon()
     loop.take()
     loop.trainer.close()
     assert len(list((tmp_path / "storage").glob("fsdp_checkpoint/*/step_*/COMMIT"))) == 2

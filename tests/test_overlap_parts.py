@@ -5,7 +5,6 @@ Scalers, several optimizers, those that step in one kernel, and what accelerate 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,14 +19,10 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_ext import CheckpointInterval
+from tests.overlapping import MICRO_BATCH, SAVED_STEP, Gate, Net, forget_newer, saving_trainer
 from tests.ranks import RankPool
 from tests.test_accelerate import accelerate_forgotten
-from tests.test_overlap import Gate, Net
-from tests.training import bits_of, make_data, shared, trainer_of
-
-SAVED_STEP = 2
-OPENED_AFTER_SECONDS = 0.05  # a step that does not wait for the copy is over long before
+from tests.training import bits_of, make_data, shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,16 +87,7 @@ class Training:
             self.model, *parts = self.accelerator.prepare(self.bare, *parts)
         else:
             self.model = shared(self.bare, num_ranks)
-        self.trainer = trainer_of(
-            folder,
-            self.model,
-            rank=rank,
-            micro_batch_size=4,
-            shared_storage_path=folder / "storage",
-            checkpoint_interval=CheckpointInterval(steps=SAVED_STEP),
-            overlap_saving=True,
-            accelerator=self.accelerator,
-        )
+        self.trainer = saving_trainer(folder, self.model, rank=rank, accelerator=self.accelerator)
         held = {name.replace(".", "/"): tensor for name, tensor in self.average.state_dict().items()}
         self.trainer.register_state("average", held)
         num_optimizers = len(self.optimizers)
@@ -122,7 +108,7 @@ class Training:
 
     def take(self, place: int, before_step: Callable[[], object] = lambda: None) -> None:
         """One step, and what a loop does after it."""
-        inputs, targets = make_data(4, torch.float32, seed=place)
+        inputs, targets = make_data(MICRO_BATCH, torch.float32, seed=place)
         with self.trainer.step():
             loss = nn.functional.cross_entropy(self.model(inputs), targets)
             loss = loss * (torch.inf if place == self.kind.left_out else 1.0)
@@ -153,7 +139,7 @@ def save_beside_a_step(rank: int, folder: Path, kind: Kind) -> list[Any]:
 
         def open_late() -> None:
             assert training.trainer._session.checkpoints.is_copying
-            threading.Timer(OPENED_AFTER_SECONDS, gate.open).start()
+            gate.open_soon()
 
         with training.trainer:
             for place in range(SAVED_STEP):
@@ -171,8 +157,8 @@ def on_rank(rank: int, folder: Path, name: str) -> None:
     kind, num_ranks = KINDS[name], torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     with accelerate_forgotten(rank, num_ranks) if kind.is_accelerated else nullcontext():
         due = save_beside_a_step(rank, folder, kind)
-    for path in (folder / "storage").glob(f"fsdp_checkpoint/*/step_{SAVED_STEP + 2}") if rank == 0 else ():
-        (path / "COMMIT").unlink()  # the one before is the newest
+    if rank == 0:
+        forget_newer(folder, SAVED_STEP + 2)
     if num_ranks > 1:
         torch.distributed.barrier()
     with accelerate_forgotten(rank, num_ranks) if kind.is_accelerated else nullcontext():

@@ -6,7 +6,6 @@ where something else may, before it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -16,25 +15,15 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from elastic_ext import CheckpointInterval
+from tests.overlapping import MICRO_BATCH, SAVED_STEP, WRAPS, Gate, Net, forget_newer, saving_trainer
 from tests.ranks import RankPool
-from tests.test_overlap import WRAPS, Gate, Net
-from tests.training import bits_of, make_data, trainer_of
+from tests.training import bits_of, make_data
 
-SAVED_STEP = 2
 NUM_MICRO_STEPS = 3
-MICRO_BATCH = 4
-OPENED_AFTER_SECONDS = 0.05  # a step that does not wait for the copy is over long before
 
 
 def nothing(_: int) -> None:
     """To be done in a micro-step."""
-
-
-def forget_later(folder: Path) -> None:
-    """The checkpoint of SAVED_STEP is the newest."""
-    for path in (folder / "storage").glob(f"fsdp_checkpoint/*/step_{2 * SAVED_STEP}"):
-        (path / "COMMIT").unlink()
 
 
 # --- several micro-steps --------------------------------------------------------------------------------------------
@@ -47,16 +36,8 @@ class Gathering:
         num_ranks = 1 if way == "plain" else torch.distributed.get_world_size()
         self.model = WRAPS[way](Net(seed, is_sharded=way == "fully_shard"))
         self.inner = AdamW(self.model.parameters(), lr=0.01)
-        self.trainer = trainer_of(
-            folder,
-            self.model,
-            rank=rank,
-            micro_batch_size=MICRO_BATCH,
-            global_batch_size=NUM_MICRO_STEPS * MICRO_BATCH * num_ranks,
-            shared_storage_path=folder / "storage",
-            checkpoint_interval=CheckpointInterval(steps=SAVED_STEP),
-            **{"overlap_saving": True, **arguments},
-        )
+        global_batch = NUM_MICRO_STEPS * MICRO_BATCH * num_ranks
+        self.trainer = saving_trainer(folder, self.model, rank=rank, global_batch_size=global_batch, **arguments)
         self._optimizer = self.trainer.prepare(self.inner)
         self._rank = rank
 
@@ -89,7 +70,7 @@ def gather_beside_a_copy(rank: int, folder: Path, way: str) -> tuple[list[Any], 
         def open_in_the_last(micro_step: int) -> None:
             assert run.is_copying
             if micro_step == NUM_MICRO_STEPS - 1:
-                threading.Timer(OPENED_AFTER_SECONDS, gate.open).start()
+                gate.open_soon()
 
         with run.trainer:
             for place in range(SAVED_STEP):
@@ -106,7 +87,7 @@ def gather_beside_a_copy(rank: int, folder: Path, way: str) -> tuple[list[Any], 
 def gather_on_rank(rank: int, folder: Path, way: str) -> None:
     due, ended = gather_beside_a_copy(rank, folder, way)
     if rank == 0:
-        forget_later(folder)
+        forget_newer(folder, 2 * SAVED_STEP)
     if way != "plain":
         torch.distributed.barrier()
     resumed = Gathering(rank, folder, way, seed=7)
@@ -146,7 +127,7 @@ def test_a_step_that_fails_between_micro_steps_while_it_is_copied_comes_again(
     def open_in_the_last(micro_step: int) -> None:
         assert run.is_copying, "what the first attempt began goes on"
         if micro_step == NUM_MICRO_STEPS - 1:
-            threading.Timer(OPENED_AFTER_SECONDS, gate.open).start()
+            gate.open_soon()
 
     with run.trainer:
         for place in range(SAVED_STEP):
@@ -170,8 +151,7 @@ def test_mutate_between_micro_steps_waits_for_the_copy(tmp_path: Path, monkeypat
     def change(micro_step: int) -> None:
         assert run.is_copying is (micro_step == 0)
         if micro_step == 0:
-            opened = threading.Timer(OPENED_AFTER_SECONDS, gate.open)
-            opened.start()
+            opened = gate.open_soon()
             with run.trainer.mutate(), torch.no_grad():
                 assert not opened.is_alive()
                 for part in run.model.parameters():
@@ -202,8 +182,7 @@ def test_once_an_epoch_is_left_in_the_middle_of_a_step_nothing_is_copied_any_mor
             gate.close()
             with run.trainer.step():
                 assert run.is_copying
-            opened = threading.Timer(OPENED_AFTER_SECONDS, gate.open)
-            opened.start()
+            opened = gate.open_soon()
         assert not run.is_copying
         opened.join()
         with torch.no_grad():  # as where averaged weights are put in for an evaluation, and taken out again
@@ -225,14 +204,7 @@ class Whole:
         self.gate = Gate(monkeypatch)  # and stays shut
         self.model = Net(seed, is_sharded=False)
         self.optimizers = self.make_optimizers(list(self.model.parameters()))
-        self.trainer = trainer_of(
-            folder,
-            self.model,
-            micro_batch_size=MICRO_BATCH,
-            shared_storage_path=folder / "storage",
-            checkpoint_interval=CheckpointInterval(steps=SAVED_STEP),
-            overlap_saving=True,
-        )
+        self.trainer = saving_trainer(folder, self.model)
         self.before_prepare()
         self.prepared = self.trainer.prepare(self.optimizers)
         self.after_prepare()
@@ -391,7 +363,7 @@ def test_what_may_change_elsewhere_than_in_a_known_step_is_copied_before_the_nex
     with resumed.trainer:
         assert resumed.trainer.global_step == SAVED_STEP + 2
         assert resumed.state() == ended
-    forget_later(tmp_path)
+    forget_newer(tmp_path, 2 * SAVED_STEP)
     resumed = kind(tmp_path, monkeypatch, seed=7)
     with resumed.trainer:
         assert resumed.trainer.global_step == SAVED_STEP

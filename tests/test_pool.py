@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,43 +27,24 @@ from torch.utils.data import DataLoader, default_collate
 from elastic_ext.data.pool import Pool, Work
 from elastic_ext.errors import ElasticError, WorkerDiedError
 from tests import pools
-from tests.pools import Both, Once, Raise, Samples, WaitAt, WhenTaken, gate, held, open_gate, work
+from tests.pools import (
+    FORK,
+    Both,
+    Once,
+    Raise,
+    Samples,
+    WaitAt,
+    WhenTaken,
+    batches_made,
+    gate,
+    held,
+    open_gate,
+    warnings_in,
+    work,
+)
 from tests.thinning import the_first
 
-SECONDS = 60
-FORK = multiprocessing.get_context("fork")
-multiprocessing.get_context("forkserver").set_forkserver_preload([pools.__name__])
-
-
-@pytest.fixture(autouse=True)
-def _deadline() -> Iterator[None]:
-    with pools.within(SECONDS):
-        yield
-
-
-@pytest.fixture
-def _nothing_left() -> Iterator[None]:
-    """The test leaves no process, descriptor, thread or shared memory behind."""
-    with Pool(work(), context=FORK) as pool:  # what is opened once and stays
-        _make(pool, 1, [[0]])
-    gc.collect()
-    before = held()
-    yield
-    gc.collect()
-    assert held() == before
-
-
-def _make(pool: Pool, num_workers: int, batches: list[list[int]]) -> list[Any]:
-    """Batches made by so many workers."""
-    pool.resize(num_workers)
-    pool.wait_ready(num_workers)
-    for number, indices in enumerate(batches):
-        pool.submit(number, indices)
-    return [pool.take(number) for number in range(len(batches))]
-
-
-def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+pytestmark = pytest.mark.usefixtures("started_once", "within_a_minute")
 
 
 def _is_readable_soon(descriptor: int) -> bool:
@@ -79,7 +60,7 @@ def _is_readable_soon(descriptor: int) -> bool:
 def test_batches_are_those_of_the_dataset_however_workers_are_started(method: str) -> None:
     made = work({3: pools.a_tensor}, collate_fn=default_collate)
     with Pool(made, context=multiprocessing.get_context(method)) as pool:
-        batches = _make(pool, 2, [[3], [0, 1], [2, 4, 5], [3, 3]])
+        batches = batches_made(pool, 2, [[3], [0, 1], [2, 4, 5], [3, 3]])
     assert [batch.tolist() for batch in batches[1:3]] == [[0, 1], [2, 4, 5]]
     assert torch.equal(batches[0], torch.arange(1000).reshape(1, -1))
     assert torch.equal(batches[3], torch.arange(1000).repeat(2, 1))
@@ -100,7 +81,7 @@ def test_worker_info_and_random_numbers_are_those_of_torchs_workers(method: str)
     base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(3)).item())
     made = Work(dataset=dataset, collate_fn=pools.as_they_are, base_seed=base_seed)
     with Pool(made, context=multiprocessing.get_context(method)) as pool:
-        ours = _make(pool, 2, [[0], [1]])
+        ours = batches_made(pool, 2, [[0], [1]])
     assert sorted(ours) == sorted(torchs)
 
 
@@ -109,7 +90,7 @@ def test_worker_init_fn_is_called_in_each_worker_with_its_id(tmp_path: Path) -> 
         (tmp_path / f"{worker_id}").write_text(str(os.getpid()))
 
     with Pool(work({0: pools.pid}, worker_init_fn=note), context=FORK) as pool:
-        made = _make(pool, 3, [[0]] * 3)
+        made = batches_made(pool, 3, [[0]] * 3)
     assert sorted((tmp_path / name).read_text() for name in "012") == sorted(str(pid) for (pid,) in made)
 
 
@@ -118,7 +99,7 @@ def test_exception_of_worker_init_fn_is_raised_for_the_first_batch() -> None:
         raise ValueError("no start")
 
     with Pool(work(worker_init_fn=fail), context=FORK) as pool, pytest.raises(ValueError, match="no start"):
-        _make(pool, 1, [[0]])
+        batches_made(pool, 1, [[0]])
 
 
 def test_without_auto_collation_a_task_is_one_index() -> None:
@@ -131,7 +112,7 @@ def test_without_auto_collation_a_task_is_one_index() -> None:
 def test_getitems_is_given_a_plain_list_and_its_exception_names_the_batch() -> None:
     dataset = pools.Whole({2: Raise(ValueError, ("bad",))})
     with Pool(Work(dataset=dataset, collate_fn=pools.as_they_are, base_seed=0), context=FORK) as pool:
-        assert _make(pool, 1, [[0, 1]]) == [[0, 1]]
+        assert batches_made(pool, 1, [[0, 1]]) == [[0, 1]]
         pool.submit(1, [1, 2])
         with pytest.raises(ValueError, match="bad") as caught:
             pool.take(1)
@@ -153,7 +134,7 @@ def test_exception_is_torchs_word_for_word_and_names_the_sample(raised: Raise) -
     kind, words = _as_torch_raises_it(dataset, 41)
     with Pool(Work(dataset=dataset, collate_fn=default_collate, base_seed=0), context=FORK) as pool:
         with pytest.raises(kind) as caught:
-            _make(pool, 1, [[40, 41, 42]])
+            batches_made(pool, 1, [[40, 41, 42]])
         pool.submit(1, [1])
         assert pool.take(1).tolist() == [1]
     assert type(caught.value) is kind
@@ -178,7 +159,7 @@ def test_exception_of_collate_names_the_batch() -> None:
         raise ValueError("unlike")
 
     with Pool(work(collate_fn=collate), context=FORK) as pool, pytest.raises(ValueError, match="unlike") as caught:
-        _make(pool, 1, [[8, 9]])
+        batches_made(pool, 1, [[8, 9]])
     assert "samples 8, 9" in "".join(traceback.format_exception(caught.value))
 
 
@@ -189,7 +170,7 @@ def test_what_cannot_be_pickled_is_raised_rather_than_waited_for() -> None:
     doing: dict[int, Callable[[], Any]] = {0: lambda: threading.Lock(), 1: Raise(Local, ("a local one",))}
     with Pool(work(doing), context=FORK) as pool:
         with pytest.raises(TypeError, match="cannot pickle"):
-            _make(pool, 1, [[0]])
+            batches_made(pool, 1, [[0]])
         pool.submit(1, [1])
         with pytest.raises(RuntimeError, match="a local one"):
             pool.take(1)
@@ -365,9 +346,9 @@ def test_workers_that_are_wanted_again_before_they_retire_stay(tmp_path: Path) -
 def test_slots_are_given_again_with_other_random_numbers() -> None:
     made = work({0: pools.info_and_random_numbers})
     with Pool(made, context=FORK) as pool:
-        ((first,),) = _make(pool, 1, [[0]])
+        ((first,),) = batches_made(pool, 1, [[0]])
         pool.resize(0)
-        ((second,),) = _make(pool, 1, [[0]])
+        ((second,),) = batches_made(pool, 1, [[0]])
         pool.resize(3)
         pool.wait_ready(3)
         for number in range(3):
@@ -399,7 +380,7 @@ def test_random_resizes_lose_and_repeat_nothing() -> None:
 def test_what_others_send_is_taken_in_while_one_is_waited_for(tmp_path: Path) -> None:
     busy = gate(tmp_path / "busy")
     with Pool(work({0: WaitAt(busy), 1: WhenTaken(open_gate, str(busy))}), context=FORK) as pool:
-        assert _make(pool, 2, [[0], [1]]) == [[0], [None]]
+        assert batches_made(pool, 2, [[0], [1]]) == [[0], [None]]
 
 
 def test_batches_may_be_taken_in_any_order() -> None:
@@ -464,7 +445,7 @@ def test_forgotten_batches_are_freed(tmp_path: Path) -> None:
 def test_worker_that_is_one_too_many_is_killed_if_it_hangs_in_a_batch_that_nobody_wants() -> None:
     made = work({0: pools.pid, 1: pools.hang_for_ever})
     with Pool(made, context=FORK, end_seconds=0.1) as pool:
-        ((pid,),) = _make(pool, 1, [[0]])
+        ((pid,),) = batches_made(pool, 1, [[0]])
         watched = os.pidfd_open(pid)
         pool.submit(1, [1])
         pool.forget(1)
@@ -478,7 +459,7 @@ def test_forgotten_before_any_worker_has_it_is_never_made(tmp_path: Path) -> Non
     with Pool(work({0: Once(mark, pools.pid)}), context=FORK) as pool:
         pool.submit(0, [0])
         pool.forget(0)
-        assert _make(pool, 1, [[1]]) == [[1]]
+        assert batches_made(pool, 1, [[1]]) == [[1]]
     assert not mark.exists()
 
 
@@ -499,10 +480,10 @@ def test_what_a_dead_worker_had_is_made_again(
 ) -> None:
     made = work({7: Once(tmp_path / "mark", die)}, collate_fn=default_collate)
     with Pool(made, context=multiprocessing.get_context(method)) as pool:
-        batches = _make(pool, 2, [[2 * number, 2 * number + 1] for number in range(12)])
+        batches = batches_made(pool, 2, [[2 * number, 2 * number + 1] for number in range(12)])
         pool.wait_ready(2)
     assert [batch.tolist() for batch in batches] == [[2 * number, 2 * number + 1] for number in range(12)]
-    (warning,) = _warnings(caplog)
+    (warning,) = warnings_in(caplog)
     assert words in warning
     assert "pid " in warning
     assert "samples 6, 7" in warning
@@ -511,7 +492,7 @@ def test_what_a_dead_worker_had_is_made_again(
 def test_a_batch_that_took_long_is_pickled_while_the_next_is_made() -> None:
     begun = pools.Begun()
     with Pool(work({0: begun.first, 1: begun.second}), context=FORK) as pool:
-        assert _make(pool, 1, [[0], [1]]) == [[True], [True]]
+        assert batches_made(pool, 1, [[0], [1]]) == [[True], [True]]
 
 
 def test_what_a_worker_dies_of_in_pickling_is_named() -> None:
@@ -520,14 +501,14 @@ def test_what_a_worker_dies_of_in_pickling_is_named() -> None:
         return pools.Heavy(pools.die_by_sigkill)
 
     with Pool(work({1: dies}), context=FORK) as pool, pytest.raises(WorkerDiedError, match=r"sample 1 of"):
-        _make(pool, 1, [[0], [1]])
+        batches_made(pool, 1, [[0], [1]])
 
 
 def test_what_a_dead_worker_had_is_made_again_in_order(tmp_path: Path) -> None:
     made = tmp_path / "made"
     doing = {index: pools.NoteIn(made, str(index)) for index in range(6)}
     with Pool(work({**doing, 0: Both(Once(tmp_path / "mark", pools.die_by_exit), doing[0])}), context=FORK) as pool:
-        _make(pool, 1, [[index] for index in range(6)])
+        batches_made(pool, 1, [[index] for index in range(6)])
     assert made.read_text() == "012345"
 
 
@@ -535,19 +516,19 @@ def test_tensors_that_went_with_their_worker_are_made_again(tmp_path: Path, capl
     after = gate(tmp_path / "after")
     doing: dict[int, Callable[[], Any]] = {0: pools.a_tensor, 1: Once(tmp_path / "mark", WaitAt(after))}
     with Pool(work({**doing, 2: pools.pid}), context=FORK) as pool:
-        ((victim,),) = _make(pool, 1, [[2]])
+        ((victim,),) = batches_made(pool, 1, [[2]])
         pool.submit(1, [0])
         pool.submit(2, [1])
         open_gate(after)  # the first is in the pipe
         os.kill(victim, signal.SIGKILL)
         assert torch.equal(pool.take(1)[0], torch.arange(1000))
         assert pool.take(2) == [1]
-    assert len(_warnings(caplog)) == 1
+    assert len(warnings_in(caplog)) == 1
 
 
 def test_tensors_that_went_with_a_worker_that_was_to_retire_are_made_again() -> None:
     with Pool(work({0: pools.a_tensor, 1: pools.pid}), context=FORK) as pool:
-        ((victim,),) = _make(pool, 1, [[1]])
+        ((victim,),) = batches_made(pool, 1, [[1]])
         watched = os.pidfd_open(victim)
         pool.submit(1, [0])
         assert _is_readable_soon(pool._crew.ready[0].results_descriptor)
@@ -560,11 +541,11 @@ def test_tensors_that_went_with_a_worker_that_was_to_retire_are_made_again() -> 
 
 def test_idle_worker_that_dies_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with Pool(work({0: pools.pid}), context=FORK) as pool:
-        ((victim,),) = _make(pool, 1, [[0]])
+        ((victim,),) = batches_made(pool, 1, [[0]])
         os.kill(victim, signal.SIGKILL)
         pool.submit(1, [0])
         assert pool.take(1)[0] != victim
-    (warning,) = _warnings(caplog)
+    (warning,) = warnings_in(caplog)
     assert f"pid {victim} was killed by SIGKILL" in warning
 
 
@@ -586,7 +567,7 @@ def test_a_task_is_not_blamed_for_the_deaths_of_idle_workers_that_never_had_it(
             pools.kill_for_good(victim)
         pool.submit(3, [3])
         assert not set(pool.take(3)) & victims
-    assert all("while it had nothing to do" in warning for warning in _warnings(caplog))
+    assert all("while it had nothing to do" in warning for warning in warnings_in(caplog))
 
 
 def test_death_of_a_worker_is_seen_while_a_process_that_it_leaves_holds_its_pipes(tmp_path: Path) -> None:
@@ -594,7 +575,7 @@ def test_death_of_a_worker_is_seen_while_a_process_that_it_leaves_holds_its_pipe
     dies = Once(tmp_path / "mark", pools.DieAndLeaveAChild(left))
     try:
         with Pool(work({0: dies}), context=FORK) as pool:
-            assert _make(pool, 1, [[0]]) == [[0]]
+            assert batches_made(pool, 1, [[0]]) == [[0]]
     finally:
         open_gate(left)
 
@@ -622,7 +603,7 @@ def test_sample_that_kills_every_worker_is_named_and_others_are_made(caplog: pyt
         assert [pool.take(2), pool.take(3)] == [[6, 7, 8], [9, 10, 11]]
     assert caught.value.indices == (5,)
     assert isinstance(caught.value, ElasticError)
-    assert len(_warnings(caplog)) == 3
+    assert len(warnings_in(caplog)) == 3
 
 
 def test_batch_that_kills_every_worker_only_as_a_whole_is_named() -> None:
@@ -633,7 +614,7 @@ def test_batch_that_kills_every_worker_only_as_a_whole_is_named() -> None:
 
     with Pool(work(collate_fn=collate), context=FORK) as pool:
         with pytest.raises(WorkerDiedError, match="samples 0, 1, 2 ") as caught:
-            _make(pool, 1, [[0, 1, 2]])
+            batches_made(pool, 1, [[0, 1, 2]])
         pool.submit(1, [0])
         assert pool.take(1) == [0]
     assert caught.value.indices == (0, 1, 2)
@@ -642,7 +623,7 @@ def test_batch_that_kills_every_worker_only_as_a_whole_is_named() -> None:
 def test_batch_that_kills_two_workers_is_made_by_the_third(tmp_path: Path) -> None:
     doing = {1: Both(Once(tmp_path / "a", pools.die_by_exit), Once(tmp_path / "b", pools.die_by_exit))}
     with Pool(work(doing), context=FORK) as pool:
-        assert _make(pool, 1, [[0, 1, 2], [3]]) == [[0, 1, 2], [3]]
+        assert batches_made(pool, 1, [[0, 1, 2], [3]]) == [[0, 1, 2], [3]]
 
 
 def test_retiring_worker_that_dies_leaves_nothing_unmade(tmp_path: Path) -> None:
@@ -664,7 +645,7 @@ def test_workers_that_never_become_ready_are_an_error() -> None:
         Pool(work(worker_init_fn=lambda _: pools.die_by_exit()), context=FORK) as pool,
         pytest.raises(WorkerDiedError, match="exited with code 3"),
     ):
-        _make(pool, 1, [[0]])
+        batches_made(pool, 1, [[0]])
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -682,7 +663,7 @@ def test_dataset_that_cannot_be_sent_to_a_worker_is_an_error(waits: bool) -> Non
 def test_hung_worker_is_an_error_that_says_where_it_hangs() -> None:
     made = work({3: pools.hang_for_ever, 0: pools.pid})
     with Pool(made, context=FORK, timeout_seconds=0.5, end_seconds=0.1) as pool:
-        ((pid,),) = _make(pool, 1, [[0]])
+        ((pid,),) = batches_made(pool, 1, [[0]])
         pool.submit(1, [2, 3])
         with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 0\.5 seconds") as caught:
             pool.take(1)
@@ -706,10 +687,10 @@ def test_worker_that_hangs_while_it_starts_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("num_resizes", [40, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_resizes_leave_nothing(num_resizes: int) -> None:
     most = 0
-    with pools.within(10 * SECONDS), Pool(work({0: pools.a_tensor}), context=FORK) as pool:
+    with pools.within(600), Pool(work({0: pools.a_tensor}), context=FORK) as pool:
         pool.resize(1)
         pool.wait_ready()
         for number in range(num_resizes):
@@ -723,14 +704,14 @@ def test_resizes_leave_nothing(num_resizes: int) -> None:
     assert most < 100  # those that retire go at once, rather than in the end
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_resizes_that_nobody_waits_for_leave_nothing() -> None:
     with Pool(work(), context=FORK) as pool:
         for number in range(1000):
             pool.resize(number % 3)
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_early_close_with_batches_outstanding_leaves_nothing(tmp_path: Path) -> None:
     doing: dict[int, Callable[[], Any]] = {0: pools.a_tensor, 1: pools.a_megabyte, 2: WaitAt(gate(tmp_path / "never"))}
     pool = Pool(work(doing), context=FORK, end_seconds=0.1)
@@ -749,7 +730,7 @@ def test_early_close_with_batches_outstanding_leaves_nothing(tmp_path: Path) -> 
         pool.resize(1)
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_pool_that_is_dropped_without_close_leaves_nothing() -> None:
     pool = Pool(work(), context=FORK)
     pool.resize(2)
@@ -757,22 +738,22 @@ def test_pool_that_is_dropped_without_close_leaves_nothing() -> None:
     del pool
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_dead_workers_and_probes_leave_nothing() -> None:
     doing: dict[int, Callable[[], Any]] = {1: pools.die_by_sigkill, 0: pools.a_tensor}
     with Pool(work(doing), context=FORK) as pool:
         with pytest.raises(WorkerDiedError):
-            _make(pool, 2, [[0, 1], [0]])
+            batches_made(pool, 2, [[0, 1], [0]])
         assert torch.equal(pool.take(1)[0], torch.arange(1000))
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_interrupt_while_a_batch_is_waited_for_leaves_nothing() -> None:
     with (
         Pool(work({0: pools.InterruptAndHang(os.getpid())}), context=FORK, end_seconds=0.1) as pool,
         pytest.raises(KeyboardInterrupt),
     ):
-        _make(pool, 2, [[0], [1]])
+        batches_made(pool, 2, [[0], [1]])
 
 
 def _interrupt_once(mark: str) -> str:
@@ -783,10 +764,10 @@ def _interrupt_once(mark: str) -> str:
     raise KeyboardInterrupt
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_after_an_interrupt_no_batch_is_taken_for_another(tmp_path: Path) -> None:
     with Pool(work({1: WhenTaken(_interrupt_once, str(tmp_path / "mark"))}), context=FORK) as pool:
-        assert _make(pool, 1, [[0]]) == [[0]]
+        assert batches_made(pool, 1, [[0]]) == [[0]]
         for number in range(1, 4):
             pool.submit(number, [number])
         with pytest.raises(KeyboardInterrupt):
@@ -821,13 +802,13 @@ def test_workers_may_be_forked_while_another_thread_holds_the_locks_of_logging()
     try:
         handler.acquire()  # for as long as the workers start
         with Pool(work(worker_init_fn=log), context=FORK) as pool:
-            assert _make(pool, 2, [[0], [1]]) == [[0], [1]]
+            assert batches_made(pool, 2, [[0], [1]]) == [[0], [1]]
     finally:
         handler.release()
         logging.getLogger("in a worker").removeHandler(handler)
 
 
-@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.usefixtures("nothing_left")
 def test_pools_side_by_side_outlive_each_others_workers() -> None:
     doing: dict[int, Callable[[], Any]] = {0: pools.pid}
     with Pool(work(doing), context=FORK) as first:

@@ -196,7 +196,7 @@ def resumed_rank(rank: int, folder: Path, way: str, expected: Seen | None) -> No
     assert second.final == whole.final
 
 
-@pytest.mark.parametrize("way", ["ddp", "FSDP1", "fully_shard", "hybrid", "tensor and fully_shard"])
+@pytest.mark.parametrize("way", the_first(["ddp", "FSDP1", "tensor and fully_shard", "fully_shard", "hybrid"], 3))
 def test_ranks_resume_bit_for_bit(ranks: RankPool, tmp_path: Path, way: str) -> None:
     ranks.run(WAYS[way].num_ranks, resumed_rank, tmp_path, way, None)
 

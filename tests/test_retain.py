@@ -272,8 +272,8 @@ def _retain(run: Run) -> None:
     run.folder.retain(Retention(keep_abandoned=False), run.chain)
 
 
-def kill_everywhere(folder: Path) -> int:
-    """Kill a removal of three checkpoints at every call; how many kills."""
+def kill_everywhere(folder: Path, stride: int) -> int:
+    """Kill a removal of three checkpoints at every so many calls; which is the last."""
     lives: list[Run] = []
 
     def prepare() -> Callable[[], None]:
@@ -287,11 +287,14 @@ def kill_everywhere(folder: Path) -> int:
         assert left in ({"step_1", "step_2", "step_4"}, {"step_2", "step_4"}, {"step_4"}), number
         assert recovered(run.folder.path) == "b-1"  # all that is there loads, and the rest is removed
 
-    return every_kill(prepare, check)
+    return every_kill(prepare, check, stride=stride)
 
 
-def test_a_removal_killed_at_any_call_leaves_whole_checkpoints_and_garbage_that_is_removed(ram: Path) -> None:
-    command = [sys.executable, "-m", "tests.test_retain", str(ram)]
+@pytest.mark.parametrize("stride", the_first([4, 1]))
+def test_a_removal_killed_at_any_call_leaves_whole_checkpoints_and_garbage_that_is_removed(
+    ram: Path, stride: int
+) -> None:
+    command = [sys.executable, "-m", "tests.test_retain", str(ram), str(stride)]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=END_SECONDS, check=False
     )  # its own process, since it forks
@@ -299,9 +302,11 @@ def test_a_removal_killed_at_any_call_leaves_whole_checkpoints_and_garbage_that_
     assert int(done.stdout) > 50
 
 
-@pytest.mark.parametrize("number", the_first([errno.ENOSPC, errno.EIO]))
-def test_a_call_that_fails_leaves_whole_checkpoints_and_the_next_removal_ends_the_work(ram: Path, number: int) -> None:
-    for call in range(1000):
+@pytest.mark.parametrize(("number", "stride"), the_first([(errno.ENOSPC, 3), (errno.ENOSPC, 1), (errno.EIO, 1)]))
+def test_a_call_that_fails_leaves_whole_checkpoints_and_the_next_removal_ends_the_work(
+    ram: Path, number: int, stride: int
+) -> None:
+    for call in range(0, 1000, stride):
         path = ram / str(call)
         path.mkdir()
         run = _with_some(path)
@@ -521,4 +526,4 @@ def age(path: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{kill_everywhere(Path(sys.argv[1]))}\n")
+    sys.stdout.write(f"{kill_everywhere(Path(sys.argv[1]), int(sys.argv[2]))}\n")

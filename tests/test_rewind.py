@@ -26,6 +26,7 @@ from tests.faults import PlantedFault
 from tests.loops import put, rate, seen_by
 from tests.ranks import RankPool
 from tests.sharded import WAYS, values_of
+from tests.thinning import each_once, the_first
 from tests.training import ResumableSlices, bits_of, make_data, trainer_of
 
 BATCH = 12
@@ -227,14 +228,12 @@ def rewound_rank(rank: int, folder: Path, way: str, step: int | None, skips: boo
         assert again.losses[0][0] == NUM_STEPS
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("step", [None, BACK])
+@pytest.mark.parametrize(("step", "skips"), each_once([None, BACK], [True, False]))
 def test_training_goes_on_bit_for_bit_from_there(tmp_path: Path, step: int | None, skips: bool) -> None:
     rewound_rank(0, tmp_path, "plain", step, skips)
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
+@pytest.mark.parametrize(("way", "skips"), each_once(["ddp", "fully_shard"], [True, False]))
 def test_ranks_go_on_bit_for_bit_from_there(ranks: RankPool, tmp_path: Path, way: str, skips: bool) -> None:
     ranks.run(WAYS[way].num_ranks, rewound_rank, tmp_path, way, BACK, skips)
 
@@ -582,7 +581,7 @@ def damage(run: Run, step: int, file: str, at: int = -1) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("file", ["COMMIT", "model_param", "optim_param", "extra_param", "trainer_state"])
+@pytest.mark.parametrize("file", the_first(["COMMIT", "extra_param", "model_param", "optim_param", "trainer_state"], 2))
 def test_a_damaged_one_is_passed_over_unless_it_is_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
@@ -658,8 +657,7 @@ def torn_rank(rank: int, folder: Path, way: str, skips: bool, step: int | None =
     assert run.trainer.global_step == NUM_STEPS
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("step", [None, BACK])
+@pytest.mark.parametrize(("step", "skips"), each_once([None, BACK], [False, True]))
 def test_a_torn_step_is_mended(tmp_path: Path, step: int | None, skips: bool) -> None:
     torn_rank(0, tmp_path, "plain", skips, step)
 

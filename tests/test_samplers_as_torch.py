@@ -33,28 +33,10 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
-from tests.loading import Numbers, changed, freezing_garbage, indices_in, settled
+from tests.loading import Numbers, changed, indices_in
 
+pytestmark = pytest.mark.usefixtures("started_once", "no_process_left")
 WORDS = ["four", "a", "three", "to"]
-
-
-@pytest.fixture(params=[DataLoader, ElasticDataLoader], ids=["torch", "ours"])
-def loader_class(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    with freezing_garbage():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """No process of a test outlives it."""
-    before = settled().processes
-    yield
-    assert settled().processes <= before
 
 
 def as_they_are(samples: Any) -> Any:

@@ -10,9 +10,6 @@ import copy
 import gc
 import itertools
 import math
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import pickle
 import warnings
@@ -39,37 +36,15 @@ from torch.utils.data import (
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests import pools
-from tests.loading import freezing_garbage, settled
+from tests.loading import settled
 from tests.pools import WaitAt, gate, open_gate
 
-SECONDS = 20
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors
+pytestmark = [
+    pytest.mark.usefixtures("started_once", "no_process_left"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than processors
+]
 slow = pytest.mark.slow
 Point = namedtuple("Point", ["x", "y"])
-multiprocessing.get_context("forkserver").set_forkserver_preload([pools.__name__])
-
-
-@pytest.fixture(params=[DataLoader, ElasticDataLoader], ids=["torch", "ours"])
-def loader_class(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _once() -> Iterator[None]:
-    """What is started once and stays, and quick collections."""
-    multiprocessing.forkserver.ensure_running()
-    multiprocessing.resource_tracker.ensure_running()
-    with freezing_garbage():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """No process of a test outlives it."""
-    before = settled().processes
-    with pools.within(SECONDS):
-        yield
-    assert settled().processes <= before
 
 
 class Between(IterableDataset[int]):
