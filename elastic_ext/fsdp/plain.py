@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 
-__all__ = ["Plain", "pack", "unpack"]
+__all__ = ["Plain", "pack", "tensors_in", "unpack"]
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
@@ -69,6 +69,16 @@ def unpack(packed: Plain, tensors: Mapping[str, torch.Tensor] | None = None) -> 
         raise ValueError(
             f"{str(packed)[:80]} is not a value that was saved: {type(error).__name__}: {error}"
         ) from error
+
+
+def tensors_in(packed: Plain) -> dict[str, Plain]:
+    """The names of the tensors that a packed value has, and whether each is to be a ``tensor`` or an ``array``."""
+    found: dict[str, Plain] = {}
+    for each in packed.values() if isinstance(packed, dict) else packed if isinstance(packed, list) else ():
+        found |= tensors_in(each)
+    if isinstance(packed, dict) and packed.get(_MARK) in ("tensor", "array"):
+        found[str(packed["of"])] = packed[_MARK]
+    return found
 
 
 def _pack(value: object, where: str, tensors: dict[str, torch.Tensor] | None, depth: int) -> Plain:
