@@ -70,6 +70,7 @@ class Session:
         self._speed = Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
         self._compares_orders = False  # at each epoch: a sampler draws them
+        self._compares_batches = False  # at the first one: each rank draws them for itself
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
@@ -195,6 +196,7 @@ class Session:
         self._is_in_epoch = True
         self.reset()
         self._compare_orders()
+        self._compare_batches()
         self._counts.epoch, self._counts.is_in_epoch = epoch, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
@@ -308,6 +310,7 @@ class Session:
             "sizes": self._batches.description,
             "seed": None if ordered is None else ordered.seed,
             "draws": ordered is not None and ordered.draws_order,
+            "batches": self._batches.drawing is not None,
         }
         answers = [json.loads(data) for data in self._gather(mine)]
         if any(other["sizes"] != answers[0]["sizes"] for other in answers):
@@ -319,6 +322,7 @@ class Session:
         if ordered is not None and None not in (ordered.seed, seed) and ordered.seed != seed:
             ordered.take_seed(seed)
         self._compares_orders = len(answers) > 1 and any(each["draws"] for each in answers)
+        self._compares_batches = self._gradients.sharing.num_ranks > 1 and all(each["batches"] for each in answers)
         self._compare_orders()
 
     def _compare_orders(self) -> None:
@@ -333,6 +337,21 @@ class Session:
                 f"the ranks' samplers draw different orders, and samples would come twice or never ({told}); have the "
                 "sampler draw from its `generator`, from random numbers of random, numpy.random or torch, which are "
                 "seeded alike on all ranks, or from a seed of its own and its set_epoch(epoch)"
+            )
+
+    def _compare_batches(self) -> None:
+        """Warn, once, where batch samplers have drawn the same for all ranks."""
+        if not self._compares_batches:
+            return
+        self._compares_batches = False
+        drawing, num_ranks = self._batches.drawing, self._gradients.sharing.num_ranks
+        drawn = [json.loads(data) for data in self._gather(None if drawing is None else drawing.order_to_come())]
+        if all(order == drawn[0] for order in drawn) and self.follower.ranks.rank == 0:
+            _logger.warning(
+                "the batch samplers of all ranks draw the same batches: each sample is trained on %d times in an "
+                "epoch; have the batch_sampler give each rank its share of them, or the loader seed=rank on each rank, "
+                "so that each draws its own",
+                num_ranks,
             )
 
     def _gather(self, mine: object) -> list[bytes]:
