@@ -84,6 +84,7 @@ LAYERS: Mapping[str, int] = {
     "step_state": 1,
     "fsdp.layout": 1,
     "fsdp.moves": 1,
+    "fsdp.packed": 1,
     "fsdp.placements": 1,
     "fsdp.regions": 1,
     "fsdp.checkpoint.background": 1,

@@ -31,8 +31,9 @@ from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.names import named_tensors
 from elastic_ext.fsdp.optim_groups import put_groups
 from elastic_ext.fsdp.optim_state import HeldOptimizers, held_of_optimizers, make_missing, put_values
+from elastic_ext.fsdp.packed import tensors_in
 from elastic_ext.fsdp.placements import Cut, box_after
-from elastic_ext.fsdp.plain import Plain, pack, tensors_in, unpack
+from elastic_ext.fsdp.plain import Plain, pack, unpack
 from elastic_ext.fsdp.random_state import random_tensors, restore_random
 from elastic_ext.fsdp.state import (
     Kind,

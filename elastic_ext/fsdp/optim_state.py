@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from .dtypes import dtype_of
 from .layout import Box
 from .optim_groups import packed_groups
-from .plain import Plain, pack, tensors_in, unpack
+from .packed import tensors_in
+from .plain import Plain, pack, unpack
 from .state import Held, Kind, Parameter, box_of, held, local_of
 from .trained import Trained, by_name_of, place_of, put_in, trained_by
 
@@ -200,8 +201,8 @@ class _Kinds:
 def _packed(value: object, name: str, parts: dict[str, torch.Tensor]) -> Plain:
     try:
         return pack(value, name, parts)
-    except TypeError as error:
-        raise TypeError(f"the optimizer's state {error}") from None
+    except TypeError:
+        return pack(value, f"the optimizer's state {name}", {})  # which raises the same in these words
 
 
 def _refuse_twins(tensors: Sequence[Held]) -> None:
@@ -235,7 +236,7 @@ def _made(each: Trained, key: str, meta: SavedTensor) -> torch.Tensor:
     return torch.zeros(meta.layout.shape, dtype=dtype, device=tensor.device)
 
 
-def _made_in_list(each: Trained, meta: SavedTensor, kind: Plain) -> torch.Tensor:
+def _made_in_list(each: Trained, meta: SavedTensor, kind: str) -> torch.Tensor:
     shape, dtype = meta.layout.shape, dtype_of(meta.dtype)
     return (
         torch.zeros(shape, dtype=dtype)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.plain import tensors_in
+from elastic_ext.fsdp.packed import tensors_in
 
 from .contents import GROUPS, VALUES, FileKind
 from .meta import StateMeta, TensorMeta

@@ -17,7 +17,8 @@ from elastic_ext.errors import CheckpointMismatch
 from elastic_ext.fsdp.dtypes import name_of
 from elastic_ext.fsdp.optim_groups import are_same_kinds, matching_groups, put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
-from elastic_ext.fsdp.plain import tensors_in, unpack
+from elastic_ext.fsdp.packed import tensors_in
+from elastic_ext.fsdp.plain import unpack
 from elastic_ext.fsdp.state import Held, extra_states, held_of_model, put_extra_states
 from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
 
