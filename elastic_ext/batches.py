@@ -12,7 +12,7 @@ from .accumulate import BatchPlan, StepPlan
 from .appliers import Applier
 from .config import ElasticConfig
 from .positions import Positions
-from .sources import CountedSource, FixedBatches, LeavableSource, MicroBatchSource, OrderedSource
+from .sources import BatchDrawingSource, CountedSource, FixedBatches, LeavableSource, MicroBatchSource, OrderedSource
 
 __all__ = ["Batches", "RankStep"]
 
@@ -57,6 +57,8 @@ class Batches:
         """How the loader goes on from a position, or back to one."""
         self.ordered = self.source if isinstance(self.source, OrderedSource) else None
         """The same loader, where it draws an order that has to be the same on all ranks."""
+        self.drawing = loader if isinstance(loader, BatchDrawingSource) and loader.draws_batches else None
+        """The loader, where each rank draws batches of its own."""
         self._fixed = None if self.source is not None or loader is None else FixedBatches.of(loader)
         if micro_batch_size is not None and (self.source is not None or self._fixed is not None):
             raise ValueError(

@@ -164,7 +164,7 @@ class Checkpoints:
         path = saves.path_of_now
         if path is None:
             return saves.save_and_wait(name, moment or self._state.moment())
-        change = self._job.change_since(path, self._state.model, self._state.collect, PASSES_BY_ITSELF)
+        change = self._job.change_since(path, self._state.collect, PASSES_BY_ITSELF)
         if change is None:
             return path
         try:
@@ -174,13 +174,13 @@ class Checkpoints:
 
     def try_out(self) -> None:
         """Find out now what could not be saved later."""
-        self._job.try_out(lambda: self._state.collect({}))
+        self._job.try_out(self._state.collect)
 
     def make_ready(self) -> None:
         """Make the memory for saving in the background, once, as soon as there is an interval to save at."""
         if not self.held.is_on and (self._interval.steps or self._interval.epochs):
             self.held.is_on = True
-            self._job.live.make_ready(ToSave(self._state.model, self._state.collect))
+            self._job.live.make_ready(ToSave(self._state.collect))
 
     def end(self) -> None:
         """Training has ended well on all ranks: what is being saved is, or is an error; and that it went back.

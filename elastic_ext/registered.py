@@ -11,9 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointMismatch
+from .fsdp.checkpoint.contents import REGISTERED, own_registered_prefix
 from .fsdp.checkpoint.memory import put_part
 from .fsdp.checkpoint.opened import Opened, Wanted
 from .fsdp.dtypes import dtype_of
+from .fsdp.layout import Box
 from .fsdp.state import box_of, local_of
 
 __all__ = ["Registered", "claim_registered", "fill_registered", "named_registered", "wanted_of_registered"]
@@ -26,23 +28,35 @@ Registered = dict[str, Mapping[str, torch.Tensor]]
 def named_registered(registered: Registered) -> dict[str, torch.Tensor]:
     """All their tensors, as they are called in a checkpoint."""
     return {
-        f"registered/{quote(name, safe='')}/{key}": tensor  # keys may have slashes in them
+        f"{REGISTERED}{quote(name, safe='')}/{key}": tensor  # keys may have slashes in them
         for name, held in registered.items()
         for key, tensor in held.items()
     }
 
 
-def wanted_of_registered(opened: Opened, registered: Registered, unclaimed: Registered, *, tells: bool) -> list[Wanted]:
-    """What is registered, to be filled; what is not so far waits for whoever registers it."""
-    saved: dict[str, dict[str, str]] = {}
-    for full in opened.names("extra"):
-        kind, _, rest = full.partition("/")
-        if kind == "registered":
-            quoted, _, key = rest.partition("/")
-            saved.setdefault(unquote(quoted), {})[key] = full
+def wanted_of_registered(
+    opened: Opened, registered: Registered, unclaimed: Registered, *, rank: int, num_ranks: int
+) -> list[Wanted]:
+    """What is registered, to be filled; what is not so far waits for whoever registers it.
+
+    Of what ranks had of their own each gets its own where there are as many ranks, and the first one's elsewhere.
+    """
+    saved = _saved_under(opened, REGISTERED)
     unsaved = sorted(registered.keys() - saved.keys())
-    if unsaved and tells:
+    if unsaved and rank == 0:
         _logger.warning("%s has no registered state %s: it stays as it is", opened.found.path, ", ".join(unsaved))
+    is_own = opened.num_ranks == num_ranks
+    own = _saved_under(opened, own_registered_prefix(rank if is_own else 0))
+    if own and not is_own and rank == 0:
+        _logger.warning(
+            "%s has registered state %s of each of %d ranks, and here are %d: all get that of rank 0",
+            opened.found.path,
+            ", ".join(sorted(own)),
+            opened.num_ranks,
+            num_ranks,
+        )
+    for name, keys in own.items() if is_own else ():
+        saved[name] |= {key: full for key, full in keys.items() if _is_whole(registered.get(name, {}).get(key))}
     unclaimed.clear()
     wanted = []
     for name, keys in saved.items():
@@ -56,6 +70,21 @@ def wanted_of_registered(opened: Opened, registered: Registered, unclaimed: Regi
         what = f"registered state {name}"
         wanted += [Wanted(full, local_of(held[key]), box_of(full, held[key]), what) for key, full in keys.items()]
     return wanted
+
+
+def _saved_under(opened: Opened, prefix: str) -> dict[str, dict[str, str]]:
+    """What there is of registered state: its tensors' names in the checkpoint, by its own and their keys."""
+    saved: dict[str, dict[str, str]] = {}
+    for full in opened.names("extra"):
+        if full.startswith(prefix):
+            quoted, _, key = full.removeprefix(prefix).partition("/")
+            saved.setdefault(unquote(quoted), {})[key] = full
+    return saved
+
+
+def _is_whole(held: torch.Tensor | None) -> bool:
+    """Whether a rank has all of what is registered by now; parts of what ranks had differently make no whole."""
+    return held is None or box_of("registered", held) == Box.whole(tuple(held.shape))
 
 
 def claim_registered(name: str, held: Mapping[str, torch.Tensor], unclaimed: Registered) -> None:

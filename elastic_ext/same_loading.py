@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 
 from .batches import Batches
@@ -10,6 +11,8 @@ from .errors import RanksDisagreeError
 from .ranks import Ranks
 
 __all__ = ["SameLoading"]
+
+_logger = logging.getLogger(__name__)
 
 
 class SameLoading:
@@ -19,6 +22,7 @@ class SameLoading:
         self._batches = batches
         self._ranks = ranks
         self._compares_orders = False  # at each epoch: a sampler draws them
+        self._compares_batches = False  # at the first one: each rank draws them for itself
 
     def compare(self) -> None:
         """Raise where loaders differ: the ranks would take different numbers of steps, or samples twice.
@@ -30,6 +34,7 @@ class SameLoading:
             "sizes": self._batches.description,
             "seed": None if ordered is None else ordered.seed,
             "draws": ordered is not None and ordered.draws_order,
+            "batches": self._batches.drawing is not None,
         }
         answers = [json.loads(data) for data in self._gather(mine)]
         if any(other["sizes"] != answers[0]["sizes"] for other in answers):
@@ -41,6 +46,7 @@ class SameLoading:
         if ordered is not None and None not in (ordered.seed, seed) and ordered.seed != seed:
             ordered.take_seed(seed)
         self._compares_orders = len(answers) > 1 and any(each["draws"] for each in answers)
+        self._compares_batches = all(each["batches"] for each in answers)
         self.compare_orders()
 
     def compare_orders(self) -> None:
@@ -55,6 +61,21 @@ class SameLoading:
                 f"the ranks' samplers draw different orders, and samples would come twice or never ({told}); have the "
                 "sampler draw from its `generator`, from random numbers of random, numpy.random or torch, which are "
                 "seeded alike on all ranks, or from a seed of its own and its set_epoch(epoch)"
+            )
+
+    def compare_batches(self, num_replicas: int) -> None:
+        """Warn, once, where batch samplers have drawn the same for so many replicas of the model."""
+        if not self._compares_batches or num_replicas == 1:
+            return
+        self._compares_batches = False
+        drawing = self._batches.drawing
+        drawn = [json.loads(data) for data in self._gather(None if drawing is None else drawing.order_to_come())]
+        if all(order == drawn[0] for order in drawn) and self._ranks.rank == 0:
+            _logger.warning(
+                "the batch samplers of all ranks draw the same batches: each sample is trained on %d times in an "
+                "epoch; have the batch_sampler give each rank its share of them, or the loader seed=rank on each rank, "
+                "so that each draws its own",
+                num_replicas,
             )
 
     def _gather(self, mine: object) -> list[bytes]:

@@ -61,7 +61,7 @@ class Saves:
         state, step, epoch = self._state, self._counts.global_step, self._counts.epoch
         return SaveRequest(
             name=name,
-            what=ToSave(state.model, partial(state.collect, moment=moment), state.stepped() if overlaps else ()),
+            what=ToSave(partial(state.collect, moment=moment), state.stepped() if overlaps else ()),
             ask=lambda: f"save {name} at step {step} of epoch {epoch}",
             step=step,
             epoch=epoch,

@@ -195,6 +195,7 @@ class Session:
         self._is_in_epoch = True
         self.reset()
         self._loading.compare_orders()
+        self._loading.compare_batches(self._gradients.sharing.num_ranks)
         self._counts.epoch, self._counts.is_in_epoch = epoch, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from .accumulate import BatchPlan, StepPlan, nearest_batches
 
 __all__ = [
+    "BatchDrawingSource",
     "CountedSource",
     "FixedBatches",
     "LeavableSource",
@@ -121,6 +122,18 @@ class OrderedSource(MicroBatchSource, Protocol):
 
     def order_to_come(self) -> Any:
         """What the order of the loop that comes is, as plain values. Called where an epoch begins."""
+
+
+@runtime_checkable
+class BatchDrawingSource(Protocol):
+    """A loader with sizes of its own whose batches each rank may draw for itself, so that they should differ."""
+
+    @property
+    def draws_batches(self) -> bool:
+        """Whether it does."""
+
+    def order_to_come(self) -> Any:
+        """What the batches of the loop that comes are, as plain values. Called where an epoch begins."""
 
 
 @runtime_checkable

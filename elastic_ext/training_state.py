@@ -119,7 +119,7 @@ class TrainingState:
             | {name: draw.get_state() for name, draw in _generators_of(self._batches.loader).items()},
         )
 
-    def collect(self, own_buffers: Mapping[str, torch.Tensor], moment: Moment | None = None) -> Contents:
+    def collect(self, moment: Moment | None = None) -> Contents:
         """All that this rank has: as it is now, and the rest as it was at ``moment``."""
         moment = moment or self.moment()
         tensors = named_registered(self._unclaimed | self._registered) | dict(moment.tensors)
@@ -143,7 +143,6 @@ class TrainingState:
             rank=self.rank,
             tensors=tensors,
             own={
-                **own_buffers,
                 **moment.own_position,
                 **{f"random/{self.rank}/{name}": tensor for name, tensor in moment.random.items()},
             },
@@ -189,7 +188,9 @@ class TrainingState:
         self._loader = Loader(self.model, optimizers, rank=self.rank, num_ranks=self.num_ranks)
         self._check_parts(opened)
         self._loader.check(opened)
-        self._wanted = wanted_of_registered(opened, self._registered, self._unclaimed, tells=self.rank == 0)
+        self._wanted = wanted_of_registered(
+            opened, self._registered, self._unclaimed, rank=self.rank, num_ranks=self.num_ranks
+        )
 
     def load(self, opened: Opened) -> Resumed:
         """Fill all tensors, and give what is taken up once every rank has come so far.

@@ -20,6 +20,7 @@ from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.errors import RanksDisagreeError
 from tests.ranks import RankPool
 from tests.thinning import the_first
+from tests.watching import collected_warnings
 
 SIZE = 96
 BATCH = 8
@@ -268,6 +269,45 @@ def test_ranks_with_seeds_of_their_own_take_that_of_the_first(ranks: RankPool, t
     everyone = ranks.run(2, train_with_own_draws, tmp_path, None)
     for epoch in range(2):
         assert sorted(sample for taken, _ in everyone for sample in taken[epoch]) == list(range(12))
+
+
+class DrawnBatches:
+    """A batch sampler that shares nothing out, and counts how often it is asked."""
+
+    num_draws = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.num_draws += 1
+        order = random.sample(range(12), 12)
+        return iter([order[start : start + 2] for start in range(0, 12, 2)])
+
+
+def train_on_drawn_batches(rank: int, folder: Path) -> list[tuple[list[str], int]]:
+    """What is warned of with equal seeds and with unequal ones, and how often two epochs draw."""
+    told = []
+    for name, seed in {"equal": 0, "own": rank}.items():
+        (folder / name).mkdir(exist_ok=True)
+        model, batches = DistributedDataParallel(torch.nn.Linear(1, 1)), DrawnBatches()
+        loader = ElasticDataLoader(torch.arange(12.0)[:, None], batch_sampler=batches, seed=seed)
+        trainer = ElasticTrainer(model, loader, job="job", run_dir=folder / name / str(rank))
+        with collected_warnings() as warned, trainer:
+            optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+            batches.num_draws = 0
+            for epoch in range(2):
+                with trainer.epoch(epoch):
+                    for inputs in loader:
+                        with trainer.step():
+                            model(inputs).sum().backward()
+                            optimizer.step()
+        told.append((warned.about("batch_sampler"), batches.num_draws))
+    return told
+
+
+def test_batches_that_all_ranks_draw_alike_are_warned_of_once(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, train_on_drawn_batches, tmp_path)
+    assert [len(warned) for warned, _ in first + second] == [1, 0, 0, 0]
+    assert "each sample is trained on 2 times in an epoch; have the batch_sampler give each rank its" in first[0][0][0]
+    assert [num_draws for _, num_draws in first + second] == [2] * 4  # what is compared is what is trained on
 
 
 @pytest.mark.parametrize(("num_alike", "num_epochs"), [(0, 0), (1, 1)])

@@ -19,6 +19,7 @@ from elastic_ext import ElasticTrainer
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
+from elastic_ext.data.order import Drawn
 from elastic_ext.data.pinning import Pinning
 from elastic_ext.data.sampler import ElasticDistributedSampler
 from tests.training import make_model
@@ -134,6 +135,38 @@ def test_a_sampler_that_never_ends_is_refused_and_not_waited_for() -> None:
     loader = ElasticDataLoader(range(5), sampler=Endless())
     with pytest.raises(ValueError, match="a length of 5, and gave 16777216 samples without coming to an end"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(("num_told", "length"), [(None, "no length"), (7, "a length of 7")])
+def test_a_batch_sampler_that_never_ends_is_refused_while_it_takes_little_memory(
+    num_told: int | None, length: str
+) -> None:
+    class Endless:
+        num_given = 0
+
+        def __len__(self) -> int:
+            if num_told is None:
+                raise TypeError("it has none")
+            return num_told
+
+        def __iter__(self) -> Iterator[list[int]]:
+            while True:
+                self.num_given += 1
+                yield [0] * 64
+
+    batches = Endless()
+    loader = ElasticDataLoader(range(5), batch_sampler=batches)
+    with pytest.raises(ValueError, match=rf"has {length}, and gave 16385 batches of more than 1048576 samples in all"):
+        next(iter(loader))
+    assert batches.num_given == 16385
+
+
+def test_a_batch_sampler_may_give_as_many_batches_as_it_says_and_go_through_a_dataset_some_times() -> None:
+    batches = [range(64)] * 20_000
+    assert len(list(Drawn.of_batches(batches, 64).indices(0, 30_000))) == 20_000
+    assert Drawn.of_batches(iter(batches), 64 * 5_000).num_samples == 20_000
+    with pytest.raises(ValueError, match="no length, and gave 19985 batches of more than 1279000 samples"):
+        Drawn.of_batches(iter(batches), 64 * 5_000 - 250)
 
 
 # --- shares ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from elastic_ext import StepError, TornStepError
+from elastic_ext import CheckpointInterval, StepError, TornStepError
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp import convert_to_dcp
 from tests.loops import put, seen_by
 from tests.test_optimizer import MADE, MakeOptimizer, Parameters, groups_of
 from tests.training import Slices, bits_of, make_data, make_model, plain_losses, trainer_of
@@ -243,6 +245,28 @@ def test_lbfgs_takes_its_steps_as_without_a_trainer(tmp_path: Path) -> None:
         assert lbfgs_steps(model, optimizer, trainer.step) == expected
         assert trainer.global_step == 3
     assert bits_of(model) == bits_of(plain_model)
+
+
+def test_lbfgs_goes_on_from_a_checkpoint_and_back_to_one_bit_for_bit(tmp_path: Path) -> None:
+    def prepared() -> tuple[Any, nn.Module, Any]:
+        model, interval = make_model(), CheckpointInterval(steps=1)
+        trainer = trainer_of(tmp_path, model, shared_storage_path=tmp_path / "storage", checkpoint_interval=interval)
+        return trainer, model, trainer.prepare(LBFGS(model.parameters(), lr=0.2, max_iter=4, history_size=6))
+
+    plain_model = make_model()
+    plain = LBFGS(plain_model.parameters(), lr=0.2, max_iter=4, history_size=6)
+    expected = lbfgs_steps(plain_model, plain, torch.enable_grad) + lbfgs_steps(plain_model, plain, torch.enable_grad)
+    trainer, model, optimizer = prepared()
+    with trainer:
+        assert lbfgs_steps(model, optimizer, trainer.step) == expected[:3]
+    trainer, model, optimizer = prepared()
+    with trainer:
+        assert lbfgs_steps(model, optimizer, trainer.step) == expected[3:]
+        assert bits_of(model) == bits_of(plain_model)
+        folder = trainer.rewind(1)  # when lists were shorter
+        assert lbfgs_steps(model, optimizer, trainer.step) == expected[1:4]
+    with pytest.raises(CheckpointError, match=r"that is a list of tensors, or the like: 0\.weight/al, "):
+        convert_to_dcp(folder, tmp_path / "dcp")
 
 
 def test_lbfgs_with_several_micro_steps_is_refused_with_the_reason(tmp_path: Path) -> None:

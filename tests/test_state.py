@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -31,6 +31,7 @@ from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.names import named_tensors
 from elastic_ext.fsdp.optim_groups import put_groups
 from elastic_ext.fsdp.optim_state import HeldOptimizers, held_of_optimizers, make_missing, put_values
+from elastic_ext.fsdp.packed import tensors_in
 from elastic_ext.fsdp.placements import Cut, box_after
 from elastic_ext.fsdp.plain import Plain, pack, unpack
 from elastic_ext.fsdp.random_state import random_tensors, restore_random
@@ -316,8 +317,10 @@ class Counting(Optimizer):
                 state = self.state[part]
                 state["count"] = state.get("count", 0) + 1
                 state["seen"] = (*state.get("seen", ()), float("nan"))[-2:]
+                state["old"] = [*state.get("old", []), part.grad.clone(), state["count"]][-4:]
+                state["sums"] = {"of": (state["old"][0].sum(), numpy.ones(2)), "none": None}
                 state.setdefault("mean", torch.zeros_like(part, dtype=torch.float32)).add_(part.grad)
-                part.sub_(state["mean"] * group["lr"] / state["count"])
+                part.sub_((state["mean"] + state["old"][0]) * group["lr"] / state["count"])
 
 
 OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
@@ -374,8 +377,9 @@ def take_up(pair: Pair, saved: tuple[dict[str, torch.Tensor], dict[str, Meta], d
     model, optimizers = pair
     tensors, metas, values, groups = saved
     parameters = held_of_model(model).parameters
-    assert make_missing(optimizers, parameters, metas) == []
-    assert put_values(optimizers, parameters, values) == []
+    in_lists = {name for value in values.values() for name in tensors_in(value)}
+    assert make_missing(optimizers, parameters, {name: metas[name] for name in metas.keys() - in_lists}) == []
+    assert put_values(optimizers, parameters, values, metas) == []
     put_groups(optimizers, parameters, groups)
     held = [*held_of_model(model).tensors, *held_of_optimizers(optimizers, parameters).tensors]
     assert {one.name for one in held} == set(tensors)
@@ -505,7 +509,7 @@ def test_state_without_a_parameter_here_is_told() -> None:
     optimizer = SGD(model[0].parameters(), lr=0.1)
     metas = {name: Meta("F32", "like", _Layout((5,))) for name in ("2.bias/momentum_buffer", "gone/exp_avg", "odd")}
     assert make_missing([optimizer], parameters, metas) == ["2.bias/momentum_buffer", "gone/exp_avg", "odd"]
-    assert put_values([optimizer], parameters, {"2.bias/count": 3}) == ["2.bias/count"]
+    assert put_values([optimizer], parameters, {"2.bias/count": 3}, {}) == ["2.bias/count"]
     assert not optimizer.state
 
 
@@ -541,8 +545,8 @@ def test_what_would_have_to_be_pickled_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="group 0 of SGD: schedule is a function, which cannot be saved without pickle"):
         held(model, optimizer)
     del optimizer.param_groups[0]["schedule"]
-    optimizer.state[weight_of(model)]["old"] = [torch.ones(2)]
-    with pytest.raises(TypeError, match=r"the optimizer's state 0\.weight/old/0 is a Tensor"):
+    optimizer.state[weight_of(model)]["old"] = [torch.ones(2), object()]
+    with pytest.raises(TypeError, match=r"the optimizer's state 0\.weight/old/1 is a object, which cannot be saved"):
         held(model, optimizer)
     del optimizer.state[weight_of(model)]
     optimizer.state[weight_of(model)][3] = 1
@@ -565,6 +569,21 @@ def test_names_with_slashes_are_told_apart_or_refused() -> None:
     optimizer.state[one]["b/c"] = torch.ones(2)
     with pytest.raises(ValueError, match="the state 'b/c' of a has a name like another's"):
         held(model, optimizer)
+    optimizer.state[one].clear()
+    optimizer.state[other] |= {"d": [torch.ones(2)], "d/0": torch.ones(2)}
+    with pytest.raises(ValueError, match="two tensors of the optimizers' state come to be called a/b/d/0"):
+        held(model, optimizer)
+
+
+def test_a_list_of_tensors_of_a_sharded_parameter_is_refused_as_one() -> None:
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    optimizer.state[weight_of(model)]["old"] = [torch.ones(2)]
+    whole = held_of_model(model).parameters
+    cut = [replace(each, box=Box.flat(each.box.shape, 0, 1)) for each in whole]
+    assert [each.kind for each in held_of_optimizers([optimizer], whole).tensors] == ["own"]
+    with pytest.raises(TypeError, match=r"0\.weight/old/0 is a tensor in a list .* to the part of 0\.weight"):
+        held_of_optimizers([optimizer], cut)
 
 
 # --- plain values ---------------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def take_up(model: nn.Module, optimizer: Optimizer, rank: int, whole: State) -> 
     parameters = held_of_model(model).parameters
     assert make_missing([optimizer], parameters, {one.name: one for one in whole.optimizer}, rank=rank) == []
     put_groups([optimizer], parameters, whole.groups)
-    put_values([optimizer], parameters, whole.values)
+    put_values([optimizer], parameters, whole.values, {})
     by_name = {one.name: one for one in whole.model + whole.optimizer}
     for one in held_of_model(model).tensors + held_of_optimizers([optimizer], parameters, rank=rank).tensors:
         part = by_name[one.name].tensor[places(one.box)]

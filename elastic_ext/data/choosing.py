@@ -70,9 +70,10 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
                 "pad and drop_last of an ElasticDistributedSampler are for one without such a loader, which cuts "
                 "whole steps; give drop_last to the loader"
             )
+    elif ordering.batches is None:
+        sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
     else:
-        kind = ElasticDistributedSampler if ordering.batches is None else OwnBatches
-        sampler = kind(None, 1, 0, sampler=sampler, seed=seed)
+        sampler = OwnBatches(sampler, dataset, seed)
     return Indexed(
         dataset,
         sampler,

@@ -50,6 +50,7 @@ class Indexed:
         self._seeds_samples = seeds_samples
         self._given_plan: BatchPlan | None = None
         self._rank = sampler.rank
+        self._is_drawn = False  # for the loop that comes: those of a batch sampler's own generator would not come again
         self._place = Place()  # at which the loop under way has begun, or the one that comes will
 
     @property
@@ -90,8 +91,9 @@ class Indexed:
             self.running.end()  # a trainer counts what one loop takes
         place, self.running = self._to_come(), None
         self._sampler.set_epoch(place.epoch)
-        if self._start_of(place) == 0:
+        if self._start_of(place) == 0 and not self._is_drawn:
             self._sampler.draw_anew()
+        self._is_drawn = False
         order = self._order()
         cursor = Cursor(order.num_samples, position=self._start_of(place))
         self._place = replace(place, position=cursor.passed)
@@ -144,6 +146,9 @@ class Indexed:
             return self.running.order.state_dict()
         self._place, self.running = self._to_come(), None
         self._sampler.set_epoch(self._place.epoch)
+        if self._is_of_batches and self._start_of(self._place) == 0:
+            self._sampler.draw_anew()
+            self._is_drawn = True
         return self._sampler.order.state_dict()
 
     def state_dict(self) -> dict[str, Any]:

@@ -167,6 +167,11 @@ class ElasticDataLoader(DataLoader[_Sample]):
         """Whether a sampler says the order, which may give each rank another one."""
         return self._epochs.draws_order
 
+    @property
+    def draws_batches(self) -> bool:
+        """Whether a batch sampler says which batches this rank has, and those of other ranks are not known here."""
+        return self._batches is not None and self._epochs.has_own_positions
+
     def take_seed(self, seed: int) -> None:
         """Draw the orders that come from this one; workers are seeded as before."""
         self._epochs.take_seed(seed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
 from itertools import islice
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BatchOrder", "Drawn", "InTurn", "Order", "Shuffled"]
+__all__ = ["BatchOrder", "Drawn", "InTurn", "Order", "Shuffled", "told_length"]
 
 _MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
 _NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tests/test_order.py)
@@ -23,6 +23,8 @@ _BLOCK = 16_384  # positions that are computed together: each by itself would ta
 _SORTED, _ROUNDS = 1, 2  # the numbers of the algorithms: what one of them gives never changes
 _MOST_SAMPLES = 1 << 48
 _MOST_UNCOUNTED = 1 << 24  # samples that a sampler may give that says of fewer, or of none
+_MOST_IN_BATCHES = 1 << 20  # the same of a batch sampler, whose batches take several times as much memory
+_MOST_TIMES = 4  # that it may go through its dataset, if that comes to more
 
 _Words = npt.NDArray[np.uint64]
 
@@ -122,7 +124,7 @@ class Drawn:
     """What a sampler gave, kept as it came."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
-        told = _told_length(indices)
+        told = told_length(indices)
         most = max(told or 0, _MOST_UNCOUNTED)
         drawn = [_own(index) for index in islice(indices, most + 1)]
         if len(drawn) > most:
@@ -131,6 +133,16 @@ class Drawn:
                 f"the sampler has {length}, and gave {most} samples without coming to an end; an epoch has one: have "
                 "it stop, or say by __len__ how many there are"
             )
+        self._keep(drawn)
+
+    @classmethod
+    def of_batches(cls, batches: Iterable[Any], num_samples: int | None) -> Drawn:
+        """What a batch sampler gave, of a dataset that has so many samples, if that is known."""
+        drawn = cls(())
+        drawn._keep([_own(batch) for batch in _some_of(batches, num_samples or 0)])
+        return drawn
+
+    def _keep(self, drawn: list[Any]) -> None:
         is_plain = all(type(index) is int and -(1 << 63) <= index < 1 << 63 for index in drawn)
         self._indices: Any = np.array(drawn, dtype=np.int64) if is_plain else drawn
         self.num_samples = len(drawn)
@@ -161,9 +173,25 @@ class BatchOrder:
         return self._order.state_dict()
 
 
-def _told_length(indices: Any) -> int | None:
+def _some_of(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
+    """All of them; ValueError where they come to no end."""
+    told = told_length(batches)
+    most, num_given = max(_MOST_IN_BATCHES, _MOST_TIMES * num_samples), 0
+    for number, batch in enumerate(batches, 1):
+        num_given += told_length(batch) or 1
+        if num_given > most and number > (told or 0):
+            length = "no length" if told is None else f"a length of {told}"
+            raise ValueError(
+                f"the batch_sampler has {length}, and gave {number} batches of more than {most} samples in all without "
+                "coming to an end; an epoch has one: have it stop, or say by __len__ how many batches there are"
+            )
+        yield batch
+
+
+def told_length(thing: Any) -> int | None:
+    """Its length, None where it has none, or does not tell."""
     try:
-        return len(indices)
+        return len(thing)
     except (TypeError, NotImplementedError):  # it may have the method, and no length
         return None
 

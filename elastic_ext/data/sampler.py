@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 
 from elastic_ext.given import check_flag
 
-from .order import Drawn, InTurn, Order, Shuffled
+from .order import Drawn, InTurn, Order, Shuffled, told_length
 from .seeding import seeded
 
 __all__ = ["ElasticDistributedSampler", "OwnBatches"]
@@ -212,14 +212,24 @@ class ElasticDistributedSampler(Sampler[Any]):
             if isinstance(getattr(each, "generator", self), torch.Generator | None):
                 each.generator = torch.Generator().manual_seed(_seed_of(self.seed, self.epoch))
         with seeded(_seed_of(self.seed, self.epoch)):  # for samplers deeper in it, and those that have no generator
-            return Drawn(sampler)
+            return self._taken_from(sampler)
+
+    def _taken_from(self, sampler: Any) -> Drawn:
+        return Drawn(sampler)
 
 
 class OwnBatches(ElasticDistributedSampler):
     """What a rank's own batch sampler gives, which may share batches out by itself: nobody else does."""
 
+    def __init__(self, batches: Iterable[Any], of: Any, seed: int) -> None:
+        super().__init__(None, 1, 0, sampler=batches, seed=seed)
+        self._of = of  # the dataset
+
     def _check(self, sampler: Any) -> None:
         """It is as good as any."""
+
+    def _taken_from(self, sampler: Any) -> Drawn:
+        return Drawn.of_batches(sampler, told_length(self._of))
 
 
 def _seed_of(seed: int, epoch: int) -> int:

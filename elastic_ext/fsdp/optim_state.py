@@ -3,7 +3,8 @@ before it is loaded.
 
 A state tensor is called ``<parameter>/<key>``. Its kind says how it goes with its parameter: *like* it, in shape and
 in where it lies; a *scalar*; of its *own* shape; or *opaque*: of a shape and with contents that belong to what lies on
-this rank alone, which no other layout can take over.
+this rank alone, which no other layout can take over. Tensors in lists and the like are called
+``<parameter>/<key>/<index>``, and the list, a value, refers to them by that.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from .dtypes import dtype_of
 from .layout import Box
 from .optim_groups import packed_groups
+from .packed import tensors_in
 from .plain import Plain, pack, unpack
 from .state import Held, Kind, Parameter, box_of, held, local_of
 from .trained import Trained, by_name_of, place_of, put_in, trained_by
@@ -49,7 +51,8 @@ class HeldOptimizers:
 
     tensors: list[Held]
     values: dict[str, Plain]
-    """State that is no tensor, such as a count that is an int; of parameters that this rank has something of."""
+    """State that is no tensor, such as a count that is an int, or a list of tensors; of parameters that this rank has
+    something of."""
     groups: list[Plain]
     """Per optimizer its class and its groups: names of parameters, and values such as lr. The same on every rank."""
 
@@ -81,7 +84,10 @@ def held_of_optimizers(
             if isinstance(value, torch.Tensor):
                 tensors.append(one.held(each.parameter, key, value, rank))
             else:
-                values[name] = pack(value, f"the optimizer's state {name}")
+                parts: dict[str, torch.Tensor] = {}
+                values[name] = _packed(value, name, parts)
+                tensors += [one.held_in_list(each.parameter, part, tensor) for part, tensor in parts.items()]
+    _refuse_twins(tensors)
     return HeldOptimizers(tensors, values, groups)
 
 
@@ -115,9 +121,15 @@ def make_missing(
 
 
 def put_values(
-    optimizers: Sequence[Optimizer], parameters: Sequence[Parameter], values: Mapping[str, Plain]
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[Parameter],
+    values: Mapping[str, Plain],
+    saved: Mapping[str, SavedTensor],
 ) -> list[str]:
-    """Put state that is no tensor in its place; gives the names that no optimizer has a place for."""
+    """Put state that is no tensor in its place; gives the names that no optimizer has a place for.
+
+    Tensors in it that were ``saved`` are made as zeros, to be loaded into.
+    """
     by_name = by_name_of(trained_by(optimizers, parameters))
     without_place = []
     for name, packed in values.items():
@@ -126,7 +138,8 @@ def put_values(
             without_place.append(name)
         elif not place[0].parameter.is_elsewhere:
             each, key = place
-            each.state[key] = put_in(each.state.get(key), unpack(packed))
+            parts = {part: _made_in_list(each, saved[part], kind) for part, kind in tensors_in(packed).items()}
+            each.state[key] = put_in(each.state.get(key), unpack(packed, parts))
     return without_place
 
 
@@ -174,6 +187,31 @@ class _Kinds:
             return held(name, value, box, "own")
         return held(f"{name}@{rank}", value, box, "opaque")
 
+    def held_in_list(self, parameter: Parameter, name: str, value: torch.Tensor) -> Held:
+        is_whole = parameter.box == Box.whole(parameter.box.shape) and not parameter.is_range
+        if not is_whole and not isinstance(value, DTensor):
+            raise TypeError(
+                f"the optimizer's state {name} is a tensor in a list or the like, and belongs to the part of "
+                f"{parameter.name} that lies on this rank; allowed: such lists where parameters are not sharded, or "
+                "lists of DTensors"
+            )
+        return held(name, value, box_of(name, value), "own")
+
+
+def _packed(value: object, name: str, parts: dict[str, torch.Tensor]) -> Plain:
+    try:
+        return pack(value, name, parts)
+    except TypeError:
+        return pack(value, f"the optimizer's state {name}", {})  # which raises the same in these words
+
+
+def _refuse_twins(tensors: Sequence[Held]) -> None:
+    names: set[str] = set()
+    for each in tensors:
+        if each.name in names:
+            raise ValueError(f"two tensors of the optimizers' state come to be called {each.name}; rename a key")
+        names.add(each.name)
+
 
 def _is_like(value: torch.Tensor, parameter: Parameter) -> bool:
     if isinstance(value, DTensor):
@@ -196,3 +234,12 @@ def _made(each: Trained, key: str, meta: SavedTensor) -> torch.Tensor:
     if meta.kind == "own":
         return tensor.new_zeros(meta.layout.shape, dtype=dtype)  # a DTensor where the parameter is one
     return torch.zeros(meta.layout.shape, dtype=dtype, device=tensor.device)
+
+
+def _made_in_list(each: Trained, meta: SavedTensor, kind: str) -> torch.Tensor:
+    shape, dtype = meta.layout.shape, dtype_of(meta.dtype)
+    return (
+        torch.zeros(shape, dtype=dtype)
+        if kind == "array"
+        else each.parameter.tensor.detach().new_zeros(shape, dtype=dtype)
+    )

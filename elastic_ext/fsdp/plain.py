@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 
+from .packed import MARK
+
 __all__ = ["Plain", "pack", "unpack"]
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
-_MARK = "!"
 _MAX_DEPTH = 100
 _ALLOWED = (
     "allowed: numbers, text, bytes, None, tensors, arrays, torch's dtypes and devices, and tuples, lists, sets, deques "
@@ -61,10 +62,10 @@ def unpack(packed: Plain, tensors: Mapping[str, torch.Tensor] | None = None) -> 
         return [unpack(each, tensors) for each in packed]
     if not isinstance(packed, dict):
         return packed
-    if _MARK not in packed:
+    if MARK not in packed:
         return {key: unpack(each, tensors) for key, each in packed.items()}
     try:
-        return _unpack_marked(packed[_MARK], packed.get("of"), packed, tensors or {})
+        return _unpack_marked(packed[MARK], packed.get("of"), packed, tensors or {})
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"{str(packed)[:80]} is not a value that was saved: {type(error).__name__}: {error}"
@@ -87,16 +88,16 @@ def _pack(value: object, where: str, tensors: dict[str, torch.Tensor] | None, de
     if type(value) is list:
         return [inner(each, index) for index, each in enumerate(value)]
     if type(value) is deque:
-        return {_MARK: "deque", "most": value.maxlen, "of": [inner(each, index) for index, each in enumerate(value)]}
+        return {MARK: "deque", "most": value.maxlen, "of": [inner(each, index) for index, each in enumerate(value)]}
     kind = _NAMES.get(type(value))
     if kind in _SEQUENCES:
         assert isinstance(value, (tuple, set, frozenset))
-        return {_MARK: kind, "of": [inner(each, index) for index, each in enumerate(value)]}
+        return {MARK: kind, "of": [inner(each, index) for index, each in enumerate(value)]}
     if kind in _MAPPINGS:
         assert isinstance(value, dict)
-        if kind == "dict" and all(isinstance(key, str) for key in value) and _MARK not in value:
+        if kind == "dict" and all(isinstance(key, str) for key in value) and MARK not in value:
             return {str(key): inner(each, key) for key, each in value.items()}
-        return {_MARK: kind, "of": [[inner(key, f"key {key!r}"), inner(each, key)] for key, each in value.items()]}
+        return {MARK: kind, "of": [[inner(key, f"key {key!r}"), inner(each, key)] for key, each in value.items()]}
     raise TypeError(f"{where} is a {type(value).__name__}, which cannot be saved without pickle; {_ALLOWED}")
 
 
@@ -104,15 +105,15 @@ def _pack_one(value: object, where: str) -> Plain:
     if isinstance(value, Enum):
         raise TypeError(f"{where} is an Enum, {value!r}, which cannot be saved without pickle; {_ALLOWED}")
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {_MARK: "float", "of": repr(float(value))}
+        return float(value) if math.isfinite(value) else {MARK: "float", "of": repr(float(value))}
     if isinstance(value, complex):
-        return {_MARK: "complex", "of": repr(complex(value))}
+        return {MARK: "complex", "of": repr(complex(value))}
     if isinstance(value, bytes):
-        return {_MARK: "bytes", "of": base64.b64encode(value).decode()}
+        return {MARK: "bytes", "of": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
-        return {_MARK: "dtype", "of": str(value).removeprefix("torch.")}
+        return {MARK: "dtype", "of": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
-        return {_MARK: "device", "of": str(value)}
+        return {MARK: "device", "of": str(value)}
     if isinstance(value, str):
         try:
             value.encode()
@@ -133,7 +134,7 @@ def _pack_tensor(value: Any, where: str, tensors: dict[str, torch.Tensor] | None
         tensors[where] = _tensor_of(value) if is_array else value.detach()
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where} is an array of {value.dtype}: {error}") from None
-    return {_MARK: "array" if is_array else "tensor", "of": where}
+    return {MARK: "array" if is_array else "tensor", "of": where}
 
 
 def _tensor_of(array: numpy.ndarray[Any, Any]) -> torch.Tensor:

@@ -33,7 +33,6 @@ __all__ = [
     "box_of",
     "extra_states",
     "held",
-    "held_buffers",
     "held_of_model",
     "local_of",
     "memory_of",
@@ -94,11 +93,6 @@ def held_of_model(model: nn.Module) -> HeldModel:
     placed = list(_placed(model))
     parameters = [each for each in placed if each.named.kind == "parameter" and each.named.is_alias_of is None]
     return HeldModel(list(map(_held_at, placed)), list(map(_parameter_at, parameters)))
-
-
-def held_buffers(model: nn.Module) -> list[Held]:
-    """The buffers among its tensors."""
-    return [_held_at(each) for each in _placed(model, "buffer")]
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:
@@ -186,8 +180,8 @@ class _Placed:
     """FSDP1 cuts it."""
 
 
-def _placed(model: nn.Module, kind: Literal["parameter", "buffer"] | None = None) -> Iterator[_Placed]:
-    """Every tensor of the model, or those of a kind."""
+def _placed(model: nn.Module) -> Iterator[_Placed]:
+    """Every tensor of the model."""
     flat: dict[int, FlatPart] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -196,8 +190,6 @@ def _placed(model: nn.Module, kind: Literal["parameter", "buffer"] | None = None
             internals.reshard_flat(module)
             flat.update((id(part.parameter), part) for part in internals.flat_parts(module))
     for each in named_tensors(model):
-        if kind not in (None, each.kind):
-            continue
         if is_lazy(each.tensor):
             raise ValueError(
                 f"{each.name} has no shape yet; run a batch through the model before it is saved or loaded"

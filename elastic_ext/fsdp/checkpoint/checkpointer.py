@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +150,7 @@ class ShardCheckpointer:
             ask()
         except (ValueError, TypeError):
             agree_on(self._ranks, ask)  # which raises, here and on those that would save
-        what = ToSave(model, self._collector(model, optimizer, extra))
+        what = ToSave(self._collector(model, optimizer, extra))
         request = SaveRequest(name=f"step_{place[0]}", what=what, ask=ask, step=place[0], epoch=place[1])
         if not self._job.live.can_save:
             return self._job.save(request)
@@ -167,7 +167,7 @@ class ShardCheckpointer:
         """
         self._refuse_closed()
         agree_on(self._ranks, lambda: "make ready for saving")
-        self._job.live.make_ready(ToSave(model, self._collector(model, optimizer, extra)))
+        self._job.live.make_ready(ToSave(self._collector(model, optimizer, extra)))
 
     def load(
         self,
@@ -243,12 +243,12 @@ class ShardCheckpointer:
     def _collector(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, extra: Any) -> Collect:
         """What gives the contents of a checkpoint of these."""
 
-        def collect(own: Mapping[str, torch.Tensor]) -> Contents:
+        def collect() -> Contents:
             tensors: dict[str, torch.Tensor] = {}
             packed = pack(extra, _EXTRA, tensors)
             optimizers = as_list(optimizer)
             rank = self._ranks.rank
-            return contents_of(model, optimizers, rank=rank, tensors=tensors, own=own, state={_EXTRA: packed})
+            return contents_of(model, optimizers, rank=rank, tensors=tensors, state={_EXTRA: packed})
 
         return collect
 

@@ -7,31 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.optim_state import held_of_optimizers
 from elastic_ext.fsdp.plain import pack
-from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_buffers, held_of_model
-from elastic_ext.ranks import Ranks
+from elastic_ext.fsdp.state import box_of, extra_states, held, held_of_model
 
-from .contents import EXTRA_STATES, GROUPS, Contents, own_prefix
-from .memory import part_of
-from .together import gather_or_raise
+from .contents import EXTRA_STATES, GROUPS, Contents
 
-__all__ = ["Collect", "OwnBuffers", "SaveRequest", "ToSave", "contents_of", "own_buffers"]
+__all__ = ["Collect", "SaveRequest", "ToSave", "contents_of"]
 
-Collect: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Contents]"
-"""Gives what this rank has, when it is told which buffers are its own."""
+Collect: TypeAlias = "Callable[[], Contents]"
+"""Gives what this rank has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToSave:
     """What one rank is to save."""
 
-    model: nn.Module
     collect: Collect
     stepped: Sequence[torch.Tensor] = ()
     """Parameters that are known to change in ``optimizer.step()`` alone."""
@@ -80,43 +74,3 @@ def contents_of(
         state={**(state or {}), GROUPS: optim.groups, EXTRA_STATES: packed},
         values=optim.values,
     )
-
-
-class OwnBuffers:
-    """A rank's buffers, where ranks that share a model may have come to different ones, as running means may be.
-
-    In the model's own place are those of the first rank; as many ranks as there are now get back their own.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._held = [each for each in held_buffers(model) if _is_whole(each)]
-
-    def digest(self) -> str:
-        """The same on ranks that have the same."""
-        digest = xxhash.xxh3_64()
-        for each in self._held:
-            digest.update(part_of(each.tensor, each.box, each.box))
-        return digest.hexdigest()
-
-    def named(self, rank: int) -> dict[str, torch.Tensor]:
-        """As they are saved where ranks differ."""
-        return {f"{own_prefix(rank)}{each.name}": each.tensor for each in self._held}
-
-
-def own_buffers(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """This rank's buffers, if the ranks differ in them; all ranks call this."""
-    if ranks.world_size == 1:
-        return {}
-    found: list[OwnBuffers] = []
-
-    def compare() -> str:
-        found.append(OwnBuffers(model))
-        return found[0].digest()
-
-    are_alike = len(set(gather_or_raise(ranks, compare, "comparing buffers"))) == 1
-    return {} if are_alike else found[0].named(ranks.rank)
-
-
-def _is_whole(held: Held) -> bool:
-    """Whether a rank could have come to a value of its own; what is cut differs between ranks as it should."""
-    return held.is_alias_of is None and held.box == Box.whole(held.box.shape)

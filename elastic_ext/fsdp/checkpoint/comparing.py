@@ -10,7 +10,7 @@ import torch
 
 from elastic_ext.fsdp.state import Held
 
-from .contents import VALUES, Contents, FileKind
+from .contents import VALUES, Contents, FileKind, own_prefix, own_registered_prefix
 from .memory import bytes_of, part_of
 from .opened import Opened, Wanted
 
@@ -35,7 +35,9 @@ def first_change(opened: Opened, contents: Contents, *, rank: int, passes_over: 
             is_anothers = each.is_alias_of is not None or (rank > 0 and each.kind in _OF_THE_FIRST)
             if not (is_anothers or each.name.startswith(passes_over) or _is_saved(opened, kind, each)):
                 return each.name
-    return None
+    here = {each.name for each in contents.extra}
+    own = own_prefix(rank), own_registered_prefix(rank)
+    return min((name for name in opened.names("extra") - here if name.startswith(own)), default=None)  # alike by now
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,17 +15,21 @@ __all__ = [
     "EXTRA_STATES",
     "GROUPS",
     "KINDS",
+    "REGISTERED",
     "STATE_FILE",
     "VALUES",
     "Contents",
     "FileKind",
     "meta_file",
     "own_prefix",
+    "own_registered_prefix",
     "shard_file",
 ]
 
 FileKind = Literal["model", "optim", "extra"]
 KINDS: tuple[FileKind, ...] = ("model", "optim", "extra")
+REGISTERED = "registered/"
+"""What the names of tensors that a script has registered begin with."""
 STATE_FILE = "trainer_state.json"
 GROUPS = "optimizer_groups"
 EXTRA_STATES = "model_extra_states"
@@ -46,6 +50,11 @@ def shard_file(kind: FileKind, rank: int, num_ranks: int) -> str:
 def own_prefix(rank: int) -> str:
     """What the names of a rank's own buffers begin with, where ranks had different ones."""
     return f"buffers/{rank}/"
+
+
+def own_registered_prefix(rank: int) -> str:
+    """The same of what is registered, in the place of ``REGISTERED``."""
+    return f"own_registered/{rank}/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

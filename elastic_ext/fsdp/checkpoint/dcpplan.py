@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.packed import tensors_in
 
 from .contents import GROUPS, VALUES, FileKind
 from .meta import StateMeta, TensorMeta
@@ -135,7 +136,13 @@ class Outgoing:
             elif leaf is not None:
                 tensors.append(OutTensor("optim", meta, (leaf,)))
         tensors += [OutTensor("extra", meta, ((*EXTRA, name),)) for name, meta in metas["extra"].tensors.items()]
-        values = {leaf: value for name, value in state[VALUES].items() if (leaf := own.state_leaf(name, keys))}
+        values = {}
+        for name, value in state[VALUES].items():
+            leaf = own.state_leaf(name, keys)
+            if tensors_in(value):
+                refusals.add("optimizer state that is a list of tensors, or the like", name)
+            elif leaf is not None:
+                values[leaf] = value
         groups = itertools.chain.from_iterable(optimizer["groups"] for optimizer in state[GROUPS])
         for number, group in enumerate(groups):
             for key, value in group["values"].items():

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import SupportsIndex, TypeVar
 
 import torch
-from torch import nn
 
 from elastic_ext.errors import CheckpointNotFound
 from elastic_ext.ranks import Ranks
 
-from .collecting import Collect, SaveRequest, own_buffers
+from .collecting import Collect, SaveRequest
 from .commit import Commit
 from .comparing import first_change
 from .contents import Contents
+from .differing import with_own
 from .jobfolder import JobFolder
 from .jobname import job_name
 from .launched import Launched
@@ -132,14 +132,14 @@ class JobCheckpoints:
 
     # ---- loading ----
 
-    def change_since(self, path: Path, model: nn.Module, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
+    def change_since(self, path: Path, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
         """What is not as the checkpoint in ``path`` has it, on any rank; None where saving would give the same again.
 
         ``passes_over`` is what does not matter, as ``first_change`` takes it.
         """
         self.live.settle()
         agree_on(self.ranks, lambda: f"save again what {path.name} has")
-        own = own_buffers(model, self.ranks)
+        contents = with_own(collect, self.ranks)
 
         def compare() -> str | None:
             try:
@@ -147,7 +147,7 @@ class JobCheckpoints:
             except CheckpointNotFound:
                 return "anything"
             with Opened(found, self._storage) as opened:
-                return first_change(opened, collect(own), rank=self.ranks.rank, passes_over=passes_over)
+                return first_change(opened, contents, rank=self.ranks.rank, passes_over=passes_over)
 
         answers = self._storage.together(compare, f"comparing {path} with what is here", is_patient=False)
         return next((change for change in answers if change is not None), None)

@@ -17,6 +17,7 @@ from elastic_ext.errors import CheckpointMismatch
 from elastic_ext.fsdp.dtypes import name_of
 from elastic_ext.fsdp.optim_groups import are_same_kinds, matching_groups, put_groups
 from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
+from elastic_ext.fsdp.packed import tensors_in
 from elastic_ext.fsdp.plain import unpack
 from elastic_ext.fsdp.state import Held, extra_states, held_of_model, put_extra_states
 from elastic_ext.fsdp.trained import Trained, by_name_of, place_of, trained_by
@@ -96,8 +97,14 @@ class Loader:
         opened.touched |= {_STATES, _GROUPS} | {_STATE + name for name in {*saved, *values}}
         with contextlib.suppress(CheckpointMismatch):
             put_groups(optimizers, parameters, opened.state[GROUPS])
-        make_missing(optimizers, parameters, saved, rank=self._rank)
-        put_values(optimizers, parameters, values)
+        in_lists = _in_lists(values)
+        make_missing(
+            optimizers,
+            parameters,
+            {name: meta for name, meta in saved.items() if name not in in_lists},
+            rank=self._rank,
+        )
+        put_values(optimizers, parameters, values, saved)
         _drop_unsaved({*saved, *values}, by_name)
         held = held_of_optimizers(optimizers, parameters, rank=self._rank).tensors
         opened.read("optim", _fit(opened, "optim", held)[0])
@@ -111,9 +118,14 @@ class Loader:
             with contextlib.suppress(CheckpointMismatch):
                 matching_groups(self._optimizers, self._parameters, opened.state[GROUPS])
                 filled.add(_GROUPS)
-            names = {name for part in self._state_that_fits(opened) for name in part}
+            tensors, values = self._state_that_fits(opened)
+            names = {*tensors, *values}
             owners = {_owner(name, self._by_name) for name in names}
-            dropped = {name for name in _names_after(_STATE, touched) if _owner(name, self._by_name) not in owners}
+            dropped = {
+                name
+                for name in _names_after(_STATE, touched)
+                if _owner(name, self._by_name) not in owners or any(name.startswith(f"{value}/") for value in values)
+            }  # a list is another one, however long it was
             filled |= {_STATE + name for name in names | dropped}
         return filled & set(touched)
 
@@ -146,14 +158,22 @@ class Loader:
         names = {*saved, *opened.state[VALUES]}
         extra = sorted(name for name in names if _owner(name, by_name) is None)
         filled = {_owner(name, by_name) for name in names}
-        held = held_of_optimizers(self._optimizers, self._parameters, rank=self._rank).tensors
-        missing = [each.name for each in held if each.name not in names and _owner(each.name, by_name) in filled]
+        held = held_of_optimizers(self._optimizers, self._parameters, rank=self._rank)
+        known = {*names, *_in_lists(held.values)}  # lists may have been of any length
+        missing = [
+            each.name for each in held.tensors if each.name not in known and _owner(each.name, by_name) in filled
+        ]
         misshaped = {
             name: f"{each.parameter.box.shape} here, {saved[name].layout.shape} in the checkpoint"
             for name, each in _misshaped(opened, by_name).items()
         }
         if missing or extra or misshaped:
             raise CheckpointMismatch(_OPTIMIZERS, missing=missing, extra=extra, misshaped=misshaped)
+
+
+def _in_lists(values: Mapping[str, Any]) -> set[str]:
+    """The names of tensors that stand in values, such as lists of them."""
+    return {name for value in values.values() for name in tensors_in(value)}
 
 
 def _owner(name: str, by_name: Mapping[str, Trained]) -> str | None:

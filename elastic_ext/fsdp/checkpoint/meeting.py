@@ -15,9 +15,10 @@ import torch
 from elastic_ext.fsdp.state import Held, local_of
 from elastic_ext.ranks import Ranks
 
-from .collecting import OwnBuffers, ToSave
+from .collecting import ToSave
 from .commit import checksum_of
 from .contents import KINDS, Contents, FileKind
+from .differing import Comparable, differing_names
 from .inventory import Inventory, meta_of
 from .memory import Part
 from .meta import StateMeta
@@ -84,27 +85,29 @@ class Meeting:
         self._meetings = meetings
         self._ranks = ranks
         self._what = what
-        self._buffers: OwnBuffers | None = None
+        self._comparable: Comparable | None = None  # where there are others
         self._contents: Contents
         self._inventories: Mapping[FileKind, Inventory]
 
     def begin(self) -> dict[str, Any]:
         """Collect what this rank has, as if ranks had the same buffers; what the others are to hear of it."""
+        self._contents = self._what.collect()
+        self._inventories = self._contents.inventories()
         if self._ranks.world_size > 1:
-            self._buffers = OwnBuffers(self._what.model)
-        digest = self._collect({})
+            self._comparable = Comparable(self._contents, self._ranks.rank)
         return {
-            "digest": digest,
+            "digest": checksum_of(b"\n".join(self._inventories[kind].to_json() for kind in KINDS)),
             "values": dict(self._contents.values),
-            "buffers": None if self._buffers is None else self._buffers.digest(),
+            "alike": None if self._comparable is None else self._comparable.digest,
             "generation": secrets.token_hex(8),  # the first rank's counts
         }
 
     def end(self, name: str, said: Sequence[Mapping[str, Any]]) -> Met:
         """What all ranks have together, by what each has ``said``."""
         digests = [str(each["digest"]) for each in said]
-        if len({each["buffers"] for each in said}) > 1:
-            digests = gather_or_raise(self._ranks, self._collect_own, f"comparing buffers for checkpoint {name}")
+        if len({each["alike"] for each in said}) > 1:
+            own = self._add_own(name)
+            digests = [checksum_of(f"{digest} {own}".encode()) for digest in digests]
         agreed, rank = self._meetings.agree(self._inventories, digests, name), self._ranks.rank
         stepped = {_place_of(local_of(parameter)) for parameter in self._what.stepped}
         return Met(
@@ -117,15 +120,15 @@ class Meeting:
             generation=str(said[0]["generation"]),
         )
 
-    def _collect_own(self) -> str:
-        """Collect anew, with buffers that are this rank's own, since the ranks' differ."""
-        assert self._buffers is not None
-        return self._collect(self._buffers.named(self._ranks.rank))
-
-    def _collect(self, own: Mapping[str, torch.Tensor]) -> str:
-        self._contents = self._what.collect(own)
+    def _add_own(self, name: str) -> list[str]:
+        """Save what ranks differ in of each of them; gives its names."""
+        comparable = self._comparable
+        assert comparable is not None
+        doing = f"comparing what ranks have alike for checkpoint {name}"
+        names = differing_names(gather_or_raise(self._ranks, lambda: dict(comparable.digests), doing))
+        self._contents = comparable.contents_with(names)
         self._inventories = self._contents.inventories()
-        return checksum_of(b"\n".join(self._inventories[kind].to_json() for kind in KINDS))
+        return names
 
 
 def _parts(meta: StateMeta, held: Sequence[Held], rank: int, stepped: Collection[int]) -> Iterator[Part]:
