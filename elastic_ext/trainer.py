@@ -50,13 +50,17 @@ from .checkpoints import Resume, WhenSaveFails, WhenSaving, checkpoints_for
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
 from .counts import Counts
-from .errors import ElasticError, StepError
+from .errors import ApplyError, ElasticError, StepError
 from .follow import follow_config
+from .fsdp.blocks import Units
 from .fsdp.checkpoint.launched import Launched
+from .fsdp.plan import ParallelPlan
+from .fsdp.spread import Spread
 from .given import check_choice, check_flag
 from .gradients import Gradients
 from .interval import CheckpointInterval
 from .overlap import Overlap
+from .parallelism import Parallelism, ReshardReport, values_of
 from .rates import OptimizerSettings
 from .registered import claim_registered, fill_registered
 from .rounds import Proposal
@@ -171,6 +175,8 @@ class ElasticTrainer:
         }
         self._state = StepState()
         self._gradients = Gradients(model, self._state)
+        self._spread = Spread(model, num_local=_num_local())
+        self._parallelism: Parallelism | None = None
         self._batches = Batches(
             dataloader,
             global_batch_size=global_batch_size,
@@ -179,6 +185,7 @@ class ElasticTrainer:
         )
         self._counts = Counts()
         self._registered: dict[str, Mapping[str, torch.Tensor]] = {}
+        self._holders: dict[str, dict[str, torch.Tensor]] = {}  # the same, to put other tensors in
         self._unclaimed: dict[str, Mapping[str, torch.Tensor]] = {}  # loaded, and not registered so far
         self._appliers: list[tuple[Any, ...]] = []  # given before prepare()
         self._loaded_config: Mapping[str, Any] | None = None
@@ -186,6 +193,37 @@ class ElasticTrainer:
         self._micro_step: Steps | NotPrepared = NotPrepared()
 
     # ---- setting up ----
+
+    def parallelize(self, model: nn.Module, plan: ParallelPlan, units: Units = None) -> nn.Module:
+        """Spread the trainer's model over all ranks by ``plan``; gives the same object, with rank 0's values on all.
+
+        All ranks call this, before optimizers are made of its parameters. ``units`` are its repeated blocks: a class of
+        modules, names, or those that are found.
+        """
+        if model is not self._model:
+            raise ValueError(f"model is another {type(model).__name__} than ElasticTrainer was given; give it the same")
+        if self._session is not None:
+            raise ElasticError("parallelize() comes before prepare(); after it trainer.reshard(plan) changes the plan")
+        spread = Spread(model, units, num_local=_num_local())
+        spread.put_on(plan)
+        self._spread = spread
+        self._gradients.take_up(spread.engine)
+        return model
+
+    def reshard(self, plan: ParallelPlan, reason: str = "trainer.reshard()") -> Proposal:
+        """Ask for another plan; all ranks agree on it at one of the next boundaries. On one rank or on all.
+
+        What is given back says what becomes of it, ``reshard_report`` what it has cost.
+        """
+        if self._prepared and self._spread.plan is None:
+            advice = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
+            raise ElasticError(self._spread.why_not or advice)
+        return self.propose(values_of(plan), reason)
+
+    @property
+    def reshard_report(self) -> ReshardReport | None:
+        """Of the last change of plan; None before the first."""
+        return None if self._parallelism is None else self._parallelism.report
 
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
         """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
@@ -199,6 +237,7 @@ class ElasticTrainer:
         parts: TakingPart | None = None
         settings: OptimizerSettings | None = None
         startup: dict[str, object] = {}
+        spread = self._spread
         try:
             check_updates(self._model)
             parts = TakingPart.of(optimizer, lr_scheduler, scaler, state=self._state, accelerated=self._accelerated)
@@ -214,6 +253,8 @@ class ElasticTrainer:
             check_scaler(scaler, self._model)
             settings = OptimizerSettings(parts.optimizers)
             startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()
+            if spread.plan is not None:
+                startup |= values_of(spread.plan)
         except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
             problem = error
         follower = follow_config(startup=startup, start_step=self._counts.global_step, **self._follow_arguments)
@@ -221,7 +262,19 @@ class ElasticTrainer:
         assert parts is not None
         assert settings is not None
         self._gradients.optimizers = list(parts.optimizers)
-        state = self._state
+        state, inner = self._state, [optimizer.inner for optimizer in parts.optimizers]
+        ranks, gradients = follower.ranks, self._gradients
+        if spread.plan is not None:
+            self._parallelism = Parallelism(
+                spread,
+                inner,
+                lambda: list(self._holders.values()),
+                known=gradients.holders,
+                agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
+                fence=lambda: session.fence(),  # which is made below
+                on_spread=lambda: gradients.take_up(spread.engine),
+                tells=ranks.rank == 0,
+            )
         follower.compare_schedules(lambda: state.num_scheduled)
         session = Session(
             follower,
@@ -229,6 +282,8 @@ class ElasticTrainer:
             self._batches,
             self._gradients,
             settings,
+            parallelism=self._parallelism,
+            why_not_reshard=spread.why_not,
             accelerated=self._accelerated,
             startup=startup,
             rule=self._rule,
@@ -255,7 +310,7 @@ class ElasticTrainer:
         training_state = TrainingState(
             self._model,
             parts,
-            sharing=sharing,
+            sharing=lambda: gradients.sharing,
             counts=self._counts,
             batches=self._batches,
             registered=self._registered,
@@ -283,6 +338,7 @@ class ElasticTrainer:
         held = {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
         claim_registered(name, held, self._unclaimed)
         self._registered[name] = held
+        self._holders[name] = held
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
@@ -490,3 +546,8 @@ class ElasticTrainer:
         if self._session is None:
             raise ElasticError(NOT_PREPARED)
         return self._session
+
+
+def _num_local() -> int:
+    """How many ranks share this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
