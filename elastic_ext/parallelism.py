@@ -6,7 +6,6 @@ out on every rank before any of them changes something.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from .fsdp.spread import Spread
 from .fsdp.transition import Transition
 
 __all__ = ["Parallelism", "ReshardReport", "values_of"]
-
-_logger = logging.getLogger(__name__)
 
 _PATHS: Mapping[str, str] = {
     "strategy": "parallelism.strategy",
@@ -51,6 +48,18 @@ class ReshardReport:
     replaced: int
     """Parameters that are other objects now: optimizers and registered state have them."""
 
+    def details(self) -> dict[str, object]:
+        """The same for whoever reads events."""
+        return {
+            "old": values_of(self.old),
+            "new": values_of(self.new),
+            "steps": list(self.steps),
+            "seconds": self.seconds,
+            "moved_bytes": self.moved_bytes,
+            "extra_bytes": self.extra_bytes,
+            "replaced": self.replaced,
+        }
+
     def __str__(self) -> str:
         told = f"{_in_words(self.old)} -> {_in_words(self.new)} in {self.seconds:.3f} s"
         if "spread" not in self.steps:
@@ -75,10 +84,10 @@ class Parallelism:
         agree: Agree,
         fence: Callable[[], None],
         on_spread: Callable[[], None],
-        tells: bool,
+        tell: Callable[[ReshardReport], None],
     ) -> None:
         """``known`` lets go of what it can, and gives what else of ours refers to parameters. ``fence`` returns once
-        none is being copied; ``on_spread`` takes up a model that is spread otherwise."""
+        none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell`` what that has cost."""
         self.report: ReshardReport | None = None
         """Of the last change."""
         self._spread = spread
@@ -88,7 +97,7 @@ class Parallelism:
         self._agree = agree
         self._fence = fence
         self._on_spread = on_spread
-        self._tells = tells
+        self._tell = tell
         self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
 
     @property
@@ -134,8 +143,7 @@ class Parallelism:
         moved = self._spread.change(made, change, self._agree)
         self._on_spread()
         self.report = _report(old, plan, made, moved, time.perf_counter() - began)
-        if self._tells:
-            _logger.info("%s", self.report)
+        self._tell(self.report)
 
     def close(self) -> None:
         """Let go of what moving needs."""

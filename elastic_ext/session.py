@@ -23,7 +23,7 @@ from .fixed_sharding import FixedSharding
 from .follow import ConfigFollower
 from .gradients import Gradients
 from .optimizer_state import can_materialise, materialise
-from .parallelism import Parallelism
+from .parallelism import Parallelism, ReshardReport
 from .progress import Progress
 from .rates import OptimizerSettings
 from .saving import Saving
@@ -185,6 +185,13 @@ class Session:
         """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
         if self._saving is not None:
             self._saving.fence()
+
+    def tell_resharded(self, report: ReshardReport) -> None:
+        """The model has been spread otherwise."""
+        if self.follower.ranks.rank == 0:
+            _logger.info("%s", report)
+        step = self._counts.global_step
+        self.follower.reports.tell("resharded", step=step, text=str(report), details=report.details())
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""

@@ -273,7 +273,7 @@ class ElasticTrainer:
                 agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
                 fence=lambda: session.fence(),  # which is made below
                 on_spread=lambda: gradients.take_up(spread.engine),
-                tells=ranks.rank == 0,
+                tell=lambda report: session.tell_resharded(report),
             )
         follower.compare_schedules(lambda: state.num_scheduled)
         session = Session(

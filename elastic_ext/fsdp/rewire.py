@@ -100,6 +100,9 @@ def survey(model: nn.Module) -> Survey:
             f"torch {torch.__version__} is not known here; sharding is changed in place with torch "
             f"{'.'.join(map(str, _KNOWN))}, and otherwise by a restart from a checkpoint"
         )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # give back what a pass without one backwards has gathered
     units: list[Unit] = []
     slots: list[Slot] = []
     for state in _states(model):

@@ -20,7 +20,7 @@ from .blocks import Units, blocks_of, recompute, why_not_recompute
 from .holders import strangers
 from .live import Agree, Change, Moved, Sharded, Tensors, Whole
 from .plan import Degrees, ParallelPlan, units_of_blocks
-from .replica import Replica, arguments_of
+from .replica import Replica, arguments_of, holders_in
 from .rewire import Survey, Unit
 from .transition import Tensor, Transition, transition
 
