@@ -175,6 +175,7 @@ class Change:
             if bucket.first == 0:
                 self._agree_or_go_back(agree, error, locals_before)
                 locals_before.clear()
+                self._survey = None  # which keeps what was there
             else:
                 agree(error)
             carry(bucket, old, new, group=group, device=device)
@@ -340,7 +341,7 @@ class Change:
         else:
             new = old
         if new is not old:
-            new.__dict__.update(old.__dict__)  # what users note there
+            new.__dict__.update(rewire.noted_on(old))
             replace_in(self._optimizers, old, new)
             each.tensor = new
         _register(new, each.places)

@@ -30,7 +30,9 @@ __all__ = [
     "bind",
     "dim_of",
     "dim_of_tensor",
+    "noted_on",
     "padded_size",
+    "patched_methods",
     "put_on",
     "rebind",
     "set_prefetch",
@@ -239,6 +241,21 @@ def padded_size(slot: Slot) -> int:
     """The elements of the largest part that a rank has of its parameter."""
     size: int = slot.keeper.padded_sharded_param_size.numel()
     return size
+
+
+def noted_on(parameter: torch.Tensor) -> dict[str, Any]:
+    """What users have noted on a parameter."""
+    return {name: value for name, value in vars(parameter).items() if name != "_is_param" and name[:5] != "_fsdp"}
+
+
+def patched_methods(model: nn.Module) -> list[str]:
+    """Methods that were registered to be called as ``forward`` is, which look for what fully_shard has left."""
+    return [
+        name
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "register_fsdp_forward_method" in getattr(value, "__qualname__", "")
+    ]
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

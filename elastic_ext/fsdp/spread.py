@@ -56,6 +56,11 @@ class Spread:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
+    def _root(self) -> nn.Module:
+        """What holds the parameters: the model, or what a wrapper of the user's own has wrapped."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    @property
     def engine(self) -> DistributedDataParallel | None:
         """What averages gradients beneath the model, None where it is not DDP, or a wrapper of the user's own."""
         return None if self._replica is None else self._replica.engine
@@ -181,7 +186,7 @@ class Spread:
             )
         degrees = Degrees(self.num_ranks // mesh.shape[-1], mesh.shape[-1])
         self._meshes[degrees] = mesh
-        inner = [unit for unit in survey.units if self.model not in unit.modules] or list(survey.units)
+        inner = [unit for unit in survey.units if self._root not in unit.modules] or list(survey.units)
         after = {unit.reshard_after_forward for unit in inner}
         if not after <= {None, True, False}:
             raise ValueError("the model reshards to fewer ranks after the forward pass, which no plan says")
@@ -210,7 +215,7 @@ class Spread:
     def _units(self, plan: ParallelPlan, survey: Survey | None) -> list[Unit]:
         """What fully_shard is to make for a plan, innermost first."""
         assert self.plan is not None or survey is None
-        root = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        root = self._root
         if survey is not None and self.plan is not None and self.plan.unit == plan.unit:
             groups = [unit.modules for unit in survey.units]
         else:
@@ -235,10 +240,12 @@ class Spread:
         """Whole parameters are trained as they are."""
         for unit in change.units_before:
             if unit.precision != MixedPrecisionPolicy() or type(unit.offload) is not OffloadPolicy:
-                raise ValueError(
-                    "the model is sharded with a policy for mixed precision or offloading, which plain parameters "
-                    'have not; choose the strategy "hybrid_shard" with shard_degree=1, which keeps it'
-                )
+                raise ValueError(f"the model is sharded with a policy for mixed precision or offloading, {_KEEPS}")
+            if unit.settings != rewire.Settings():
+                raise ValueError(f"gradients of the model are divided or shared in a way of your own, {_KEEPS}")
+        patched = rewire.patched_methods(self.model)
+        if patched:
+            raise ValueError(f"{patched[0]} was registered as a forward method of fully_shard, {_KEEPS}")
 
     def _refuse_strangers(self, change: Change, optimizers: Sequence[Optimizer], known: Sequence[object]) -> None:
         for tensor in change.replaced:
@@ -293,10 +300,14 @@ class Spread:
     def _set_gathering(self, *, keeps: bool) -> None:
         for unit in rewire.survey(self.model).units:
             first: Any = unit.modules[0]
-            is_outermost = self.model in unit.modules  # which torch keeps gathered by itself
+            is_outermost = self._root in unit.modules  # which torch keeps gathered by itself
             first.set_reshard_after_forward(not (keeps or is_outermost), recurse=False)
 
 
+_KEEPS = (
+    'which DDP does not know of; choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, which '
+    "keeps it"
+)
 _BECOMES = (
     "and it becomes another object when the model goes between no_shard and a sharded plan; let go of it, register it "
     'with trainer.register_state, or choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, under '
