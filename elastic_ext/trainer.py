@@ -263,12 +263,12 @@ class ElasticTrainer:
         assert settings is not None
         self._gradients.optimizers = list(parts.optimizers)
         state, inner = self._state, [optimizer.inner for optimizer in parts.optimizers]
-        ranks, gradients = follower.ranks, self._gradients
+        ranks, gradients, holders = follower.ranks, self._gradients, self._holders  # and not the trainer itself
         if spread.plan is not None:
             self._parallelism = Parallelism(
                 spread,
                 inner,
-                lambda: list(self._holders.values()),
+                lambda: list(holders.values()),
                 known=gradients.holders,
                 agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
                 fence=lambda: session.fence(),  # which is made below

@@ -215,7 +215,7 @@ class Change:
             yield _Parameter(parameter, tuple(places[key]), 0)
 
     def _find(self, registered: Sequence[Tensors]) -> Iterator[_Carried]:
-        names = {id(each.tensor): each.name for each in named_tensors(self._model)}
+        names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(self._model)}
         seen = set()
         for at, each in enumerate(self._parameters):
             parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -46,6 +48,7 @@ Place: TypeAlias = tuple[nn.Module, str]
 
 _KNOWN = (2, 13)  # whose private parts these are
 _DEFAULT_COMMUNICATION = ("DefaultAllGather", "DefaultReduceScatter")
+_AFTER_LOADING = "FSDPParam."  # hooks of the class that keeps a parameter
 _LEFT_ON_MODULES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -122,14 +125,13 @@ def survey(model: nn.Module) -> Survey:
 
 
 def take_off(model: nn.Module) -> None:
-    """Undo fully_shard between two steps; sharded parameters stay where they are registered.
+    """Undo fully_shard between two steps, also where it has failed; sharded parameters stay where they are registered.
 
     Nothing of what it held is kept alive by what refers to it in a circle.
     """
     for state in _states(model):
         for group in state._fsdp_param_groups:
             for keeper in group.fsdp_params:
-                keeper._post_load_hook_handle.remove()
                 keeper.__dict__.clear()
             for handles in (
                 group._module_to_pre_save_state_dict_hook_handle,
@@ -138,17 +140,15 @@ def take_off(model: nn.Module) -> None:
                 for handle in handles.values():
                     handle.remove()
             group.__dict__.clear()
-        state._pre_forward_hook_handle.remove()
-        state._post_forward_hook_handle.remove()
-        for module in state._modules:
-            _take_off_module(module)
+        for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
+            if hasattr(state, name):
+                getattr(state, name).remove()
         state._fsdp_param_groups.clear()
         state._state_ctx.all_states.clear()
         state._state_ctx.iter_forward_root = None
         state._comm_ctx.__dict__.clear()
     for module in model.modules():
-        for name in _LEFT_ON_MODULES:
-            module.__dict__.pop(name, None)
+        _take_off_module(module)
 
 
 def stand_in(parameters: Iterable[tuple[nn.Parameter, Sequence[Place]]]) -> None:
@@ -254,7 +254,7 @@ def patched_methods(model: nn.Module) -> list[str]:
         name
         for module in model.modules()
         for name, value in vars(module).items()
-        if "register_fsdp_forward_method" in getattr(value, "__qualname__", "")
+        if "_fully_shard" in getattr(getattr(value, "__code__", None), "co_filename", "")
     ]
 
 
@@ -262,8 +262,9 @@ def patched_methods(model: nn.Module) -> list[str]:
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """What fully_shard keeps of each unit, outermost first."""
-    found = [_found(module, "_get_fsdp_state")() for module in model.modules() if isinstance(module, FSDPModule)]
+    """What fully_shard keeps of each unit, outermost first; of one that it has begun to make, too."""
+    kept = [module.__dict__.get(STATE_KEY, {}).items() for module in model.modules()]
+    found = [state for items in kept for key, state in items if getattr(key, "__name__", "") == fully_shard.__name__]
     return list(dict.fromkeys(found))
 
 
@@ -386,16 +387,20 @@ def _set(unit: Unit) -> None:
 
 
 def _take_off_module(module: nn.Module) -> None:
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-    from torch.distributed._composable_state import _module_state_mapping
-
     kind: Any = type(module)
-    module.__class__ = kind.__mro__[kind._orig_cls_mro_index]
+    if isinstance(module, FSDPModule):
+        module.__class__ = kind.__mro__[kind._orig_cls_mro_index]
     for name in (STATE_KEY, REGISTRY_KEY):
         kept: dict[Any, Any] = module.__dict__.get(name, {})
-        for key in [key for key in kept if getattr(key, "__name__", key) == "fully_shard"]:
+        for key in [key for key in kept if getattr(key, "__name__", key) == fully_shard.__name__]:
             del kept[key]
     _module_state_mapping.pop(module, None)
+    for name in _LEFT_ON_MODULES:
+        module.__dict__.pop(name, None)
+    after_loading: dict[int, Any] = module._load_state_dict_post_hooks
+    for number, hook in list(after_loading.items()):
+        if getattr(hook, "__qualname__", "").startswith(_AFTER_LOADING):
+            del after_loading[number]
 
 
 def _found(holder: Any, name: str) -> Any:

@@ -69,7 +69,7 @@ class Spread:
         """Spread a model that is not: all ranks take rank 0's values. All of them call this."""
         if self.why_not is not None:
             raise ValueError(self.why_not)
-        if self.num_ranks > 1 and self.plan is not None:
+        if self.plan is not None:
             raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
         degrees = plan.degrees(self.num_ranks, self._num_local)
         refusal = why_not_recompute(self._blocks, plan.ratio)
@@ -171,9 +171,6 @@ class Spread:
             self._replica = Replica(wrappers[0].module, wrappers[0].process_group, arguments_of(wrappers[0]))
             self._replica.wrapper = wrappers[0]
             self.plan = ParallelPlan(strategy="no_shard", bucket_cap_mb=wrappers[0].bucket_bytes_cap / _MIB)
-        elif self.num_ranks == 1:
-            self._replica = Replica(self.model, None, {})
-            self.plan = ParallelPlan(strategy="no_shard")
 
     def _recognise_sharded(self, survey: Survey) -> None:
         meshes = [unit.mesh for unit in survey.units if unit.mesh is not None]
