@@ -80,11 +80,13 @@ class Net(nn.Module):
         return result
 
 
-def make(plan: ParallelPlan, *, model: nn.Module | None = None) -> tuple[Spread, Optimizer]:
+def make(
+    plan: ParallelPlan, *, model: nn.Module | None = None, bucket_bytes: int = 8 << 20
+) -> tuple[Spread, Optimizer]:
     """A model that lies by a plan, and its optimizer."""
     torch.manual_seed(0)
     model = Net() if model is None else model
-    spread = Spread(model, num_local=dist.get_world_size())
+    spread = Spread(model, num_local=dist.get_world_size(), bucket_bytes=bucket_bytes)
     spread.put_on(plan)
     return spread, AdamW([part for part in model.parameters() if part.requires_grad], lr=1e-2)
 
@@ -173,13 +175,13 @@ def in_rank_order(spread: Spread) -> Iterator[Callable[[], None]]:
         dist.all_gather(parts, tensor, group=group)
         return tensor.copy_(_sum(parts, op))
 
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         tensor = bucket.buffer().div_(dist.get_world_size())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(reduced(tensor))
         return done
 
-    hook.__annotations__ = {"bucket": dist.GradBucket}  # which torch looks at
+    hook.__annotations__ = {"bucket": dist.GradBucket}  # type: ignore[attr-defined]  # which torch looks at
 
     def arm() -> None:
         if spread.engine is not None and not spread.engine._comm_hooks:

@@ -34,7 +34,6 @@ from .names import named_tensors
 from .plan import UNEVEN, Degrees, parts_of
 from .rewire import Place, Slot, Survey, Unit
 from .state import local_of
-from .transition import BUCKET_BYTES
 
 __all__ = ["Agree", "Change", "Moved", "Sharded", "Whole", "layout_on"]
 
@@ -109,6 +108,7 @@ class Change:
         *,
         after: Callable[[Survey | None], Sharded | Whole],
         rest: Callable[[], None],
+        bucket_bytes: int,
     ) -> None:
         """``after`` says what it shall be, from what fully_shard has made; None where nothing is sharded.
 
@@ -120,6 +120,7 @@ class Change:
         self._survey = rewire.survey(model) if is_sharded else None
         self._after = after(self._survey)
         self._rest = rest
+        self._bucket_bytes = bucket_bytes
         self._parameters = list(self._find_parameters())
         managed = {id(each.tensor) for each in self._parameters}
         self._left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
@@ -164,7 +165,7 @@ class Change:
         self._agree_or_go_back(agree, error, locals_before)
         wired = time.perf_counter()
         num_sent = load = 0
-        for bucket in buckets_of(self.items, 2 * BUCKET_BYTES):
+        for bucket in buckets_of(self.items, 2 * self._bucket_bytes):
             carried = self._carried[bucket.first : bucket.first + len(bucket.items)]
             old = [local_of(each.tensor) for each in carried]
             new: list[torch.Tensor] = []

@@ -22,7 +22,7 @@ from .live import Agree, Change, Moved, Sharded, Tensors, Whole
 from .plan import Degrees, ParallelPlan, units_of_blocks
 from .replica import Replica, arguments_of, holders_in
 from .rewire import Survey, Unit
-from .transition import Tensor, Transition, transition
+from .transition import BUCKET_BYTES, Tensor, Transition, transition
 
 __all__ = ["Spread"]
 
@@ -33,7 +33,9 @@ _MIB = 1 << 20
 class Spread:
     """How one model is spread over all ranks."""
 
-    def __init__(self, model: nn.Module, units: Units = None, *, num_local: int) -> None:
+    def __init__(
+        self, model: nn.Module, units: Units = None, *, num_local: int, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         """``units`` are its repeated blocks, or how to find them; ``num_local`` ranks share a machine."""
         self.model = model
         self.plan: ParallelPlan | None = None
@@ -41,6 +43,7 @@ class Spread:
         self.why_not: str | None = None
         """Why it cannot be changed, None where it can."""
         self._num_local = num_local
+        self._bucket_bytes = bucket_bytes
         self._replica: Replica | None = None
         self._meshes: dict[Degrees, DeviceMesh] = {}
         self._group: dist.ProcessGroup | None = None
@@ -96,7 +99,14 @@ class Spread:
         if refusal is not None:
             return None, refusal
         tensors = self._tensors(optimizers)
-        return transition(self.plan, plan, tensors, num_ranks=self.num_ranks, num_local=self._num_local)
+        return transition(
+            self.plan,
+            plan,
+            tensors,
+            num_ranks=self.num_ranks,
+            num_local=self._num_local,
+            bucket_bytes=self._bucket_bytes,
+        )
 
     def prepare(
         self,
@@ -112,17 +122,15 @@ class Spread:
         assert self.plan is not None
         if plan.is_replicated:
             wake: Callable[[], object] = lambda: self._wake(plan.bucket_cap_mb)  # noqa: E731
-            change = Change(self.model, optimizers, registered, after=lambda _: Whole(wake), rest=self._rest)
-            self._refuse_numerics(change)
+            after: Callable[[Survey | None], Sharded | Whole] = lambda _: Whole(wake)  # noqa: E731
         else:
             degrees = plan.degrees(self.num_ranks, self._num_local)
-            change = Change(
-                self.model,
-                optimizers,
-                registered,
-                after=lambda survey: Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees)),
-                rest=self._rest,
-            )
+            after = lambda survey: Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))  # noqa: E731
+        change = Change(
+            self.model, optimizers, registered, after=after, rest=self._rest, bucket_bytes=self._bucket_bytes
+        )
+        if plan.is_replicated:
+            self._refuse_numerics(change)
         if change.replaced:
             self._refuse_strangers(change, optimizers, [*registered, *known])
         return change

@@ -55,6 +55,7 @@ class Transition:
     """Parameters become other objects."""
     items: tuple[Item, ...] = field(repr=False)
     pace: Pace
+    bucket_bytes: int
 
     @cached_property
     def num_sent(self) -> int:
@@ -64,7 +65,7 @@ class Transition:
     @cached_property
     def load(self) -> int:
         """Bytes that it takes on a rank for a while, beside what the state takes before or after: the estimate."""
-        return max((bucket.load for bucket in buckets_of(self.items, 2 * BUCKET_BYTES)), default=0)
+        return max((bucket.load for bucket in buckets_of(self.items, 2 * self.bucket_bytes)), default=0)
 
     @cached_property
     def seconds(self) -> float:
@@ -89,6 +90,7 @@ def transition(
     num_ranks: int,
     num_local: int,
     pace: Pace | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[Transition | None, str]:
     """The change and what it is in words, or None and why it cannot be made."""
     try:
@@ -122,6 +124,7 @@ def transition(
         replaces=old.is_replicated is not new.is_replicated,
         items=tuple(items),
         pace=pace or Pace(),
+        bucket_bytes=bucket_bytes,
     )
     return made, str(made)
 
