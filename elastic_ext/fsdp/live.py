@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,21 +25,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from . import rewire
+from .cargo import DONE, Carried, Parameter, Tensors, carried_with, parameters_of
 from .carrier import carry
 from .freight import Item, buckets_of
 from .holders import replace_in
-from .layout import Box, Layout
-from .names import named_tensors
-from .plan import UNEVEN, Degrees, parts_of
-from .rewire import Place, Slot, Survey, Unit
+from .plan import Degrees
 from .state import local_of
+from .units import Slot, Survey, Unit
 
-__all__ = ["Agree", "Change", "Moved", "Sharded", "Whole", "layout_on"]
+__all__ = ["Agree", "Change", "Moved", "Sharded", "Whole"]
 
 Agree = Callable[[BaseException | None], None]
 """Called by all ranks: returns where none brings an error, and raises on all where one does."""
-
-Tensors = MutableMapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,28 +71,6 @@ class Moved:
     moving_seconds: float
 
 
-@dataclass(eq=False)
-class _Parameter:
-    """A parameter, and where the model has it."""
-
-    tensor: nn.Parameter
-    places: tuple[Place, ...]
-    dim: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Carried:
-    """A tensor that lies elsewhere afterwards."""
-
-    tensor: torch.Tensor
-    dim: int
-    parameter: int | None
-    """Which one it is, None where it is none."""
-    put: Callable[[torch.Tensor], None]
-    """Put another object in its place."""
-    item: Item
-
-
 class Change:
     """One change of how a model is spread: made, and with that checked, on every rank; then ``run``."""
 
@@ -121,10 +95,11 @@ class Change:
         self._after = after(self._survey)
         self._rest = rest
         self._bucket_bytes = bucket_bytes
-        self._parameters = list(self._find_parameters())
+        self._parameters = list(parameters_of(model, self._survey))
         managed = {id(each.tensor) for each in self._parameters}
         self._left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
-        self._carried = list(self._find(registered))
+        degrees = self._after.degrees if isinstance(self._after, Sharded) else None
+        self._carried = list(carried_with(model, self._parameters, optimizers, registered, degrees))
 
     @property
     def items(self) -> list[Item]:
@@ -183,7 +158,7 @@ class Change:
             for each, local in zip(carried, new, strict=True):
                 self._bind(each, local, slots, mesh)
             num_sent, load = num_sent + bucket.num_sent, max(load, bucket.load)
-            self._carried[bucket.first : bucket.first + len(bucket.items)] = [_DONE] * len(carried)
+            self._carried[bucket.first : bucket.first + len(bucket.items)] = [DONE] * len(carried)
             del old, new, carried
         if isinstance(self._after, Whole):
             self._after.wake()
@@ -195,76 +170,6 @@ class Change:
             wiring_seconds=wired - began,
             moving_seconds=time.perf_counter() - wired,
         )
-
-    # --- before ------------------------------------------------------------------------------------------------------
-
-    def _find_parameters(self) -> Iterator[_Parameter]:
-        if self._survey is not None:
-            for slot in self._survey.slots:
-                yield _Parameter(slot.parameter, slot.places, rewire.dim_of(slot))
-            return
-        places: dict[int, list[Place]] = {}
-        found: dict[int, nn.Parameter] = {}
-        for module in self._model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    places.setdefault(id(parameter), []).append((module, name))
-                    found[id(parameter)] = parameter
-        for key, parameter in found.items():
-            if isinstance(parameter, DTensor):
-                raise ValueError("the model is cut by tensor parallelism without fully_shard; its sharding has to stay")
-            yield _Parameter(parameter, tuple(places[key]), 0)
-
-    def _find(self, registered: Sequence[Tensors]) -> Iterator[_Carried]:
-        names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(self._model)}
-        seen = set()
-        for at, each in enumerate(self._parameters):
-            parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
-            seen.add(id(parameter))
-            yield self._carry(name, parameter, dim, _keep, at)
-            if parameter.grad is not None:
-                yield self._carry(f"{name} (gradient)", parameter.grad, dim, _PutGradient(each))
-            for optimizer in self._optimizers:
-                state = optimizer.state.get(parameter, {})
-                for key, value in state.items():
-                    if _lies_like(parameter, value, f"{name}/{key}"):
-                        yield self._carry(f"{name}/{key}", value, dim, _PutIn(state, key))
-        for tensors in registered:
-            for name, tensor in tensors.items():
-                if isinstance(tensor, DTensor) and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield self._carry(name, tensor, None, _PutIn(tensors, name))
-
-    def _carry(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        dim: int | None,
-        put: Callable[[torch.Tensor], None],
-        parameter: int | None = None,
-    ) -> _Carried:
-        shape = tuple(tensor.shape)
-        if isinstance(tensor, DTensor):
-            *outer, last = tensor.placements
-            dim = last.dim if isinstance(last, Shard) else None
-            if dim is None or not all(placement.is_replicate() for placement in outer):
-                raise ValueError(
-                    f"{name} is placed {tensor.placements}; allowed where sharding changes: cut once, by the last "
-                    "dimension of its mesh, as fully_shard does"
-                )
-            old = layout_on(tensor.device_mesh, shape, dim)
-        else:
-            old = _whole(shape)
-        assert dim is not None
-        new = _whole(shape) if isinstance(self._after, Whole) else self._after.degrees.layout(shape, dim)
-        if isinstance(self._after, Sharded):
-            if dim > 0 and shape[dim] % self._after.degrees.shard:
-                raise ValueError(UNEVEN.format(name, dim, shape[dim], self._after.degrees.shard))
-            if tensor.dim() == 0:
-                raise ValueError(f"{name} has no dimension that fully_shard could cut; give it the shape (1,)")
-        return _Carried(tensor, dim, parameter, put, Item(name, old, new, tensor.element_size()))
-
-    # --- changing ----------------------------------------------------------------------------------------------------
 
     def _wire(self, mesh: DeviceMesh | None) -> list[Slot]:
         """Take off what is there and put on what shall be; gives the slots in the order of the parameters."""
@@ -290,7 +195,7 @@ class Change:
             rewire.take_off(self._model)
             if self._survey is None:
                 for each in self._parameters:
-                    _register(each.tensor, each.places)
+                    each.register()
             else:
                 rewire.stand_in((each.tensor, each.places) for each in self._parameters)
                 slots = self._put_on(self._survey.units, None)
@@ -298,7 +203,7 @@ class Change:
                     rewire.bind(slot, each.tensor, local)
             raise
 
-    def _memory(self, each: _Carried, local: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
+    def _memory(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
         """Where this rank's new part goes: where it is, if it stays the same."""
         rank = dist.get_rank()
         box = each.item.new.boxes[rank]
@@ -312,7 +217,7 @@ class Change:
         padded = local.new_zeros(rewire.padded_size(slots[each.parameter]))
         return padded[: box.num_elements].view(shape)
 
-    def _bind(self, each: _Carried, local: torch.Tensor, slots: Sequence[Slot], mesh: DeviceMesh | None) -> None:
+    def _bind(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot], mesh: DeviceMesh | None) -> None:
         if each.parameter is not None:
             slot = slots[each.parameter] if slots else None
             self._bind_parameter(self._parameters[each.parameter], local, slot, mesh)
@@ -326,9 +231,7 @@ class Change:
             else:
                 each.put(made)
 
-    def _bind_parameter(
-        self, each: _Parameter, local: torch.Tensor, slot: Slot | None, mesh: DeviceMesh | None
-    ) -> None:
+    def _bind_parameter(self, each: Parameter, local: torch.Tensor, slot: Slot | None, mesh: DeviceMesh | None) -> None:
         old = each.tensor
         if slot is not None and isinstance(old, DTensor):
             rewire.bind(slot, old, local)
@@ -345,39 +248,7 @@ class Change:
             new.__dict__.update(rewire.noted_on(old))
             replace_in(self._optimizers, old, new)
             each.tensor = new
-        _register(new, each.places)
-
-
-class _PutGradient:
-    """Puts a gradient where its parameter is, whichever object that is by then."""
-
-    def __init__(self, parameter: _Parameter) -> None:
-        self._parameter = parameter
-
-    def __call__(self, new: torch.Tensor) -> None:
-        self._parameter.tensor.grad = new
-
-
-class _PutIn:
-    """Puts a tensor under its key."""
-
-    def __init__(self, holder: MutableMapping[Any, Any], key: str) -> None:
-        self._holder, self._key = holder, key
-
-    def __call__(self, new: torch.Tensor) -> None:
-        self._holder[self._key] = new
-
-
-def _keep(new: torch.Tensor) -> None:
-    """A parameter's place is the model's."""
-
-
-_DONE = _Carried(torch.empty(0), 0, None, _keep, Item("", Layout((0,), ()), Layout((0,), ()), 1))
-
-
-def _register(parameter: nn.Parameter, places: Sequence[Place]) -> None:
-    for module, name in places:
-        module._parameters[name] = parameter
+        each.register()
 
 
 def _sharded(tensor: torch.Tensor, dim: int, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -385,34 +256,3 @@ def _sharded(tensor: torch.Tensor, dim: int, local: torch.Tensor, mesh: DeviceMe
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
     shape, stride = tensor.shape, tensor.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _whole(shape: tuple[int, ...]) -> Layout:
-    return Layout(shape, (Box.whole(shape),) * dist.get_world_size())
-
-
-def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
-    """Whether a value of an optimizer's state moves with its parameter; ValueError where it would be left behind."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return False
-    if isinstance(value, DTensor) is isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return True
-    if value.numel() == 1 and not isinstance(value, DTensor):
-        return False  # a count, the same on all ranks
-    raise ValueError(
-        f"{name} is of shape {tuple(value.shape)}, and the parameter of {tuple(parameter.shape)}: it belongs to what "
-        "lies on this rank now, and no other sharding could take it over"
-    )
-
-
-def layout_on(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
-    """Where a tensor lies that the last dimension of a mesh cuts along ``dim``, by global rank."""
-    num_parts = mesh.mesh.shape[-1]
-    part_of = {int(rank): at % num_parts for at, rank in enumerate(mesh.mesh.flatten().tolist())}
-    if set(part_of) != set(range(dist.get_world_size())):
-        raise ValueError(
-            f"a mesh of the model has the ranks {sorted(part_of)}, and training has {dist.get_world_size()}; allowed: "
-            "meshes of all ranks"
-        )
-    boxes = parts_of(shape, dim, num_parts)
-    return Layout(shape, tuple(boxes[part_of[rank]] for rank in range(len(part_of))))

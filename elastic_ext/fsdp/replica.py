@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from elastic_ext.errors import ElasticError
 from elastic_ext.hooks import Hook
 
-__all__ = ["Replica", "arguments_of", "holders_in", "set_aside"]
+__all__ = ["Replica", "arguments_of", "set_aside"]
 
 _PARTS = ("_pre_forward", "_post_forward", "reducer")
 _TAKEN_OVER = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
@@ -58,6 +58,13 @@ class Replica:
         self.engine = engine
         return engine
 
+    @property
+    def holders(self) -> list[object]:
+        """What of it refers to parameters, and goes with it."""
+        wrappers = [each for each in (self.engine, self.wrapper) if each is not None]
+        found = [part for each in wrappers for part in (vars(each), *vars(each).values())]
+        return [part for part in found if isinstance(part, (list, dict, set, tuple))]
+
     def rest(self) -> None:
         """Leave the module as it was."""
         if self.wrapper is not None:
@@ -67,12 +74,6 @@ class Replica:
             handle.remove()
         self._handles.clear()
         self.engine = None
-
-
-def holders_in(replica: DistributedDataParallel) -> list[object]:
-    """What of a wrapper refers to parameters, and goes with it."""
-    found = [vars(replica), *vars(replica).values()]
-    return [each for each in found if isinstance(each, (list, dict, set, tuple))]
 
 
 def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:

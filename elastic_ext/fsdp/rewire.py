@@ -3,32 +3,27 @@
 The one place that reaches into FSDP2's private parts, written for torch 2.13: ``survey`` looks for all of them before
 anything is touched, and raises on another version or where one is missing.
 
-Words: a *unit* is what one call of fully_shard made, some modules whose parameters are gathered together. A *place* is
-a module and the name that it has a parameter under; tied parameters have several.
+What units, slots and places are is said in units.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from elastic_ext.errors import ElasticError
 
+from .units import Modules, Place, Settings, Slot, Survey, Unit
+
 __all__ = [
-    "Place",
-    "Settings",
-    "Slot",
-    "Survey",
-    "Unit",
     "bind",
     "dim_of",
     "dim_of_tensor",
@@ -44,57 +39,10 @@ __all__ = [
     "take_off",
 ]
 
-Place: TypeAlias = tuple[nn.Module, str]
-
 _KNOWN = (2, 13)  # whose private parts these are
 _DEFAULT_COMMUNICATION = ("DefaultAllGather", "DefaultReduceScatter")
 _AFTER_LOADING = "FSDPParam."  # hooks of the class that keeps a parameter
 _LEFT_ON_MODULES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What users may set on a unit besides its plan."""
-
-    divide_factor: float | None = None
-    sums_only: bool = False
-    shares_unused: bool = False
-    reshards_after_backward: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """What one call of fully_shard made."""
-
-    modules: tuple[nn.Module, ...]
-    mesh: DeviceMesh | None
-    """None where it has no parameters of its own."""
-    reshard_after_forward: bool | int | None
-    """None: for all but the outermost, as torch does by itself."""
-    precision: MixedPrecisionPolicy
-    offload: OffloadPolicy
-    settings: Settings
-    forward_prefetch: tuple[tuple[nn.Module, ...], ...]
-    """The units that it has gathered ahead, by their modules."""
-    backward_prefetch: tuple[tuple[nn.Module, ...], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """Where fully_shard keeps one parameter: its own object, and what it says of it."""
-
-    parameter: nn.Parameter
-    places: tuple[Place, ...]
-    keeper: Any
-
-
-@dataclass(frozen=True, eq=False)
-class Survey:
-    """All that fully_shard has made of a model."""
-
-    units: tuple[Unit, ...]
-    """Innermost first, so that they can be made again in this order."""
-    slots: tuple[Slot, ...]
 
 
 def survey(model: nn.Module) -> Survey:
@@ -324,7 +272,7 @@ def _reshards(state: Any, group: Any) -> bool | int | None:
     return True if after is group.mesh_info else int(_found(after, "shard_mesh_size"))
 
 
-def _prefetched(state: Any, name: str) -> tuple[tuple[nn.Module, ...], ...]:
+def _prefetched(state: Any, name: str) -> tuple[Modules, ...]:
     return tuple(tuple(other._modules) for other in _found(state, name))
 
 
