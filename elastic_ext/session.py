@@ -5,20 +5,20 @@ What happens within a step is in steps.py; the words are explained in trainer.py
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from .accelerator import Accelerated
+from .alike_loaders import AlikeLoaders
 from .batches import Batches
 from .checkpoints import Checkpoints
 from .config import ElasticConfig
 from .counts import Counts
-from .errors import ElasticError, RanksDisagreeError, RanksError, StepError
+from .errors import ElasticError, RanksError, StepError
 from .fixed_sharding import FixedSharding
 from .follow import ConfigFollower
 from .gradients import Gradients
@@ -74,14 +74,14 @@ class Session:
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
         self._speed = Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
-        self._compares_orders = False  # at each epoch: a sampler draws them
+        self._alike = AlikeLoaders(batches, follower.ranks)
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
         self.steps = steps
         follower = self.follower
         try:
-            self._compare_loaders()
+            self._alike.compare()
             self._begin_batches(follower.config)
             follower.reports.measure = self._speed.measure
             follower.on_change("global_batch_size", self._apply, self._batches.check)
@@ -206,7 +206,7 @@ class Session:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
         self._is_in_epoch = True
         self.reset()
-        self._compare_orders()
+        self._alike.compare_orders()
         self._counts.epoch, self._counts.is_in_epoch = epoch, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
@@ -312,46 +312,6 @@ class Session:
                 self._saving.leave_failed(error)
             self.follower.tell_peers(error)
 
-    def _compare_loaders(self) -> None:
-        """Raise on all ranks where their loaders differ: they would take different numbers of steps, or samples twice.
-
-        Of different seeds all take rank 0's: what seeds each rank's workers may be that rank's own.
-        """
-        ordered = self._batches.ordered
-        mine = {
-            "sizes": self._batches.description,
-            "seed": None if ordered is None else ordered.seed,
-            "draws": ordered is not None and ordered.draws_order,
-        }
-        answers = [json.loads(data) for data in self._gather(mine)]
-        if any(other["sizes"] != answers[0]["sizes"] for other in answers):
-            told = "; ".join(f"rank {rank}: {_in_words(each['sizes'])}" for rank, each in enumerate(answers))
-            raise RanksDisagreeError(
-                f"the ranks' dataloaders differ ({told}); give all ranks batches of the same sizes"
-            )
-        seed = answers[0]["seed"]
-        if ordered is not None and None not in (ordered.seed, seed) and ordered.seed != seed:
-            ordered.take_seed(seed)
-        self._compares_orders = len(answers) > 1 and any(each["draws"] for each in answers)
-        self._compare_orders()
-
-    def _compare_orders(self) -> None:
-        """Raise on all ranks where samplers have drawn different orders for the epoch that comes."""
-        if not self._compares_orders:
-            return
-        ordered = self._batches.ordered
-        orders = [json.loads(data) for data in self._gather(None if ordered is None else ordered.order_to_come())]
-        if any(order != orders[0] for order in orders):
-            told = "; ".join(f"rank {rank}: {order}" for rank, order in enumerate(orders))
-            raise RanksDisagreeError(
-                f"the ranks' samplers draw different orders, and samples would come twice or never ({told}); have the "
-                "sampler draw from its `generator`, from random numbers of random, numpy.random or torch, which are "
-                "seeded alike on all ranks, or from a seed of its own and its set_epoch(epoch)"
-            )
-
-    def _gather(self, mine: object) -> list[bytes]:
-        return self.follower.ranks.gather(json.dumps(mine).encode(), "comparing dataloaders")
-
     def _begin_batches(self, config: ElasticConfig) -> None:
         self._batches.begin(config, num_ranks=self._gradients.sharing.num_ranks, rank=self._gradients.sharing.rank)
 
@@ -413,11 +373,3 @@ def raise_on_all(follower: ConfigFollower, problem: Exception | None, doing: str
 
 def _agree_to_all(new: ElasticConfig) -> None:
     return None
-
-
-def _in_words(description: Sequence[int | None]) -> str:
-    if len(description) == 1:
-        return "sizes as it is told"
-    micro_batch, num_batches, last_batch = description
-    length = "an unknown number" if num_batches is None else str(num_batches)
-    return f"{length} of {micro_batch} samples" + (f", the last of {last_batch}" if last_batch else "")
