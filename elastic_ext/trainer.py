@@ -25,10 +25,10 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -185,7 +185,6 @@ class ElasticTrainer:
         )
         self._counts = Counts()
         self._registered: dict[str, Mapping[str, torch.Tensor]] = {}
-        self._holders: dict[str, dict[str, torch.Tensor]] = {}  # the same, to put other tensors in
         self._unclaimed: dict[str, Mapping[str, torch.Tensor]] = {}  # loaded, and not registered so far
         self._appliers: list[tuple[Any, ...]] = []  # given before prepare()
         self._loaded_config: Mapping[str, Any] | None = None
@@ -213,7 +212,8 @@ class ElasticTrainer:
     def reshard(self, plan: ParallelPlan, reason: str = "trainer.reshard()") -> Proposal:
         """Ask for another plan; all ranks agree on it at one of the next boundaries. On one rank or on all.
 
-        What is given back says what becomes of it, ``reshard_report`` what it has cost.
+        What is given back says what becomes of it, ``reshard_report`` what it has cost. ``prefetch`` and
+        ``bucket_cap_mb`` stay as they are where the plan leaves them out.
         """
         if self._prepared and self._spread.plan is None:
             advice = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
@@ -263,12 +263,12 @@ class ElasticTrainer:
         assert settings is not None
         self._gradients.optimizers = list(parts.optimizers)
         state, inner = self._state, [optimizer.inner for optimizer in parts.optimizers]
-        ranks, gradients, holders = follower.ranks, self._gradients, self._holders  # and not the trainer itself
+        ranks, gradients, registered = follower.ranks, self._gradients, self._registered  # and not the trainer itself
         if spread.plan is not None:
             self._parallelism = Parallelism(
                 spread,
                 inner,
-                lambda: list(holders.values()),
+                lambda: list(registered.values()),
                 known=gradients.holders,
                 agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
                 fence=lambda: session.fence(),  # which is made below
@@ -332,13 +332,19 @@ class ElasticTrainer:
         return parts.values
 
     def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place."""
+        """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place.
+
+        When the model's plan changes, those that are sharded move along, and so do plain ones that have a parameter's
+        name and shape when the model comes to be sharded. Between ``no_shard`` and a sharded plan they become other
+        tensors: a dict is kept as it was given, and has them. A tensor by itself does not go between these.
+        """
         if name in self._registered:
             raise ValueError(f"{name!r} is registered already; give each state a name of its own")
-        held = {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
+        held: Mapping[str, torch.Tensor] = MappingProxyType({"": tensors} if isinstance(tensors, torch.Tensor) else {})
+        if not isinstance(tensors, torch.Tensor):
+            held = tensors if isinstance(tensors, MutableMapping) else MappingProxyType(dict(tensors))
         claim_registered(name, held, self._unclaimed)
         self._registered[name] = held
-        self._holders[name] = held
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""

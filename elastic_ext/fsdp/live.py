@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from . import rewire
 from .carrier import carry
+from .companions import Tensors, companions_in, replace_parameter
 from .freight import Item, buckets_of
 from .holders import replace_in
 from .layout import Box, Layout
@@ -39,8 +40,6 @@ __all__ = ["Agree", "Change", "Moved", "Sharded", "Whole", "layout_on"]
 
 Agree = Callable[[BaseException | None], None]
 """Called by all ranks: returns where none brings an error, and raises on all where one does."""
-
-Tensors = MutableMapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +115,7 @@ class Change:
         """
         self._model = model
         self._optimizers = optimizers
+        self._registered = registered
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self._survey = rewire.survey(model) if is_sharded else None
         self._after = after(self._survey)
@@ -217,10 +217,8 @@ class Change:
 
     def _find(self, registered: Sequence[Tensors]) -> Iterator[_Carried]:
         names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(self._model)}
-        seen = set()
         for at, each in enumerate(self._parameters):
             parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
-            seen.add(id(parameter))
             yield self._carry(name, parameter, dim, _keep, at)
             if parameter.grad is not None:
                 yield self._carry(f"{name} (gradient)", parameter.grad, dim, _PutGradient(each))
@@ -229,11 +227,22 @@ class Change:
                 for key, value in state.items():
                     if _lies_like(parameter, value, f"{name}/{key}"):
                         yield self._carry(f"{name}/{key}", value, dim, _PutIn(state, key))
-        for tensors in registered:
-            for name, tensor in tensors.items():
-                if isinstance(tensor, DTensor) and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield self._carry(name, tensor, None, _PutIn(tensors, name))
+        companions = companions_in(
+            registered,
+            dict(self._by_any_name()),
+            was_sharded=self._survey is not None,
+            is_sharded=isinstance(self._after, Sharded),
+        )
+        for each in companions:
+            yield self._carry(each.name, each.tensor, each.dim, each.put)
+
+    def _by_any_name(self) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
+        """Parameters with the dimensions that cut them, by what users may call them: with the names of wrappers too."""
+        own = {id(each.tensor): (each.tensor, each.dim) for each in self._parameters}
+        bare = ((each.name, each.tensor) for each in named_tensors(self._model))
+        for name, parameter in (*bare, *self._model.named_parameters(remove_duplicate=False)):
+            if id(parameter) in own:
+                yield name, own[id(parameter)]
 
     def _carry(
         self,
@@ -344,6 +353,7 @@ class Change:
         if new is not old:
             new.__dict__.update(rewire.noted_on(old))
             replace_in(self._optimizers, old, new)
+            replace_parameter(self._registered, old, new)
             each.tensor = new
         _register(new, each.places)
 
