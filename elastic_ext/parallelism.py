@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .config import ElasticConfig
 from .errors import ElasticError
-from .fsdp.cargo import Tensors
+from .fsdp.companions import Tensors
 from .fsdp.live import Agree, Change, Moved
 from .fsdp.plan import ParallelPlan
 from .fsdp.spread import Spread

@@ -54,8 +54,6 @@ class Setup:
     batches: Batches
     counts: Counts = field(default_factory=Counts)
     registered: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    holders: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """The same, to put other tensors in."""
     unclaimed: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     """Loaded, and not registered so far."""
     appliers: list[tuple[Any, ...]] = field(default_factory=list)
@@ -95,13 +93,13 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     assert parts is not None
     assert settings is not None
     gradients.optimizers = list(parts.optimizers)
-    ranks, holders, state = follower.ranks, setup.holders, setup.state
+    ranks, registered, state = follower.ranks, setup.registered, setup.state
     parallelism = None
     if spread.plan is not None:
         parallelism = Parallelism(
             spread,
             [each.inner for each in parts.optimizers],
-            lambda: list(holders.values()),
+            lambda: list(registered.values()),
             known=gradients.holders,
             agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
             fence=lambda: session.fence(),  # which is made below

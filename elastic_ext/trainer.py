@@ -25,10 +25,10 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -202,7 +202,8 @@ class ElasticTrainer:
     def reshard(self, plan: ParallelPlan, reason: str = "trainer.reshard()") -> Proposal:
         """Ask for another plan; all ranks agree on it at one of the next boundaries. On one rank or on all.
 
-        What is given back says what becomes of it, ``reshard_report`` what it has cost.
+        What is given back says what becomes of it, ``reshard_report`` what it has cost. ``prefetch`` and
+        ``bucket_cap_mb`` stay as they are where the plan leaves them out.
         """
         if self._prepared and self._setup.spread.plan is None:
             advice = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
@@ -230,13 +231,19 @@ class ElasticTrainer:
         return made.values
 
     def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place."""
+        """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place.
+
+        When the model's plan changes, those that are sharded move along, and so do plain ones that have a parameter's
+        name and shape when the model comes to be sharded. Between ``no_shard`` and a sharded plan they become other
+        tensors: a dict is kept as it was given, and has them. A tensor by itself does not go between these.
+        """
         if name in self._setup.registered:
             raise ValueError(f"{name!r} is registered already; give each state a name of its own")
-        held = {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
+        held: Mapping[str, torch.Tensor] = MappingProxyType({"": tensors} if isinstance(tensors, torch.Tensor) else {})
+        if not isinstance(tensors, torch.Tensor):
+            held = tensors if isinstance(tensors, MutableMapping) else MappingProxyType(dict(tensors))
         claim_registered(name, held, self._setup.unclaimed)
         self._setup.registered[name] = held
-        self._setup.holders[name] = held
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""

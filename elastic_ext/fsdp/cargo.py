@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from . import rewire
+from .companions import Tensors, companions_in
 from .freight import Item
 from .layout import Box, Layout
 from .names import named_tensors
 from .plan import UNEVEN, Degrees, parts_of
 from .units import Place, Survey
 
-__all__ = ["DONE", "Carried", "Parameter", "Tensors", "carried_with", "layout_on", "parameters_of"]
-
-Tensors: TypeAlias = MutableMapping[str, torch.Tensor]
+__all__ = ["DONE", "Carried", "Parameter", "carried_with", "layout_on", "parameters_of"]
 
 
 @dataclass(eq=False)
@@ -84,10 +83,8 @@ def carried_with(
 ) -> Iterator[Carried]:
     """All that is to lie by these degrees, or whole on each rank where they are None; ValueError where it cannot."""
     names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(model)}
-    seen = set()
     for at, each in enumerate(parameters):
         parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
-        seen.add(id(parameter))
         yield _carried(name, parameter, dim, degrees, _keep, at)
         if parameter.grad is not None:
             yield _carried(f"{name} (gradient)", parameter.grad, dim, degrees, _PutGradient(each))
@@ -96,11 +93,10 @@ def carried_with(
             for key, value in state.items():
                 if _lies_like(parameter, value, f"{name}/{key}"):
                     yield _carried(f"{name}/{key}", value, dim, degrees, _PutIn(state, key))
-    for tensors in registered:
-        for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield _carried(name, tensor, 0, degrees, _PutIn(tensors, name))
+    was_sharded = any(isinstance(each.tensor, DTensor) for each in parameters)
+    by_name = dict(_by_any_name(model, parameters))
+    for companion in companions_in(registered, by_name, was_sharded=was_sharded, is_sharded=degrees is not None):
+        yield _carried(companion.name, companion.tensor, companion.dim, degrees, companion.put)
 
 
 def layout_on(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
@@ -114,6 +110,15 @@ def layout_on(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
         )
     boxes = parts_of(shape, dim, num_parts)
     return Layout(shape, tuple(boxes[part_of[rank]] for rank in range(len(part_of))))
+
+
+def _by_any_name(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
+    """Parameters with the dimensions that cut them, by what users may call them: with the names of wrappers too."""
+    own = {id(each.tensor): (each.tensor, each.dim) for each in parameters}
+    bare = ((each.name, each.tensor) for each in named_tensors(model))
+    for name, parameter in (*bare, *model.named_parameters(remove_duplicate=False)):
+        if id(parameter) in own:
+            yield name, own[id(parameter)]
 
 
 def _carried(

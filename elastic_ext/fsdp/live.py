@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from . import rewire
-from .cargo import DONE, Carried, Parameter, Tensors, carried_with, parameters_of
+from .cargo import DONE, Carried, Parameter, carried_with, parameters_of
 from .carrier import carry
+from .companions import Tensors, replace_parameter
 from .freight import Item, buckets_of
 from .holders import replace_in
 from .plan import Degrees
@@ -90,6 +91,7 @@ class Change:
         """
         self._model = model
         self._optimizers = optimizers
+        self._registered = registered
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self._survey = rewire.survey(model) if is_sharded else None
         self._after = after(self._survey)
@@ -247,6 +249,7 @@ class Change:
         if new is not old:
             new.__dict__.update(rewire.noted_on(old))
             replace_in(self._optimizers, old, new)
+            replace_parameter(self._registered, old, new)
             each.tensor = new
         each.register()
 

@@ -17,7 +17,7 @@ from elastic_ext.errors import ElasticError
 
 from . import rewire
 from .blocks import Units, blocks_of, recompute, why_not_recompute
-from .cargo import Tensors
+from .companions import Tensors
 from .live import Agree, Change, Moved, Sharded, Whole
 from .plan import Degrees, ParallelPlan
 from .recognise import Recognised, recognise, root_of
