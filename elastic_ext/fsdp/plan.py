@@ -8,6 +8,7 @@ model.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -66,12 +67,14 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", _strategy(self.strategy))
         object.__setattr__(self, "activation_checkpoint", _ratio(self.activation_checkpoint))
-        _check_count("shard_degree", self.shard_degree, 1)
-        _check_count("prefetch", self.prefetch, 0)
+        if self.shard_degree is not None:
+            _check_count("shard_degree", self.shard_degree, 1)
+        if self.prefetch is not None:
+            _check_count("prefetch", self.prefetch, 0)
         if self.unit != "whole":
             _check_count("unit", self.unit, 1, also=' or "whole"')
         cap = self.bucket_cap_mb
-        if cap is not None and not (_is_number(cap) and cap > 0):
+        if cap is not None and not (_is_number(cap) and 0 < cap < math.inf):
             raise ValueError(f"bucket_cap_mb is {cap!r}; allowed: a number above 0, in MiB, or None for torch's own")
         if self.strategy == "no_shard" and (self.shard_degree or 1) > 1:
             raise ValueError(
@@ -146,7 +149,7 @@ def _ratio(given: object) -> float:
 
 
 def _check_count(name: str, given: object, least: int, also: str = "") -> None:
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < least):
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
         raise ValueError(f"{name} is {given!r}; allowed: an integer >= {least}{also}")
 
 
