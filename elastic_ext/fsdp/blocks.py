@@ -30,7 +30,8 @@ def blocks_of(model: nn.Module, units: Units = None) -> list[nn.Module]:
         if not found:
             raise ValueError(f"units is the class {units.__name__}, and the model has no module of it with parameters")
         return found
-    if isinstance(units, str) or not all(isinstance(name, str) for name in units):
+    is_list = isinstance(units, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in units)
+    if not is_list:
         raise ValueError(f"units is {units!r}; allowed: a class of modules, a list of names of modules, or None")
     by_name = dict(model.named_modules())
     unknown = [name for name in units if not name or name not in by_name]
@@ -70,16 +71,17 @@ def why_not_recompute(blocks: Sequence[nn.Module], ratio: float) -> str | None:
     return None
 
 
-def _repeated(model: nn.Module) -> Iterator[nn.Module]:
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     """What lies in lists of two or more modules of one class, each of several parts; the outermost of them."""
-    for child in model.children():
-        parts = [part for part in child.children() if any(True for _ in part.parameters())]
-        if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(parts) > 1:
-            kinds = {type(part) for part in parts}
-            if len(kinds) == 1 and all(any(True for _ in part.children()) for part in parts):
-                yield from parts
-                continue
-        yield from _repeated(child)
+    parts = [part for part in module.children() if any(True for _ in part.parameters())]
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    if is_list and len(parts) > 1 and len({type(part) for part in parts}) == 1:
+        is_of_lists = isinstance(parts[0], (nn.ModuleList, nn.ModuleDict))  # which nobody calls
+        if not is_of_lists and all(any(True for _ in part.children()) for part in parts):
+            yield from parts
+            return
+    for part in parts:
+        yield from _repeated(part)
 
 
 def _outermost(model: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:

@@ -50,32 +50,54 @@ def _in_words(holder: object, wanted: set[int]) -> str | None:
         return None
     if isinstance(holder, dict):
         keys = [key for key, value in holder.items() if id(value) in wanted]
-        name = f"{keys[0]!r}" if keys else "a key"
-        return f"{name} in {_owner(holder)}"
+        return f"{keys[0]!r} in {_dict_in_words(holder)}" if keys else f"a key in {_dict_in_words(holder)}"
     if isinstance(holder, (list, tuple, set, frozenset)):
-        return f"a {type(holder).__name__} of {len(holder)}{_owner_of_sequence(holder)}"
+        return f"a {type(holder).__name__} of {len(holder)}{_owner_of(holder)}"
     if isinstance(holder, types.CellType):
         return "a variable of a function that is kept"
-    return f"a {type(holder).__module__}.{type(holder).__qualname__}"
+    names = [name for name, value in _attributes(holder).items() if id(value) in wanted]
+    return f"{names[0]!r} in {_kind(holder)}" if names else _kind(holder)
 
 
 def _is_iterator(holder: object) -> bool:
     return isinstance(holder, Iterator) and type(holder).__module__ == "builtins"
 
 
-def _owner(holder: dict[Any, Any]) -> str:
+def _dict_in_words(holder: dict[Any, Any]) -> str:
     if "__name__" in holder and "__spec__" in holder:
         return f"the module {holder['__name__']}"
     for owner in gc.get_referrers(holder):
         if getattr(owner, "__dict__", None) is holder:
-            return f"a {type(owner).__module__}.{type(owner).__qualname__}"
-    return f"a dict of {len(holder)}"
+            return _kind(owner)
+    return f"a dict of {len(holder)}{_owner_of(holder)}"
 
 
-def _owner_of_sequence(holder: object) -> str:
+def _owner_of(holder: object) -> str:
+    """Where a person has a list or a dict: under a name in a module, an object or a dict; nothing where in none."""
+    told = ""
     for owner in gc.get_referrers(holder):
-        if isinstance(owner, dict):
-            names = [key for key, value in owner.items() if value is holder]
-            if names:
-                return f", {names[0]!r} in {_owner(owner)}"
-    return ""
+        is_dict = isinstance(owner, dict)
+        names = [name for name, value in (owner if is_dict else _attributes(owner)).items() if value is holder]
+        if not names:
+            continue
+        if not is_dict:
+            return f", {names[0]!r} in {_kind(owner)}"
+        if "__name__" in owner and "__spec__" in owner:
+            return f", {names[0]!r} in the module {owner['__name__']}"
+        objects = [each for each in gc.get_referrers(owner) if getattr(each, "__dict__", None) is owner]
+        if objects:
+            return f", {names[0]!r} in {_kind(objects[0])}"
+        told = f", {names[0]!r} in a dict of {len(owner)}"
+    return told
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    """Of an object that may keep them without a dict of its own, as Python does from 3.11 on."""
+    if isinstance(holder, (types.FrameType, types.ModuleType)):
+        return {}
+    found = getattr(holder, "__dict__", None)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _kind(holder: object) -> str:
+    return f"a {type(holder).__module__}.{type(holder).__qualname__}"
