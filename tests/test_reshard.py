@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -447,3 +448,87 @@ def test_a_rank_that_dies_in_the_middle_of_a_change_is_an_error_on_the_others(ra
     assert outcomes[1].exit_signal == signal.SIGKILL
     assert outcomes[0].ok, outcomes[0]
     assert "nothing" not in outcomes[0].value
+
+
+# --- a torch that is not known ----------------------------------------------------------------------------------------
+
+
+def _another_torch(rank: int, what: str) -> str | None:
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+    fully_shard(model[0])
+    fully_shard(model)
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        if what == "a version":
+            patched.setattr(torch, "__version__", "2.99.0")
+        elif what == "a part":
+            patched.delattr("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param")
+        else:
+            patched.delattr(sys.modules["torch.distributed._composable.contract"], "REGISTRY_KEY")
+        spread = Spread(model, num_local=2)
+    model(torch.ones(1, 4)).sum().backward()
+    assert spread.plan is None
+    return spread.why_not
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("a version", "torch 2.99.0 is not known here; sharding is changed in place with torch 2.13"),
+        ("a part", "keeps reset_sharded_param of a FSDPParam in another place"),
+        ("a name", "REGISTRY_KEY"),
+    ],
+)
+def test_a_torch_that_is_not_known_leaves_training_as_it_is(ranks: RankPool, what: str, words: str) -> None:
+    for why in ranks.run(2, _another_torch, what):
+        assert why is not None
+        assert words in why
+
+
+def _then_another_torch(rank: int, old: ParallelPlan, new: ParallelPlan) -> tuple[bool, str]:
+    spread, optimizer = make(old)
+    take_step(spread, optimizer, 0)
+    if new == GRAD_OP:
+        spread.model.set_all_reduce_hook(lambda tensor: None)  # type: ignore[operator]
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        if new != GRAD_OP:
+            patched.setattr(torch, "__version__", "2.99.0")
+        made, told = spread.transition(new, [optimizer])
+    spread.close()
+    return made is None, told
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (FULL, ParallelPlan(strategy="full_shard", prefetch=1), "torch 2.99.0 is not known here"),
+        (FULL, WHOLE, "torch 2.99.0 is not known here"),
+        (WHOLE, FULL, "torch 2.99.0 is not known here"),
+        (WHOLE, ParallelPlan(strategy="no_shard", bucket_cap_mb=1.0), "buckets"),
+        (FULL, GRAD_OP, "has an all-reduce hook of your own"),
+    ],
+)
+def test_what_cannot_be_reached_is_refused_before_ranks_agree(
+    ranks: RankPool, old: ParallelPlan, new: ParallelPlan, words: str
+) -> None:
+    for is_refused, told in ranks.run(2, _then_another_torch, old, new):
+        assert is_refused is (words != "buckets")
+        assert words in told
+
+
+def _all_blocks(rank: int) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.ReLU()) for _ in range(3)))
+    spread, optimizer = make(FULL, model=model)
+    take_step(spread, optimizer, 0)
+    for number, plan in enumerate((WHOLE, FULL, KEPT, GRAD_OP), 1):
+        before = all_of_it(model, optimizer)
+        change(spread, plan, optimizer)
+        after = all_of_it(model, optimizer)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        take_step(spread, optimizer, number)
+    spread.close()
+
+
+def test_a_model_that_is_a_list_of_blocks_has_nothing_beside_them(ranks: RankPool) -> None:
+    ranks.run(2, _all_blocks)

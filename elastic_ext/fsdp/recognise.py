@@ -56,6 +56,8 @@ def recognise(model: nn.Module, blocks: Sequence[nn.Module], *, num_ranks: int) 
 def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> Recognised:
     survey = rewire.survey(model)
     meshes = [unit.mesh for unit in survey.units if unit.mesh is not None]
+    if not meshes:
+        raise ValueError("the model is sharded by fully_shard, and has no parameters there")
     mesh = meshes[0]
     if any(other != mesh for other in meshes):
         raise ValueError("parts of the model are sharded over different meshes; shard all of it over one")

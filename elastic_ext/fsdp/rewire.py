@@ -13,8 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -37,6 +35,7 @@ __all__ = [
     "stand_in",
     "survey",
     "take_off",
+    "why_not_known",
 ]
 
 _KNOWN = (2, 13)  # whose private parts these are
@@ -45,14 +44,23 @@ _AFTER_LOADING = "FSDPParam."  # hooks of the class that keeps a parameter
 _LEFT_ON_MODULES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
+def why_not_known() -> str | None:
+    """Why this torch's private parts are not those that are written of here, None where they may be."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version == _KNOWN:
+        return None
+    return (
+        f"torch {torch.__version__} is not known here; sharding is changed in place with torch "
+        f"{'.'.join(map(str, _KNOWN))}, and otherwise by a restart from a checkpoint"
+    )
+
+
 def survey(model: nn.Module) -> Survey:
     """Read it; ElasticError where this torch keeps it elsewhere, ValueError where it could not be made again."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version != _KNOWN:
-        raise ElasticError(
-            f"torch {torch.__version__} is not known here; sharding is changed in place with torch "
-            f"{'.'.join(map(str, _KNOWN))}, and otherwise by a restart from a checkpoint"
-        )
+    unknown = why_not_known()
+    if unknown is not None:
+        raise ElasticError(unknown)
+    _books()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # give back what a pass without one backwards has gathered
@@ -211,7 +219,8 @@ def patched_methods(model: nn.Module) -> list[str]:
 
 def _states(model: nn.Module) -> list[Any]:
     """What fully_shard keeps of each unit, outermost first; of one that it has begun to make, too."""
-    kept = [module.__dict__.get(STATE_KEY, {}).items() for module in model.modules()]
+    state_key, _, _ = _books()
+    kept = [module.__dict__.get(state_key, {}).items() for module in model.modules()]
     found = [state for items in kept for key, state in items if getattr(key, "__name__", "") == fully_shard.__name__]
     return list(dict.fromkeys(found))
 
@@ -338,17 +347,28 @@ def _take_off_module(module: nn.Module) -> None:
     kind: Any = type(module)
     if isinstance(module, FSDPModule):
         module.__class__ = kind.__mro__[kind._orig_cls_mro_index]
-    for name in (STATE_KEY, REGISTRY_KEY):
+    state_key, registry_key, states = _books()
+    for name in (state_key, registry_key):
         kept: dict[Any, Any] = module.__dict__.get(name, {})
         for key in [key for key in kept if getattr(key, "__name__", key) == fully_shard.__name__]:
             del kept[key]
-    _module_state_mapping.pop(module, None)
+    states.pop(module, None)
     for name in _LEFT_ON_MODULES:
         module.__dict__.pop(name, None)
     after_loading: dict[int, Any] = module._load_state_dict_post_hooks
     for number, hook in list(after_loading.items()):
         if getattr(hook, "__qualname__", "").startswith(_AFTER_LOADING):
             del after_loading[number]
+
+
+def _books() -> tuple[Any, Any, Any]:
+    """Where torch notes what is put on a module: the key of its states, that of their names, and of all modules."""
+    try:
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+        from torch.distributed._composable_state import _module_state_mapping
+    except ImportError as error:  # here, so that this file can be imported with any torch
+        raise _unknown(str(error)) from None
+    return STATE_KEY, REGISTRY_KEY, _module_state_mapping
 
 
 def _found(holder: Any, name: str) -> Any:
