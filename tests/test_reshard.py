@@ -506,6 +506,7 @@ def _then_another_torch(rank: int, old: ParallelPlan, new: ParallelPlan) -> tupl
         (FULL, WHOLE, "torch 2.99.0 is not known here"),
         (WHOLE, FULL, "torch 2.99.0 is not known here"),
         (WHOLE, ParallelPlan(strategy="no_shard", bucket_cap_mb=1.0), "buckets"),
+        (FULL, ParallelPlan(strategy="full_shard", activation_checkpoint=1), "recompute"),
         (FULL, GRAD_OP, "has an all-reduce hook of your own"),
     ],
 )
@@ -513,7 +514,7 @@ def test_what_cannot_be_reached_is_refused_before_ranks_agree(
     ranks: RankPool, old: ParallelPlan, new: ParallelPlan, words: str
 ) -> None:
     for is_refused, told in ranks.run(2, _then_another_torch, old, new):
-        assert is_refused is (words != "buckets")
+        assert is_refused is (words not in ("buckets", "recompute"))
         assert words in told
 
 
@@ -532,3 +533,37 @@ def _all_blocks(rank: int) -> None:
 
 def test_a_model_that_is_a_list_of_blocks_has_nothing_beside_them(ranks: RankPool) -> None:
     ranks.run(2, _all_blocks)
+
+
+# --- compiled blocks --------------------------------------------------------------------------------------------------
+
+
+def _compiled(rank: int, plans: list[ParallelPlan]) -> tuple[list[float], list[int]]:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    spread, optimizer = make(plans[0], model=model)
+    losses, graphs = [], []
+    for number, plan in enumerate(plans):
+        if plan != spread.plan:
+            change(spread, plan, optimizer)
+        losses.append(take_step(spread, optimizer, number))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    spread.close()
+    torch._dynamo.reset()
+    return losses, graphs
+
+
+def test_compiled_blocks_train_alike_and_are_compiled_again_for_whole_parameters_alone(ranks: RankPool) -> None:
+    recomputed = ParallelPlan(strategy="full_shard", unit=2, activation_checkpoint=1)
+    plans = [FULL, KEPT, recomputed, FULL, WHOLE, KEPT, WHOLE]
+    ((losses, graphs),) = ranks.run(1, _compiled, plans, deadline_seconds=120)
+    ((expected, _),) = ranks.run(1, _compiled, [FULL] * len(plans), deadline_seconds=120)
+    assert losses == expected
+    first, whole = graphs[0], graphs[4]
+    assert graphs == [first] * 4 + [whole] * 3

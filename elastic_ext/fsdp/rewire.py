@@ -25,6 +25,7 @@ __all__ = [
     "bind",
     "dim_of",
     "dim_of_tensor",
+    "make_sure_of",
     "noted_on",
     "padded_size",
     "patched_methods",
@@ -35,7 +36,6 @@ __all__ = [
     "stand_in",
     "survey",
     "take_off",
-    "why_not_known",
 ]
 
 _KNOWN = (2, 13)  # whose private parts these are
@@ -44,23 +44,16 @@ _AFTER_LOADING = "FSDPParam."  # hooks of the class that keeps a parameter
 _LEFT_ON_MODULES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
-def why_not_known() -> str | None:
-    """Why this torch's private parts are not those that are written of here, None where they may be."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version == _KNOWN:
-        return None
-    return (
-        f"torch {torch.__version__} is not known here; sharding is changed in place with torch "
-        f"{'.'.join(map(str, _KNOWN))}, and otherwise by a restart from a checkpoint"
-    )
+def make_sure_of(model: nn.Module) -> None:
+    """Raise where a model cannot be changed: ElasticError because of this torch, ValueError as ``survey`` does."""
+    _refuse_unknown()
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        survey(model)
 
 
 def survey(model: nn.Module) -> Survey:
     """Read it; ElasticError where this torch keeps it elsewhere, ValueError where it could not be made again."""
-    unknown = why_not_known()
-    if unknown is not None:
-        raise ElasticError(unknown)
-    _books()
+    _refuse_unknown()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # give back what a pass without one backwards has gathered
@@ -359,6 +352,16 @@ def _take_off_module(module: nn.Module) -> None:
     for number, hook in list(after_loading.items()):
         if getattr(hook, "__qualname__", "").startswith(_AFTER_LOADING):
             del after_loading[number]
+
+
+def _refuse_unknown() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version != _KNOWN:
+        raise ElasticError(
+            f"torch {torch.__version__} is not known here; sharding is changed in place with torch "
+            f"{'.'.join(map(str, _KNOWN))}, and otherwise by a restart from a checkpoint"
+        )
+    _books()
 
 
 def _books() -> tuple[Any, Any, Any]:

@@ -92,8 +92,6 @@ class Spread:
         if self.why_not is not None or self.plan is None:
             return None, self.why_not or "the model is not spread; call trainer.parallelize(model, plan) first"
         refusal = why_not_recompute(self._blocks, plan.ratio) or why_not_unit(plan, self._blocks)
-        if refusal is None and not (self.plan.is_replicated and plan.is_replicated):
-            refusal = rewire.why_not_known()
         if refusal is not None:
             return None, refusal
         tensors = self._tensors(optimizers)
@@ -105,11 +103,12 @@ class Spread:
             num_local=self._num_local,
             bucket_bytes=self._bucket_bytes,
         )
-        if made is not None and {"gather", "prefetch"} & {*made.steps}:
-            try:
-                rewire.survey(self.model)
-            except (ValueError, ElasticError) as error:
-                return None, str(error)
+        if made is None or not {"spread", "gather", "prefetch"} & {*made.steps}:
+            return made, told
+        try:
+            rewire.make_sure_of(self.model)
+        except (ValueError, ElasticError) as error:
+            return None, str(error)
         return made, told
 
     def prepare(
