@@ -29,8 +29,10 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from .follow import ConfigFollower, follow_config
+    from .fsdp.plan import ParallelPlan
     from .interval import CheckpointInterval
     from .optimizer import ElasticOptimizer
+    from .parallelism import ReshardReport
     from .rounds import Proposal
     from .scheduler import ElasticLRScheduler
     from .sources import MicroBatchSource
@@ -56,11 +58,13 @@ __all__ = [
     "ElasticScaler",
     "ElasticTrainer",
     "MicroBatchSource",
+    "ParallelPlan",
     "PeerLostError",
     "Proposal",
     "RanksDisagreeError",
     "RanksError",
     "RanksFailedError",
+    "ReshardReport",
     "StepError",
     "StepPlan",
     "TornStepError",
@@ -87,11 +91,13 @@ _HOMES = {
     "ElasticScaler": "amp",
     "ElasticTrainer": "trainer",
     "MicroBatchSource": "sources",
+    "ParallelPlan": "fsdp.plan",
     "PeerLostError": "errors",
     "Proposal": "rounds",
     "RanksDisagreeError": "errors",
     "RanksError": "errors",
     "RanksFailedError": "errors",
+    "ReshardReport": "parallelism",
     "StepError": "errors",
     "StepPlan": "accumulate",
     "TornStepError": "errors",

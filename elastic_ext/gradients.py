@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .clipping import as_parameters, clip_norm
@@ -18,7 +19,7 @@ from .engine import after_pass
 from .errors import StepError
 from .guard import Guard
 from .hooks import Hook
-from .sharing import sharing_of
+from .sharing import Sharing, sharing_of
 from .step_state import StepState
 from .weighing import Weighing
 
@@ -67,12 +68,7 @@ class Gradients:
         self.sharing = sharing_of(model)
         """How ranks average them."""
         self._is_alone = self.sharing.num_ranks == 1 and not self.sharing.exchanges_always
-        self._weighing = Weighing(
-            self.sharing.parts,
-            state,
-            on_output=self._note_output,
-            on_backward=self._note_backward,
-        )
+        self._weighing = self._weighing_of(self.sharing)
         self._is_needed = False  # to see passes and weigh them
         self._num_trained = 0  # parameters, by the optimizers
         self._others: list[torch.Tensor] = []  # parameters of the model, which no optimizer trains
@@ -92,6 +88,31 @@ class Gradients:
         self._hidden = 0  # what has come to gradients that no parameter shows, as a number that grows
         self._witness: tuple[torch.Tensor, int] | None = None  # has a gradient since an earlier micro-step; its version
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def take_up(self, engine: DistributedDataParallel | None) -> None:
+        """The model is spread otherwise, between two steps: see again how its gradients are averaged."""
+        self.let_go()
+        self.sharing = sharing_of(self._model, engine)
+        self.shares_first = self.sharing.shares_first
+        self._is_alone = self.sharing.num_ranks == 1 and not self.sharing.exchanges_always
+        self._weighing = self._weighing_of(self.sharing)
+        self._weighing.counts = not self._is_alone or self._has_counted
+
+    def holders(self) -> list[object]:
+        """What refers to parameters here, once it has let go of what it can."""
+        self.let_go()
+        return []
+
+    def let_go(self) -> None:
+        """Hold no parameter of the model, until the next step watches it."""
+        self.watch(needed=False)
+        self.awaited.clear()
+        self._others.clear()
+        self._guard.forget()
+        self._witness = None
+
+    def _weighing_of(self, sharing: Sharing) -> Weighing:
+        return Weighing(sharing.parts, self._state, on_output=self._note_output, on_backward=self._note_backward)
 
     @property
     def are_exchanged(self) -> bool:

@@ -29,6 +29,10 @@ class Guard:
         self.is_looking = self._num_steps < _FIRST or self._num_steps % _EVERY == 0
         self._num_steps += 1
 
+    def forget(self) -> None:
+        """Hold no parameter until the next pass."""
+        self._seen.clear()
+
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """A backward pass has ended: so gradients are to stay."""
         for part in parameters:

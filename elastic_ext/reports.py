@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from .appliers import Applied
@@ -39,17 +39,22 @@ class Reports:
 
     def tell_of(self, applied: Applied) -> None:
         """An event: what came into force."""
+        version, revision = applied.new.version, applied.new.revision
+        details = {"version": version, "revision": revision, "changes": applied.changes}
+        self.tell("config-applied", step=applied.step, text=str(applied), details=details)
+
+    def tell(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
+        """An event: what has happened before ``step``."""
         if self._directory is None:
             return
-        version, revision = applied.new.version, applied.new.revision
         event = JobEvent(
             time=time.time(),
             generation=self._settings.restart,
             rank=self._ranks.rank,
-            step=applied.step,
-            kind="config-applied",
-            text=str(applied),
-            details={"version": version, "revision": revision, "changes": applied.changes},
+            step=step,
+            kind=kind,
+            text=text,
+            details=dict(details),
         )
         self._directory.add_event(event)
 

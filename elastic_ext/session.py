@@ -22,6 +22,7 @@ from .fixed_sharding import FixedSharding
 from .follow import ConfigFollower
 from .gradients import Gradients
 from .optimizer_state import can_materialise, materialise
+from .parallelism import Parallelism, ReshardReport
 from .progress import Progress
 from .rates import OptimizerSettings
 from .same_loading import SameLoading
@@ -46,6 +47,8 @@ class Session:
         gradients: Gradients,
         settings: OptimizerSettings,
         *,
+        parallelism: Parallelism | None,
+        why_not_reshard: str | None,
         accelerated: Accelerated | None,
         startup: Mapping[str, object],
         rule: BatchRule,
@@ -63,6 +66,8 @@ class Session:
         self._loading = SameLoading(batches, follower.ranks)
         self._gradients = gradients
         self._settings = settings
+        self._parallelism = parallelism
+        self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
         self._startup = ElasticConfig.from_values(startup)
         self._rule: BatchRule = rule
@@ -84,13 +89,13 @@ class Session:
             if self._batches.loader_applier is not None:
                 follower.add(self._batches.loader_applier)
             follower.add(self._settings)
+            for applier in () if self._parallelism is None else self._parallelism.appliers():
+                follower.add(applier)
             if loaded_config is not None:
                 follower.load_state_dict(self._with_own_values(loaded_config))
             follower.start()
-            if (
-                self._gradients.sharing.why_not_reshard is not None
-            ):  # from here on: what is found at the start may say it
-                follower.add(FixedSharding(self._gradients.sharing.why_not_reshard, lambda: follower.config))
+            if self._why_not_reshard is not None:  # from here on: what is found at the start may say it
+                follower.add(FixedSharding(self._why_not_reshard, lambda: follower.config))
             self._take_up(follower.config)
             self._materialise()
             if self.checkpoints is not None:
@@ -181,6 +186,13 @@ class Session:
         if self._saving is not None:
             self._saving.fence()
 
+    def tell_resharded(self, report: ReshardReport) -> None:
+        """The model has been spread otherwise."""
+        if self.follower.ranks.rank == 0:
+            _logger.info("%s", report)
+        step = self._counts.global_step
+        self.follower.reports.tell("resharded", step=step, text=str(report), details=report.details())
+
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
         self.steps.drop_partial("an epoch begins")
@@ -264,6 +276,8 @@ class Session:
             if self._accelerated is not None:
                 ending.callback(self._accelerated.end)
             ending.callback(self._gradients.release)
+            if self._parallelism is not None:
+                ending.callback(self._parallelism.close)
             ending.callback(self._progress.end)
             if self._saving is not None:
                 ending.callback(self._saving.stop)
@@ -323,12 +337,16 @@ class Session:
             optimizer.rates.set_batch_factor(rate_factor(self._rule, reference, batch))
 
     def _with_own_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A resumed config, but for what this run's loader decides by itself."""
+        """A resumed config, but for what this run's loader decides by itself, and how its script spreads the model."""
         config = ElasticConfig.from_dict(state["config"], revision=state["revision"])
-        own = self._batches.own_values()
-        if all(config.get(path) == value for path, value in own.items()):
+        own, mine = self._batches.own_values(), self._parallelism
+        saved = config.values()
+        if mine is not None:
+            saved = {path: value for path, value in saved.items() if path not in mine.paths}
+            own = own | mine.startup_values
+        if config.values() == saved | own:
             return dict(state)
-        values = ElasticConfig.from_values(config.values() | own, version=config.version, reason=config.reason)
+        values = ElasticConfig.from_values(saved | own, version=config.version, reason=config.reason)
         return {**state, "config": values.to_dict()}
 
     def _materialise(self) -> None:

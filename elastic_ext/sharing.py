@@ -45,8 +45,6 @@ class Sharing:
     """``forget`` leaves nothing of a forward pass whose backward pass was not made."""
     shows_gathered = True
     """What passes gather without sharing it lies in the parameters' ``grad``."""
-    why_not_reshard: str | None = None
-    """Why the model cannot be sharded otherwise while it is trained."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parts: Sequence[nn.Module] = [model]
@@ -159,9 +157,14 @@ class _Replicated(Sharing):
     name = "DDP"
     writes_gradients = True
 
-    def __init__(self, model: nn.Module, replicas: Sequence[DistributedDataParallel]) -> None:
+    def __init__(
+        self, model: nn.Module, replicas: Sequence[DistributedDataParallel], *, is_beneath: bool = False
+    ) -> None:
+        """``is_beneath``: the loop calls the model, and not the wrappers."""
         super().__init__(model)
-        self.parts = self.wrapped = self._replicas = replicas
+        self.wrapped = self._replicas = replicas
+        if not is_beneath:
+            self.parts = replicas
         self.sharing_buffers = [replica.module for replica in replicas]
         self.shares_first = any(replica.static_graph for replica in replicas)  # torch records the graph in them
 
@@ -277,7 +280,6 @@ class _FlatSharded(Sharing):
     name = "FSDP1"
     writes_gradients = True
     shows_gathered = False
-    why_not_reshard = "FSDP1 shards a model when it is wrapped, and not again; start the job anew for it"
 
     def __init__(self, model: nn.Module, roots: Sequence[FullyShardedDataParallel]) -> None:
         super().__init__(model)
@@ -315,9 +317,13 @@ class _FlatSharded(Sharing):
         return self._roots[0].clip_grad_norm_(most, norm_type)
 
 
-def sharing_of(model: nn.Module) -> Sharing:
-    """How the model, as it was wrapped, shares its gradients; ValueError where several ways are mixed."""
-    replicas = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+def sharing_of(model: nn.Module, engine: DistributedDataParallel | None = None) -> Sharing:
+    """How the model, as it was wrapped, shares its gradients; ValueError where several ways are mixed.
+
+    With ``engine`` that is DDP's part beneath the model. Wrappers that were set aside only call what they wrap.
+    """
+    wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    replicas = [part for part in wrappers if hasattr(part, "reducer")] if engine is None else [engine]
     roots = _outermost(model, FSDPModule)
     flat_roots = _outermost(model, FullyShardedDataParallel)
     if sum(map(bool, (replicas, roots, flat_roots))) > 1:
@@ -326,7 +332,7 @@ def sharing_of(model: nn.Module) -> Sharing:
         internals.make_sure_of(part)  # type: ignore[arg-type]
     sharing: Sharing
     if replicas:
-        sharing = _Replicated(model, replicas)
+        sharing = _Replicated(model, replicas, is_beneath=engine is not None)
     elif roots:
         sharing = _Sharded(model, roots)
     else:

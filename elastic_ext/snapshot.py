@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["Snapshot"]
 
@@ -32,7 +33,7 @@ class Snapshot:
         self._held = [(module, dict(module._buffers)) for module in self._model.modules()]
         live = list(self._tensors())
         kept = [copy for _, copy in self._copies]
-        if [(copy.shape, copy.dtype, copy.device) for copy in kept] != [(t.shape, t.dtype, t.device) for t in live]:
+        if list(map(_kind, kept)) != list(map(_kind, live)):
             kept = [torch.empty_like(tensor) for tensor in live]
         with torch.no_grad():
             for tensor, copy in zip(live, kept, strict=True):
@@ -68,6 +69,12 @@ class Snapshot:
         yield from self._model.buffers()
         for tensors in self._registered.values():
             yield from tensors.values()
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    """The same for tensors of which one can be copied into the other."""
+    lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return tensor.shape, tensor.dtype, tensor.device, lies
 
 
 def _put(tensor: torch.Tensor, kept: torch.Tensor) -> None:

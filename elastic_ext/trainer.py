@@ -25,10 +25,10 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -39,35 +39,28 @@ from .agree import Every
 from .arguments import (
     check_checkpoints,
     check_model,
-    check_ranks_are_joined,
-    check_samples,
-    check_scaler,
-    check_shared,
-    check_updates,
 )
 from .batches import Batches
-from .checkpoints import Resume, WhenSaveFails, WhenSaving, checkpoints_for
+from .checkpoints import Resume, WhenSaveFails, WhenSaving
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
-from .counts import Counts
 from .errors import ElasticError, StepError
-from .follow import follow_config
+from .fsdp.blocks import Units
 from .fsdp.checkpoint.launched import Launched
+from .fsdp.plan import ParallelPlan
+from .fsdp.spread import Spread
 from .given import check_choice, check_flag
 from .gradients import Gradients
 from .interval import CheckpointInterval
 from .overlap import Overlap
-from .rates import OptimizerSettings
+from .parallelism import Parallelism, ReshardReport, values_of
+from .preparing import Setup, prepare
 from .registered import claim_registered, fill_registered
 from .rounds import Proposal
 from .scaling import BatchRule
-from .session import Session, raise_on_all
-from .snapshot import Snapshot
+from .session import Session
 from .step_state import StepState
 from .steps import Steps
-from .taking_part import TakingPart
-from .training_state import TrainingState
-from .undoing import StepParts
 
 __all__ = ["ElasticTrainer"]
 
@@ -142,50 +135,85 @@ class ElasticTrainer:
             keep_previous=keep_previous,
         )
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
-        self._accelerated = None if accelerator is None else Accelerated(accelerator)
-        self._rule: BatchRule = learning_rate_rule
-        self._rolls_back_fully = rollback == "full"
-        self._shares_always = sync_every_micro_step
-        self._shows_progress = progress
-        self._model = model
-        self._follow_arguments: dict[str, Any] = {
-            "config_file": config_file,
-            "agree_every_steps": agree_every_steps,
-            "job": job,
-            "run_dir": run_dir,
-            "timeout_seconds": timeout_seconds,
-        }
-        self._checkpoint_arguments: dict[str, Any] = {
-            "storage": None if shared_storage_path is None else Path(shared_storage_path).absolute(),
-            "job": job,
-            "interval": checkpoint_interval,
-            "when_save_fails": when_save_fails,
-            "in_background": save_in_background,
-            "keep_previous": keep_previous,
-            "when_saving": when_saving,
-            "overlap": overlap_saving,
-            "leaves_on_signals": save_on_signals,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "how_to_resume": resume,
-        }
-        self._state = StepState()
-        self._gradients = Gradients(model, self._state)
-        self._batches = Batches(
-            dataloader,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            share_weights=None if share_weights is None else tuple(share_weights),
+        accelerated = None if accelerator is None else Accelerated(accelerator)
+        state = StepState()
+        self._setup = Setup(
+            model=model,
+            accelerated=accelerated,
+            rule=learning_rate_rule,
+            rolls_back_fully=rollback == "full",
+            shares_always=sync_every_micro_step,
+            shows_progress=progress,
+            following={
+                "config_file": config_file,
+                "agree_every_steps": agree_every_steps,
+                "job": job,
+                "run_dir": run_dir,
+                "timeout_seconds": timeout_seconds,
+            },
+            checkpoints={
+                "storage": None if shared_storage_path is None else Path(shared_storage_path).absolute(),
+                "job": job,
+                "interval": checkpoint_interval,
+                "when_save_fails": when_save_fails,
+                "in_background": save_in_background,
+                "keep_previous": keep_previous,
+                "when_saving": when_saving,
+                "overlap": overlap_saving,
+                "leaves_on_signals": save_on_signals,
+                "keep_last": keep_last,
+                "keep_every": keep_every,
+                "how_to_resume": resume,
+            },
+            state=state,
+            gradients=Gradients(model, state),
+            spread=Spread(model, num_local=_num_local()),
+            batches=Batches(
+                dataloader,
+                global_batch_size=global_batch_size,
+                micro_batch_size=micro_batch_size,
+                share_weights=None if share_weights is None else tuple(share_weights),
+            ),
         )
-        self._counts = Counts()
-        self._registered: dict[str, Mapping[str, torch.Tensor]] = {}
-        self._unclaimed: dict[str, Mapping[str, torch.Tensor]] = {}  # loaded, and not registered so far
-        self._appliers: list[tuple[Any, ...]] = []  # given before prepare()
-        self._loaded_config: Mapping[str, Any] | None = None
+        self._model, self._batches = model, self._setup.batches
+        self._counts, self._gradients = self._setup.counts, self._setup.gradients
+        self._parallelism: Parallelism | None = None
         self._session: Session | None = None
         self._micro_step: Steps | NotPrepared = NotPrepared()
 
     # ---- setting up ----
+
+    def parallelize(self, model: nn.Module, plan: ParallelPlan, units: Units = None) -> nn.Module:
+        """Spread the trainer's model over all ranks by ``plan``; gives the same object, with rank 0's values on all.
+
+        All ranks call this, before optimizers are made of its parameters. ``units`` are its repeated blocks: a class of
+        modules, names, or those that are found.
+        """
+        if model is not self._model:
+            raise ValueError(f"model is another {type(model).__name__} than ElasticTrainer was given; give it the same")
+        if self._session is not None:
+            raise ElasticError("parallelize() comes before prepare(); after it trainer.reshard(plan) changes the plan")
+        spread = Spread(model, units, num_local=_num_local())
+        spread.put_on(plan)
+        self._setup.spread = spread
+        self._gradients.take_up(spread.engine)
+        return model
+
+    def reshard(self, plan: ParallelPlan, reason: str = "trainer.reshard()") -> Proposal:
+        """Ask for another plan; all ranks agree on it at one of the next boundaries. On one rank or on all.
+
+        What is given back says what becomes of it, ``reshard_report`` what it has cost. ``prefetch`` and
+        ``bucket_cap_mb`` stay as they are where the plan leaves them out.
+        """
+        if self._prepared and self._setup.spread.plan is None:
+            advice = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
+            raise ElasticError(self._setup.spread.why_not or advice)
+        return self.propose(values_of(plan), reason)
+
+    @property
+    def reshard_report(self) -> ReshardReport | None:
+        """Of the last change of plan; None before the first."""
+        return None if self._parallelism is None else self._parallelism.report
 
     def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
         """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
@@ -195,94 +223,27 @@ class ElasticTrainer:
         """
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
-        problem: Exception | None = None
-        parts: TakingPart | None = None
-        settings: OptimizerSettings | None = None
-        startup: dict[str, object] = {}
-        try:
-            check_updates(self._model)
-            parts = TakingPart.of(optimizer, lr_scheduler, scaler, state=self._state, accelerated=self._accelerated)
-            sharing = self._gradients.sharing
-            check_ranks_are_joined(
-                num_replicas=sharing.num_ranks, num_parts=sharing.num_parts, accelerated=self._accelerated
-            )
-            check_samples(
-                self._batches.loader, num_replicas=sharing.num_ranks, rank=sharing.rank, num_parts=sharing.num_parts
-            )
-            groups = [group for each in parts.optimizers for group in each.param_groups]
-            check_shared(self._model, groups, left_out=sharing.left_out, how=sharing.name)
-            check_scaler(scaler, self._model)
-            settings = OptimizerSettings(parts.optimizers)
-            startup = self._batches.startup_values(sharing.num_ranks) | settings.startup_values()
-        except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
-            problem = error
-        follower = follow_config(startup=startup, start_step=self._counts.global_step, **self._follow_arguments)
-        raise_on_all(follower, problem, "preparing a trainer")
-        assert parts is not None
-        assert settings is not None
-        self._gradients.optimizers = list(parts.optimizers)
-        state = self._state
-        follower.compare_schedules(lambda: state.num_scheduled)
-        session = Session(
-            follower,
-            self._counts,
-            self._batches,
-            self._gradients,
-            settings,
-            accelerated=self._accelerated,
-            startup=startup,
-            rule=self._rule,
-            shows_progress=self._shows_progress,
-        )
-        step_parts = StepParts(
-            state=self._state,
-            gradients=self._gradients,
-            batches=self._batches,
-            optimizers=parts.optimizers,
-            snapshot=Snapshot(self._model, self._registered) if self._rolls_back_fully else None,
-            scaler=parts.scaler,
-        )
-        steps = Steps(
-            step_parts,
-            shares_always=self._shares_always,
-            counts=self._counts,
-            pass_boundary=session.pass_boundary,
-            meet=follower.retry,
-            tells=follower.ranks.rank == 0,
-        )
-        for applier in self._appliers:
-            follower.on_change(*applier)
-        training_state = TrainingState(
-            self._model,
-            parts,
-            sharing=sharing,
-            counts=self._counts,
-            batches=self._batches,
-            registered=self._registered,
-            unclaimed=self._unclaimed,
-            ranks=follower.ranks,
-            config=follower.state_dict,
-        )
-        with ExitStack() as undo:
-            undo.callback(follower.close)
-            launched = Launched.in_environment(os.environ)
-            session.checkpoints = checkpoints_for(
-                training_state, follower, startup, self._checkpoint_arguments, launched=launched
-            )
-            undo.pop_all()
-        session.start(steps, self._loaded_config)
-        self._session = session
-        weakref.finalize(self, session.abandon)  # a notebook's cell, run again, or a script that closes nothing
-        self._micro_step = steps  # one object for all micro-steps: making one costs more than entering it
-        return parts.values
+        launched = Launched.in_environment(os.environ)
+        made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
+        self._session, self._parallelism = made.session, made.parallelism
+        weakref.finalize(self, made.session.abandon)  # a notebook's cell, run again, or a script that closes nothing
+        self._micro_step = made.session.steps  # one object for all: making one costs more than entering it
+        return made.values
 
     def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place."""
-        if name in self._registered:
+        """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place.
+
+        When the model's plan changes, those that are sharded move along, and so do plain ones that have a parameter's
+        name and shape when the model comes to be sharded. Between ``no_shard`` and a sharded plan they become other
+        tensors: a dict is kept as it was given, and has them. A tensor by itself does not go between these.
+        """
+        if name in self._setup.registered:
             raise ValueError(f"{name!r} is registered already; give each state a name of its own")
-        held = {"": tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
-        claim_registered(name, held, self._unclaimed)
-        self._registered[name] = held
+        held: Mapping[str, torch.Tensor] = MappingProxyType({"": tensors} if isinstance(tensors, torch.Tensor) else {})
+        if not isinstance(tensors, torch.Tensor):
+            held = tensors if isinstance(tensors, MutableMapping) else MappingProxyType(dict(tensors))
+        claim_registered(name, held, self._setup.unclaimed)
+        self._setup.registered[name] = held
 
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
@@ -328,10 +289,10 @@ class ElasticTrainer:
         With ``num_items``, ``loss`` is a sum over so many items of this micro-batch, such as tokens; the step's
         gradient is the mean over the items of all its micro-batches on all ranks.
         """
-        if not self._state.is_inside:
+        if not self._setup.state.is_inside:
             raise StepError("trainer.backward() was called outside of `with trainer.step():`")
-        if self._accelerated is not None:
-            loss = self._accelerated.scaled(loss)
+        if self._setup.accelerated is not None:
+            loss = self._setup.accelerated.scaled(loss)
         self._gradients.backward(loss, num_items, **options)
 
     def clip_grad_norm_(
@@ -346,10 +307,10 @@ class ElasticTrainer:
 
         The norm is that of the whole model, however it is spread over ranks.
         """
-        if not self._state.is_last:
+        if not self._setup.state.is_last:
             return None
-        if self._accelerated is not None:
-            self._accelerated.unscale()
+        if self._setup.accelerated is not None:
+            self._setup.accelerated.unscale()
         return self._gradients.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def rollback(self) -> None:
@@ -379,7 +340,7 @@ class ElasticTrainer:
         Before ``prepare()``, which takes up the config file that is there, or later.
         """
         if self._session is None:
-            self._appliers.append((section, apply, check))
+            self._setup.appliers.append((section, apply, check))
         else:
             self._session.follower.on_change(section, apply, check)
 
@@ -450,7 +411,7 @@ class ElasticTrainer:
         return {
             **self._counts.state_dict(),
             "config": self._prepared.follower.state_dict(),
-            "registered": {name: dict(tensors) for name, tensors in self._registered.items()},
+            "registered": {name: dict(tensors) for name, tensors in self._setup.registered.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -461,12 +422,12 @@ class ElasticTrainer:
         self._counts.load_state_dict(state)  # first: rates follow the batch that it names
         if self._session is not None:
             self._session.resume(state["config"])
-        self._loaded_config = state["config"]
+        self._setup.loaded_config = state["config"]
         for name, tensors in state["registered"].items():
-            if name in self._registered:
-                fill_registered(name, self._registered[name], tensors)
+            if name in self._setup.registered:
+                fill_registered(name, self._setup.registered[name], tensors)
             else:
-                self._unclaimed[name] = tensors
+                self._setup.unclaimed[name] = tensors
 
     def close(self) -> None:
         """End training: make sure that all ranks took as many steps, and stop following. Twice is allowed.
@@ -490,3 +451,8 @@ class ElasticTrainer:
         if self._session is None:
             raise ElasticError(NOT_PREPARED)
         return self._session
+
+
+def _num_local() -> int:
+    """How many ranks share this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))

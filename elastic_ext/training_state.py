@@ -81,7 +81,7 @@ class TrainingState:
         model: nn.Module,
         parts: TakingPart,
         *,
-        sharing: Sharing,
+        sharing: Callable[[], Sharing],
         counts: Counts,
         batches: Batches,
         registered: Registered,
@@ -169,14 +169,14 @@ class TrainingState:
         """Why what is saved is to be copied before the next step begins, None where a part of it can wait."""
         optimizers = [optimizer.inner for optimizer in self._parts.optimizers]
         return why_not_overlap(
-            self.model, optimizers, sharding=self._sharing.name, ranks_here=self._ranks_here, asked=asked
+            self.model, optimizers, sharding=self._sharing().name, ranks_here=self._ranks_here, asked=asked
         )
 
     def about(self) -> dict[str, Any]:
         """What somebody who resumes is told of this run."""
         return {
             "ranks": self.num_ranks,
-            "sharding": self._sharing.name,
+            "sharding": self._sharing().name,
             "config version": self._config()["config"].get("version"),
         }
 
@@ -318,7 +318,7 @@ class TrainingState:
                     draw.set_state(resumed.random[name])
             return
         digest = xxhash.xxh3_64(resumed.random["torch"].numpy().tobytes())
-        digest.update(b"%d of %d" % (self._sharing.rank, self._sharing.num_ranks))  # a replica's ranks draw alike
+        digest.update(b"%d of %d" % (self._sharing().rank, self._sharing().num_ranks))  # a replica's ranks draw alike
         seed = digest.intdigest()
         torch.manual_seed(seed - (1 << 63))
         random.seed(seed)

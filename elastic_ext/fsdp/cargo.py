@@ -1,0 +1,193 @@
+"""Cargo: what of a model lies by its plan, and lies elsewhere after a change of it.
+
+Parameters, their gradients, what optimizers keep of them in their shape, and registered tensors that are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from . import rewire
+from .companions import Tensors, companions_in
+from .freight import Item
+from .layout import Box, Layout
+from .names import named_tensors
+from .plan import UNEVEN, Degrees, parts_of
+from .units import Place, Survey
+
+__all__ = ["DONE", "Carried", "Parameter", "carried_with", "layout_on", "parameters_of"]
+
+
+@dataclass(eq=False)
+class Parameter:
+    """A parameter, and where the model has it."""
+
+    tensor: nn.Parameter
+    places: tuple[Place, ...]
+    dim: int
+
+    def register(self) -> None:
+        """Have the model have it there."""
+        for module, name in self.places:
+            module._parameters[name] = self.tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """A tensor that lies elsewhere afterwards."""
+
+    tensor: torch.Tensor
+    dim: int
+    """Along which it is cut, before or after."""
+    parameter: int | None
+    """Which one it is, None where it is none."""
+    put: Callable[[torch.Tensor], None]
+    """Put another object in its place."""
+    item: Item
+
+
+def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[Parameter]:
+    """Those that lie by the plan: what fully_shard has, or all where it has none."""
+    if survey is not None:
+        for slot in survey.slots:
+            yield Parameter(slot.parameter, slot.places, rewire.dim_of(slot))
+        return
+    places: dict[int, list[Place]] = {}
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+                found[id(parameter)] = parameter
+    for key, parameter in found.items():
+        if isinstance(parameter, DTensor):
+            raise ValueError("the model is cut by tensor parallelism without fully_shard; its sharding has to stay")
+        yield Parameter(parameter, tuple(places[key]), 0)
+
+
+def carried_with(
+    model: nn.Module,
+    parameters: Sequence[Parameter],
+    optimizers: Sequence[Optimizer],
+    registered: Sequence[Tensors],
+    degrees: Degrees | None,
+) -> Iterator[Carried]:
+    """All that is to lie by these degrees, or whole on each rank where they are None; ValueError where it cannot."""
+    names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(model)}
+    for at, each in enumerate(parameters):
+        parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
+        yield _carried(name, parameter, dim, degrees, _keep, at)
+        if parameter.grad is not None:
+            yield _carried(f"{name} (gradient)", parameter.grad, dim, degrees, _PutGradient(each))
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if _lies_like(parameter, value, f"{name}/{key}"):
+                    yield _carried(f"{name}/{key}", value, dim, degrees, _PutIn(state, key))
+    was_sharded = any(isinstance(each.tensor, DTensor) for each in parameters)
+    by_name = dict(_by_any_name(model, parameters))
+    for companion in companions_in(registered, by_name, was_sharded=was_sharded, is_sharded=degrees is not None):
+        yield _carried(companion.name, companion.tensor, companion.dim, degrees, companion.put)
+
+
+def layout_on(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
+    """Where a tensor lies that the last dimension of a mesh cuts along ``dim``, by global rank."""
+    num_parts = mesh.mesh.shape[-1]
+    part_of = {int(rank): at % num_parts for at, rank in enumerate(mesh.mesh.flatten().tolist())}
+    if set(part_of) != set(range(dist.get_world_size())):
+        raise ValueError(
+            f"a mesh of the model has the ranks {sorted(part_of)}, and training has {dist.get_world_size()}; allowed: "
+            "meshes of all ranks"
+        )
+    boxes = parts_of(shape, dim, num_parts)
+    return Layout(shape, tuple(boxes[part_of[rank]] for rank in range(len(part_of))))
+
+
+def _by_any_name(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
+    """Parameters with the dimensions that cut them, by what users may call them: with the names of wrappers too."""
+    own = {id(each.tensor): (each.tensor, each.dim) for each in parameters}
+    bare = ((each.name, each.tensor) for each in named_tensors(model))
+    for name, parameter in (*bare, *model.named_parameters(remove_duplicate=False)):
+        if id(parameter) in own:
+            yield name, own[id(parameter)]
+
+
+def _carried(
+    name: str,
+    tensor: torch.Tensor,
+    dim: int,
+    degrees: Degrees | None,
+    put: Callable[[torch.Tensor], None],
+    parameter: int | None = None,
+) -> Carried:
+    """``dim`` counts for a tensor that is whole; one that is cut says it itself."""
+    shape = tuple(tensor.shape)
+    whole = Layout(shape, (Box.whole(shape),) * dist.get_world_size())
+    old = whole
+    if isinstance(tensor, DTensor):
+        *outer, last = tensor.placements
+        if not (isinstance(last, Shard) and all(placement.is_replicate() for placement in outer)):
+            raise ValueError(
+                f"{name} is placed {tensor.placements}; allowed where sharding changes: cut once, by the last "
+                "dimension of its mesh, as fully_shard does"
+            )
+        dim = last.dim
+        old = layout_on(tensor.device_mesh, shape, dim)
+    if degrees is None:
+        return Carried(tensor, dim, parameter, put, Item(name, old, whole, tensor.element_size()))
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} has no dimension that fully_shard could cut; give it the shape (1,)")
+    if dim > 0 and shape[dim] % degrees.shard:
+        raise ValueError(UNEVEN.format(name, dim, shape[dim], degrees.shard))
+    return Carried(tensor, dim, parameter, put, Item(name, old, degrees.layout(shape, dim), tensor.element_size()))
+
+
+class _PutGradient:
+    """Puts a gradient where its parameter is, whichever object that is by then."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self._parameter = parameter
+
+    def __call__(self, new: torch.Tensor) -> None:
+        self._parameter.tensor.grad = new
+
+
+class _PutIn:
+    """Puts a tensor under its key."""
+
+    def __init__(self, holder: MutableMapping[Any, Any], key: str) -> None:
+        self._holder, self._key = holder, key
+
+    def __call__(self, new: torch.Tensor) -> None:
+        self._holder[self._key] = new
+
+
+def _keep(new: torch.Tensor) -> None:
+    """A parameter's place is the model's."""
+
+
+DONE = Carried(torch.empty(0), 0, None, _keep, Item("", Layout((0,), ()), Layout((0,), ()), 1))
+"""What stands for one that has been carried, and holds nothing."""
+
+
+def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
+    """Whether a value of an optimizer's state moves with its parameter; ValueError where it would be left behind."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    if isinstance(value, DTensor) is isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return True
+    if value.numel() == 1 and not isinstance(value, DTensor):
+        return False  # a count, the same on all ranks
+    raise ValueError(
+        f"{name} is of shape {tuple(value.shape)}, and the parameter of {tuple(parameter.shape)}: it belongs to what "
+        "lies on this rank now, and no other sharding could take it over"
+    )

@@ -1,0 +1,103 @@
+"""Holders: what refers to a model's parameters, when these become other objects.
+
+Optimizers' groups and state, and mappings that were registered, are rewritten in place. Whatever else refers to one
+would be left with a parameter that nothing trains: it is found by Python's own books, and named.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["replace_in", "strangers"]
+
+
+def replace_in(optimizers: Sequence[Optimizer], old: torch.Tensor, new: torch.Tensor) -> None:
+    """Have optimizers train ``new`` instead of ``old``, with the state that they have of it."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            members: list[torch.Tensor] = group["params"]
+            for at, member in enumerate(members):
+                if member is old:
+                    members[at] = new
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
+def strangers(
+    model: nn.Module, optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor], known: Iterable[object]
+) -> list[str]:
+    """What else refers to one of the parameters, in words; ``known`` may."""
+    allowed = {id(parameters), *map(id, known)}
+    allowed.update(id(module._parameters) for module in model.modules())
+    for optimizer in optimizers:
+        allowed.add(id(optimizer.state))
+        allowed.update(id(group["params"]) for group in optimizer.param_groups)
+    wanted = set(map(id, parameters))
+    found = [each for each in gc.get_referrers(*parameters) if id(each) not in allowed]
+    return [words for each in found if (words := _in_words(each, wanted)) is not None]
+
+
+def _in_words(holder: object, wanted: set[int]) -> str | None:
+    """What a person may find it by; None of what is ours or passes by itself."""
+    if isinstance(holder, (types.FrameType, types.GeneratorType)) or _is_iterator(holder):
+        return None
+    if isinstance(holder, dict):
+        keys = [key for key, value in holder.items() if id(value) in wanted]
+        return f"{keys[0]!r} in {_dict_in_words(holder)}" if keys else f"a key in {_dict_in_words(holder)}"
+    if isinstance(holder, (list, tuple, set, frozenset)):
+        return f"a {type(holder).__name__} of {len(holder)}{_owner_of(holder)}"
+    if isinstance(holder, types.CellType):
+        return "a variable of a function that is kept"
+    names = [name for name, value in _attributes(holder).items() if id(value) in wanted]
+    return f"{names[0]!r} in {_kind(holder)}" if names else _kind(holder)
+
+
+def _is_iterator(holder: object) -> bool:
+    return isinstance(holder, Iterator) and type(holder).__module__ == "builtins"
+
+
+def _dict_in_words(holder: dict[Any, Any]) -> str:
+    if "__name__" in holder and "__spec__" in holder:
+        return f"the module {holder['__name__']}"
+    for owner in gc.get_referrers(holder):
+        if getattr(owner, "__dict__", None) is holder:
+            return _kind(owner)
+    return f"a dict of {len(holder)}{_owner_of(holder)}"
+
+
+def _owner_of(holder: object) -> str:
+    """Where a person has a list or a dict: under a name in a module, an object or a dict; nothing where in none."""
+    told = ""
+    for owner in gc.get_referrers(holder):
+        is_dict = isinstance(owner, dict)
+        names = [name for name, value in (owner if is_dict else _attributes(owner)).items() if value is holder]
+        if not names:
+            continue
+        if not is_dict:
+            return f", {names[0]!r} in {_kind(owner)}"
+        if "__name__" in owner and "__spec__" in owner:
+            return f", {names[0]!r} in the module {owner['__name__']}"
+        objects = [each for each in gc.get_referrers(owner) if getattr(each, "__dict__", None) is owner]
+        if objects:
+            return f", {names[0]!r} in {_kind(objects[0])}"
+        told = f", {names[0]!r} in a dict of {len(owner)}"
+    return told
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    """Of an object that may keep them without a dict of its own, as Python does from 3.11 on."""
+    if isinstance(holder, (types.FrameType, types.ModuleType)):
+        return {}
+    found = getattr(holder, "__dict__", None)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _kind(holder: object) -> str:
+    return f"a {type(holder).__module__}.{type(holder).__qualname__}"

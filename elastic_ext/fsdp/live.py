@@ -1,0 +1,261 @@
+"""Live: a model in training is spread otherwise over its ranks, in the same processes, no value altered.
+
+Everything that can be refused is refused before an element moves, and what was there is then there again. From the
+first bucket that ranks have exchanged on there is no way back: a failure is raised on all ranks, and leaves a state
+that only a checkpoint mends.
+
+Words: parameters are *sharded*, each rank's part a DTensor in one of fully_shard's units; or *whole*, plain tensors on
+every rank, their gradients averaged by DDP. Sharded parameters stay the same objects as long as they are sharded;
+between sharded and whole others take their place.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from . import rewire
+from .cargo import DONE, Carried, Parameter, carried_with, parameters_of
+from .carrier import carry
+from .companions import Tensors, replace_parameter
+from .freight import Item, buckets_of
+from .holders import replace_in
+from .plan import Degrees
+from .state import local_of
+from .units import Slot, Survey, Unit
+
+__all__ = ["Agree", "Change", "Moved", "Sharded", "Whole"]
+
+Agree = Callable[[BaseException | None], None]
+"""Called by all ranks: returns where none brings an error, and raises on all where one does."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """The units that fully_shard shall make, innermost first."""
+
+    units: Sequence[Unit]
+    degrees: Degrees
+    mesh: Callable[[], DeviceMesh]
+    """Of these degrees; all ranks call this, which may make groups."""
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """Plain parameters; ``wake`` has their gradients averaged once they are there."""
+
+    wake: Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What a change has cost."""
+
+    num_tensors: int
+    num_sent: int
+    """Bytes, between all ranks."""
+    num_replaced: int
+    """Parameters that are other objects now."""
+    load: int
+    """Bytes: the most that a bucket took on a rank beside what the state took before and after."""
+    wiring_seconds: float
+    moving_seconds: float
+
+
+class Change:
+    """One change of how a model is spread: made, and with that checked, on every rank; then ``run``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        registered: Sequence[Tensors],
+        *,
+        after: Callable[[Survey | None], Sharded | Whole],
+        rest: Callable[[], None],
+        bucket_bytes: int,
+    ) -> None:
+        """``after`` says what it shall be, from what fully_shard has made; None where nothing is sharded.
+
+        ``rest`` has DDP leave the model; it is called where there may be one. ValueError says why it cannot be.
+        """
+        self._model = model
+        self._optimizers = optimizers
+        self._registered = registered
+        is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._survey = rewire.survey(model) if is_sharded else None
+        self._after = after(self._survey)
+        self._rest = rest
+        self._bucket_bytes = bucket_bytes
+        self._parameters = list(parameters_of(model, self._survey))
+        managed = {id(each.tensor) for each in self._parameters}
+        self._left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
+        degrees = self._after.degrees if isinstance(self._after, Sharded) else None
+        self._carried = list(carried_with(model, self._parameters, optimizers, registered, degrees))
+
+    @property
+    def items(self) -> list[Item]:
+        """What has to be moved."""
+        return [each.item for each in self._carried]
+
+    @property
+    def replaced(self) -> list[torch.Tensor]:
+        """The parameters that will be other objects."""
+        stays = (self._survey is None) is isinstance(self._after, Whole)
+        return [] if stays else [each.tensor for each in self._parameters]
+
+    @property
+    def units_before(self) -> Sequence[Unit]:
+        """What fully_shard has made so far."""
+        return () if self._survey is None else self._survey.units
+
+    @property
+    def holders(self) -> list[object]:
+        """What of this change refers to parameters."""
+        own: list[object] = [self._left_out, *self._parameters, *self._carried]
+        if self._survey is not None:
+            own += [*self._survey.slots, *(slot.keeper for slot in self._survey.slots)]
+        return own + [vars(each) for each in own if hasattr(each, "__dict__")]
+
+    def run(self, agree: Agree, *, group: dist.ProcessGroup, device: torch.device) -> Moved:
+        """Change it; all ranks call this between two steps. ``group`` has all of them, for ``device``."""
+        began = time.perf_counter()
+        num_replaced = len(self.replaced)
+        mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
+        error: BaseException | None = None
+        locals_before = [local_of(each.tensor) for each in self._parameters]
+        slots: list[Slot] = []
+        try:
+            slots = self._wire(mesh)
+        except Exception as caught:  # whatever it is, what was there has to come back
+            error = caught.with_traceback(None)  # which keeps alive what has been taken off
+        self._agree_or_go_back(agree, error, locals_before)
+        wired = time.perf_counter()
+        num_sent = load = 0
+        for bucket in buckets_of(self.items, 2 * self._bucket_bytes):
+            carried = self._carried[bucket.first : bucket.first + len(bucket.items)]
+            old = [local_of(each.tensor) for each in carried]
+            new: list[torch.Tensor] = []
+            try:
+                new = [self._memory(each, local, slots) for each, local in zip(carried, old, strict=True)]
+            except Exception as caught:  # there is not enough of it, as a rule
+                error = caught.with_traceback(None)
+            if bucket.first == 0:
+                self._agree_or_go_back(agree, error, locals_before)
+                locals_before.clear()
+                self._survey = None  # which keeps what was there
+            else:
+                agree(error)
+            carry(bucket, old, new, group=group, device=device)
+            for each, local in zip(carried, new, strict=True):
+                self._bind(each, local, slots, mesh)
+            num_sent, load = num_sent + bucket.num_sent, max(load, bucket.load)
+            self._carried[bucket.first : bucket.first + len(bucket.items)] = [DONE] * len(carried)
+            del old, new, carried
+        if isinstance(self._after, Whole):
+            self._after.wake()
+        return Moved(
+            num_tensors=len(self._carried),
+            num_sent=num_sent,
+            num_replaced=num_replaced,
+            load=load,
+            wiring_seconds=wired - began,
+            moving_seconds=time.perf_counter() - wired,
+        )
+
+    def _wire(self, mesh: DeviceMesh | None) -> list[Slot]:
+        """Take off what is there and put on what shall be; gives the slots in the order of the parameters."""
+        if self._survey is not None:
+            rewire.take_off(self._model)
+        elif self.replaced:
+            self._rest()
+        rewire.stand_in((each.tensor, each.places) for each in self._parameters)
+        return self._put_on(self._after.units, mesh) if isinstance(self._after, Sharded) else []
+
+    def _put_on(self, units: Sequence[Unit], mesh: DeviceMesh | None) -> list[Slot]:
+        dims = {each.places[0]: each.dim for each in self._parameters}
+        rewire.put_on(units, mesh, dims, self._left_out)
+        by_place = {place: slot for slot in rewire.slots_of(self._model) for place in slot.places}
+        return [by_place[each.places[0]] for each in self._parameters]
+
+    def _agree_or_go_back(
+        self, agree: Agree, error: BaseException | None, locals_before: Sequence[torch.Tensor]
+    ) -> None:
+        try:
+            agree(error)
+        except BaseException:
+            rewire.take_off(self._model)
+            if self._survey is None:
+                for each in self._parameters:
+                    each.register()
+            else:
+                rewire.stand_in((each.tensor, each.places) for each in self._parameters)
+                slots = self._put_on(self._survey.units, None)
+                for slot, each, local in zip(slots, self._parameters, locals_before, strict=True):
+                    rewire.bind(slot, each.tensor, local)
+            raise
+
+    def _memory(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
+        """Where this rank's new part goes: where it is, if it stays the same."""
+        rank = dist.get_rank()
+        box = each.item.new.boxes[rank]
+        if each.item.old.boxes[rank] == box:
+            return local
+        shape = list(each.tensor.shape)
+        num_across = math.prod(size for dim, size in enumerate(shape) if dim != each.dim)
+        shape[each.dim] = box.num_elements // max(1, num_across)
+        if each.parameter is None or not slots:
+            return local.new_empty(shape)
+        padded = local.new_zeros(rewire.padded_size(slots[each.parameter]))
+        return padded[: box.num_elements].view(shape)
+
+    def _bind(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot], mesh: DeviceMesh | None) -> None:
+        if each.parameter is not None:
+            slot = slots[each.parameter] if slots else None
+            self._bind_parameter(self._parameters[each.parameter], local, slot, mesh)
+        elif mesh is None:
+            if each.tensor is not local:
+                each.put(local)
+        else:
+            made = _sharded(each.tensor, each.dim, local, mesh)
+            if isinstance(each.tensor, DTensor):
+                rewire.rebind(each.tensor, local, made)
+            else:
+                each.put(made)
+
+    def _bind_parameter(self, each: Parameter, local: torch.Tensor, slot: Slot | None, mesh: DeviceMesh | None) -> None:
+        old = each.tensor
+        if slot is not None and isinstance(old, DTensor):
+            rewire.bind(slot, old, local)
+            return
+        if slot is not None:
+            assert mesh is not None
+            new = nn.Parameter(_sharded(old, each.dim, local, mesh), requires_grad=old.requires_grad)
+            rewire.bind(slot, new, local)
+        elif isinstance(old, DTensor):
+            new = nn.Parameter(local, requires_grad=old.requires_grad)
+        else:
+            new = old
+        if new is not old:
+            new.__dict__.update(rewire.noted_on(old))
+            replace_in(self._optimizers, old, new)
+            replace_parameter(self._registered, old, new)
+            each.tensor = new
+        each.register()
+
+
+def _sharded(tensor: torch.Tensor, dim: int, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """``local`` as this rank's part of a tensor like another."""
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,157 @@
+"""ParallelPlan: how the state of a model in training is spread over its ranks. Pure.
+
+Words: a *copy* is the whole of a model's state, on one rank or sharded over several. The *shard degree* is over how
+many ranks a copy is sharded, the *replicate degree* how many copies there are; their product is the number of ranks. A
+*block* is one of the parts that a model repeats, a *unit* what is gathered at once: some blocks in a row, or the whole
+model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from .layout import Box, Layout
+from .placements import Cut, box_after
+
+__all__ = ["UNEVEN", "Degrees", "ParallelPlan", "Strategy", "blocks_recomputed", "parts_of", "units_of_blocks"]
+
+Strategy: TypeAlias = Literal["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"]
+
+UNEVEN = (
+    "{} is cut along dimension {}, whose {} cannot be shared out evenly over {} ranks, as fully_shard needs it there"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How many copies of a model there are, and over how many ranks each is sharded; ranks of a copy are neighbours."""
+
+    replicate: int
+    shard: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.replicate * self.shard
+
+    def layout(self, shape: tuple[int, ...], dim: int = 0) -> Layout:
+        """Where a tensor lies that is cut along ``dim``, in parts as ``torch.chunk`` makes them."""
+        return Layout(shape, parts_of(shape, dim, self.shard) * self.replicate)
+
+
+def parts_of(shape: tuple[int, ...], dim: int, num_parts: int) -> tuple[Box, ...]:
+    """What is left of a tensor to each of so many ranks when it is cut along ``dim``."""
+    boxes = [box_after(shape, [Cut(dim, num_parts, part)]) for part in range(num_parts)]
+    return tuple(box for box in boxes if box is not None)  # a single cut leaves one block
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """How a model is to be spread; the strategies are named as torch's are, in either case.
+
+    ``no_shard`` is torch's DistributedDataParallel. ``hybrid_shard`` with a ``shard_degree`` of 1 keeps whole copies as
+    well, as parameters that stay the same objects when they are sharded. Without a degree its copies are those of a
+    machine. ``unit`` is a number of blocks, or "whole". ``activation_checkpoint`` is the share of blocks whose
+    activations are computed again in the backward pass; ``prefetch`` how many units are gathered ahead, where not as
+    torch does by itself; ``bucket_cap_mb`` the size of DDP's buckets.
+    """
+
+    strategy: Strategy
+    shard_degree: int | None = None
+    unit: int | Literal["whole"] = 1
+    activation_checkpoint: float | Literal["none", "all"] = 0.0
+    prefetch: int | None = None
+    bucket_cap_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", _strategy(self.strategy))
+        object.__setattr__(self, "activation_checkpoint", _ratio(self.activation_checkpoint))
+        if self.shard_degree is not None:
+            _check_count("shard_degree", self.shard_degree, 1)
+        if self.prefetch is not None:
+            _check_count("prefetch", self.prefetch, 0)
+        if self.unit != "whole":
+            _check_count("unit", self.unit, 1, also=' or "whole"')
+        cap = self.bucket_cap_mb
+        if cap is not None and not (_is_number(cap) and 0 < cap < math.inf):
+            raise ValueError(f"bucket_cap_mb is {cap!r}; allowed: a number above 0, in MiB, or None for torch's own")
+        if self.strategy == "no_shard" and (self.shard_degree or 1) > 1:
+            raise ValueError(
+                f"shard_degree is {self.shard_degree} with the strategy no_shard, where nothing is sharded; choose "
+                "another strategy or leave it out"
+            )
+
+    @property
+    def ratio(self) -> float:
+        """The share of blocks that are computed again."""
+        assert isinstance(self.activation_checkpoint, float)
+        return self.activation_checkpoint
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether what was gathered for the forward pass is gathered again for the backward pass."""
+        return self.strategy in ("full_shard", "hybrid_shard")
+
+    @property
+    def is_replicated(self) -> bool:
+        """Parameters are plain tensors, whole on each rank, and DDP averages their gradients."""
+        return self.strategy == "no_shard"
+
+    def degrees(self, num_ranks: int, num_local: int) -> Degrees:
+        """On so many ranks, ``num_local`` to a machine; ValueError where they cannot be shared out so."""
+        if self.strategy == "no_shard":
+            return Degrees(num_ranks, 1)
+        shard = self.shard_degree
+        if self.strategy != "hybrid_shard":
+            if shard not in (None, num_ranks):
+                raise ValueError(
+                    f"shard_degree is {shard} with the strategy {self.strategy}, which shards over all {num_ranks} "
+                    "ranks; leave it out, or choose hybrid_shard"
+                )
+            return Degrees(1, num_ranks)
+        if shard is None:
+            shard = num_local
+        if num_ranks % shard:
+            given = "the ranks of a machine" if self.shard_degree is None else "shard_degree"
+            divisors = ", ".join(str(each) for each in range(1, num_ranks + 1) if num_ranks % each == 0)
+            raise ValueError(f"{given}: {shard} does not divide the {num_ranks} ranks; allowed: {divisors}")
+        return Degrees(num_ranks // shard, shard)
+
+
+def blocks_recomputed(num_blocks: int, ratio: float) -> list[bool]:
+    """For each block whether it is computed again, spread evenly over the model."""
+    num_chosen = round(num_blocks * ratio)
+    return [(at + 1) * num_chosen // num_blocks > at * num_chosen // num_blocks for at in range(num_blocks)]
+
+
+def units_of_blocks(num_blocks: int, unit: int | Literal["whole"]) -> list[range]:
+    """The blocks of each unit, in order; none where the whole model is one. The last one may be smaller."""
+    if unit == "whole":
+        return []
+    return [range(first, min(first + unit, num_blocks)) for first in range(0, num_blocks, unit)]
+
+
+def _strategy(given: object) -> Strategy:
+    name = getattr(given, "name", given)  # torch's own is an enum
+    for allowed in get_args(Strategy):
+        if isinstance(name, str) and name.lower() == allowed:
+            return allowed  # type: ignore[no-any-return]
+    raise ValueError(f"strategy is {given!r}; allowed: {', '.join(get_args(Strategy))}")
+
+
+def _ratio(given: object) -> float:
+    if given in ("none", "all"):
+        return float(given == "all")
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given <= 1:
+        return float(given)
+    raise ValueError(f'activation_checkpoint is {given!r}; allowed: "none", "all", or a share of blocks from 0 to 1')
+
+
+def _check_count(name: str, given: object, least: int, also: str = "") -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < least:
+        raise ValueError(f"{name} is {given!r}; allowed: an integer >= {least}{also}")
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)

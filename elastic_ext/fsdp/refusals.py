@@ -1,0 +1,91 @@
+"""Refusals: what of a model or of its holders stands against a change of plan, in words; None where nothing does.
+
+What the plans themselves say against it is in transition.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.optim import Optimizer
+
+from . import rewire
+from .holders import strangers
+from .plan import ParallelPlan
+from .units import Modules, Settings, Unit
+
+__all__ = ["why_not_cut", "why_not_replace", "why_not_tied", "why_not_unit", "why_not_whole"]
+
+_KEEPS = (
+    'which DDP does not know of; choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, which '
+    "keeps it"
+)
+_BECOMES = (
+    "and it becomes another object when the model goes between no_shard and a sharded plan; let go of it, register it "
+    'with trainer.register_state, or choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, under '
+    "which parameters stay the same objects"
+)
+
+
+def why_not_unit(plan: ParallelPlan, blocks: Sequence[nn.Module]) -> str | None:
+    """A number of blocks is asked for, and there are none."""
+    if plan.is_replicated or plan.unit in (1, "whole") or blocks:
+        return None
+    return f'unit is {plan.unit}, and no repeated blocks were found; name them with units=, or give "whole"'
+
+
+def why_not_tied(root: nn.Module, groups: Sequence[Modules]) -> str | None:
+    """One parameter would lie in two of the units, which are given innermost first."""
+    owner: dict[int, int] = {}
+    for at, modules in reversed(list(enumerate(groups))):  # the outermost first, then what lies within it
+        for module in modules:
+            owner.update((id(part), at) for part in module.modules())
+    seen: dict[int, tuple[int, str]] = {}
+    for prefix, module in root.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(module) not in owner:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            first = seen.setdefault(id(parameter), (owner[id(module)], full))
+            if first[0] != owner[id(module)]:
+                return (
+                    f"{first[1]} and {full} are one parameter, and would lie in two units; choose units that hold "
+                    'both, or unit="whole"'
+                )
+    return None
+
+
+def why_not_cut(model: nn.Module) -> str | None:
+    """A parameter has nothing that could be shared out."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            return f"{name} has no dimension that fully_shard could cut; give it the shape (1,)"
+    return None
+
+
+def why_not_whole(model: nn.Module, units: Sequence[Unit]) -> str | None:
+    """Something is set on its units that would be lost: whole parameters are trained as they are."""
+    for unit in units:
+        if unit.precision != MixedPrecisionPolicy() or type(unit.offload) is not OffloadPolicy:
+            return f"the model is sharded with a policy for mixed precision or offloading, {_KEEPS}"
+        if unit.settings != Settings():
+            return f"gradients of the model are divided or shared in a way of your own, {_KEEPS}"
+    patched = rewire.patched_methods(model)
+    return f"{patched[0]} was registered as a forward method of fully_shard, {_KEEPS}" if patched else None
+
+
+def why_not_replace(
+    model: nn.Module, optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor], known: Sequence[object]
+) -> str | None:
+    """Hooks on parameters that become other objects, or somebody who has one and is not ``known`` to let go of it."""
+    for tensor in parameters:
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            return f"a parameter of shape {tuple(tensor.shape)} has hooks, {_BECOMES}"
+    found = strangers(model, optimizers, parameters, known)
+    if not found:
+        return None
+    more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"a parameter is also held by {', '.join(found[:3])}{more}, {_BECOMES}"

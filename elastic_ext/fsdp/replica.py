@@ -1,0 +1,110 @@
+"""Replica: DDP beneath a model that stays what the loop calls, so that it can be put on and taken off.
+
+A module in torch's DistributedDataParallel is wrapped: the loop calls another object, and names change. Here the
+wrapper is kept aside, and does its part from two hooks of the module; torch's own composable ``replicate`` does so.
+Private to DDP, as of torch 2.13, are the two functions that these hooks call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from elastic_ext.errors import ElasticError
+from elastic_ext.hooks import Hook
+
+__all__ = ["Replica", "arguments_of", "set_aside"]
+
+_PARTS = ("_pre_forward", "_post_forward", "reducer")
+_TAKEN_OVER = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
+
+
+class Replica:
+    """DDP of one module: there from ``wake`` to ``rest``."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, options: Mapping[str, Any]) -> None:
+        self.module = module
+        self.options = dict(options)
+        """Of DDP, as its arguments are called."""
+        self.engine: DistributedDataParallel | None = None
+        """What averages gradients, while it is awake."""
+        self.wrapper: DistributedDataParallel | None = None
+        """A user's own, which averages gradients until the first change, and then only calls its module."""
+        self._group = group
+        self._handles: list[RemovableHandle] = []
+
+    def wake(self, bucket_cap_mb: float | None) -> DistributedDataParallel:
+        """Average the module's gradients over the ranks from now on; all of them call this, with equal parameters."""
+        engine = DistributedDataParallel(
+            self.module,
+            process_group=self._group,
+            init_sync=False,
+            bucket_cap_mb=bucket_cap_mb,
+            **self.options,
+        )
+        missing = [name for name in _PARTS if not hasattr(engine, name)]
+        if missing:
+            raise ElasticError(f"torch {torch.__version__} has no {', '.join(missing)} in DistributedDataParallel")
+        self._handles = [
+            self.module.register_forward_pre_hook(Hook(_before, engine), with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(Hook(_after, engine)),
+        ]
+        self.engine = engine
+        return engine
+
+    @property
+    def holders(self) -> list[object]:
+        """What of it refers to parameters, and goes with it."""
+        wrappers = [each for each in (self.engine, self.wrapper) if each is not None]
+        found = [part for each in wrappers for part in (vars(each), *vars(each).values())]
+        return [part for part in found if isinstance(part, (list, dict, set, tuple))]
+
+    def rest(self) -> None:
+        """Leave the module as it was."""
+        if self.wrapper is not None:
+            set_aside(self.wrapper)
+            self.wrapper = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.engine = None
+
+
+def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
+    """What a user has told DDP; ValueError where it could not be told again."""
+    for name, what in (
+        ("mixed_precision", "mixed precision of its own"),
+        ("_comm_hooks", "a communication hook"),
+        ("_delay_all_reduce_params", "parameters whose sharing is delayed"),
+    ):
+        if getattr(replica, name, None):
+            raise ValueError(f"the model is in DDP with {what}; its sharding has to stay")
+    return {
+        **{name: getattr(replica, name) for name in _TAKEN_OVER if hasattr(replica, name)},
+        "device_ids": replica.device_ids,
+    }
+
+
+def set_aside(wrapper: DistributedDataParallel) -> None:
+    """Have a user's own wrapper call its module, and nothing more: what averages gradients is told elsewhere."""
+    wrapper.forward = Hook(_straight_through, wrapper.module)  # type: ignore[method-assign]
+    if hasattr(wrapper, "reducer"):
+        del wrapper.reducer  # which would keep parameters that are replaced
+
+
+def _straight_through(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+    return module(*arguments, **options)
+
+
+def _before(engine: Any, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return engine._pre_forward(*arguments, **options)
+
+
+def _after(engine: Any, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+    return engine._post_forward(output)

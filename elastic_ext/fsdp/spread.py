@@ -1,0 +1,237 @@
+"""Spread: a model and the plan by which it lies on its ranks: put on it, and changed while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from elastic_ext.errors import ElasticError
+
+from . import rewire
+from .blocks import Units, blocks_of, recompute, why_not_recompute
+from .companions import Tensors
+from .live import Agree, Change, Moved, Sharded, Whole
+from .plan import Degrees, ParallelPlan
+from .recognise import Recognised, recognise, root_of
+from .refusals import why_not_cut, why_not_replace, why_not_tied, why_not_unit, why_not_whole
+from .replica import Replica
+from .transition import BUCKET_BYTES, Tensor, Transition, transition
+from .units import Survey, Unit, modules_by_unit, prefetching, units_for
+
+__all__ = ["Spread"]
+
+_PLAIN = "no process group trains this model together; call torch.distributed.init_process_group() before that"
+
+
+class Spread:
+    """How one model is spread over all ranks."""
+
+    def __init__(
+        self, model: nn.Module, units: Units = None, *, num_local: int, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """``units`` are its repeated blocks, or how to find them; ``num_local`` ranks share a machine."""
+        self.model = model
+        self.plan: ParallelPlan | None
+        """By which it lies now; None where the ranks do not share its gradients."""
+        self.why_not: str | None = None
+        """Why it cannot be changed, None where it can."""
+        self._num_local = num_local
+        self._bucket_bytes = bucket_bytes
+        self._group: dist.ProcessGroup | None = None
+        self._root = root_of(model)
+        self._blocks = blocks_of(model, units)
+        found = Recognised()
+        try:
+            found = recognise(model, self._blocks, num_ranks=self.num_ranks)
+        except (ValueError, ElasticError) as error:
+            self.why_not = str(error)
+        self.plan = found.plan
+        self._replica = found.replica
+        self._meshes: dict[Degrees, DeviceMesh] = {} if found.mesh is None else dict([found.mesh])
+
+    @property
+    def num_ranks(self) -> int:
+        """All that train."""
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def engine(self) -> DistributedDataParallel | None:
+        """What averages gradients beneath the model, None where it is not DDP, or a wrapper of the user's own."""
+        return None if self._replica is None else self._replica.engine
+
+    def put_on(self, plan: ParallelPlan) -> None:
+        """Spread a model that is not: all ranks take rank 0's values. All of them call this."""
+        _raise(self.why_not)
+        if self.plan is not None:
+            raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
+        degrees = plan.degrees(self.num_ranks, self._num_local)
+        _raise(why_not_recompute(self._blocks, plan.ratio))
+        if not plan.is_replicated:
+            if not dist.is_initialized():
+                raise ValueError(_PLAIN)
+            _raise(why_not_cut(self.model))
+            units = self._units(plan, None)
+            self._give_all_the_first()
+            rewire.put_on(units, self._mesh(degrees), {}, set())
+        else:
+            self._give_all_the_first()
+            self._wake(plan.bucket_cap_mb)
+        recompute(self._blocks, plan.ratio)
+        self.plan = plan
+
+    def transition(self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = ()) -> tuple[Transition | None, str]:
+        """What a change to another plan takes, or None and why it cannot be; nothing is changed."""
+        if self.why_not is not None or self.plan is None:
+            return None, self.why_not or "the model is not spread; call trainer.parallelize(model, plan) first"
+        refusal = why_not_recompute(self._blocks, plan.ratio) or why_not_unit(plan, self._blocks)
+        if refusal is not None:
+            return None, refusal
+        tensors = self._tensors(optimizers)
+        made, told = transition(
+            self.plan,
+            plan,
+            tensors,
+            num_ranks=self.num_ranks,
+            num_local=self._num_local,
+            bucket_bytes=self._bucket_bytes,
+        )
+        if made is None or not {"spread", "gather", "prefetch"} & {*made.steps}:
+            return made, told
+        try:
+            rewire.make_sure_of(self.model)
+        except (ValueError, ElasticError) as error:
+            return None, str(error)
+        return made, told
+
+    def prepare(
+        self,
+        plan: ParallelPlan,
+        optimizers: Sequence[Optimizer],
+        registered: Sequence[Tensors],
+        known: Sequence[object],
+    ) -> Change:
+        """A change of how it is spread, ready to be made; ValueError says why it cannot be.
+
+        ``known`` holders of parameters will let go of those that become other objects.
+        """
+        assert self.plan is not None
+        if plan.is_replicated:
+            wake: Callable[[], object] = lambda: self._wake(plan.bucket_cap_mb)  # noqa: E731
+            after: Callable[[Survey | None], Sharded | Whole] = lambda _: Whole(wake)  # noqa: E731
+        else:
+            degrees = plan.degrees(self.num_ranks, self._num_local)
+            after = lambda survey: Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))  # noqa: E731
+        change = Change(
+            self.model, optimizers, registered, after=after, rest=self._rest, bucket_bytes=self._bucket_bytes
+        )
+        if plan.is_replicated:
+            _raise(why_not_whole(self.model, change.units_before))
+        if change.replaced:
+            own = [] if self._replica is None else self._replica.holders
+            held = [*registered, *known, *change.holders, *own]
+            _raise(why_not_replace(self.model, optimizers, change.replaced, held))
+        return change
+
+    def change(self, made: Transition, prepared: Change | None, agree: Agree) -> Moved | None:
+        """Make a transition; all ranks call this between two steps. What moving has cost, None where nothing moved."""
+        moved = None
+        for step in made.steps:
+            if step == "spread":
+                assert prepared is not None
+                device = next(self.model.parameters()).device
+                moved = prepared.run(agree, group=self._carriers(), device=torch.device(device.type))
+            elif step == "gather":
+                self._set_gathering(keeps=not made.new.reshards_after_forward)
+            elif step == "prefetch":
+                survey = rewire.survey(self.model)
+                rewire.set_prefetch(prefetching(survey.units, made.new.prefetch))
+            elif step == "buckets":
+                self._rest()
+                self._wake(made.new.bucket_cap_mb)
+            elif step == "recompute":
+                recompute(self._blocks, made.new.ratio)
+        self.plan = made.new
+        return moved
+
+    def close(self) -> None:
+        """Leave the group that carries what is moved."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _tensors(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """What moves with the parameters, as far as it can be told without looking for what stands against it."""
+        found = []
+        for name, parameter in self.model.named_parameters():
+            state = [value for each in optimizers for value in each.state.get(parameter, {}).values()]
+            for value in (parameter, parameter.grad, *state):
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    dim = rewire.dim_of_tensor(value) if isinstance(value, DTensor) else 0
+                    found.append(Tensor(name, tuple(value.shape), value.element_size(), dim))
+        return found
+
+    def _units(self, plan: ParallelPlan, survey: Survey | None) -> list[Unit]:
+        """What fully_shard is to make for a plan, innermost first; ValueError where it cannot."""
+        if survey is not None and self.plan is not None and self.plan.unit == plan.unit:
+            groups = [unit.modules for unit in survey.units]
+        else:
+            groups = modules_by_unit(plan, self._root, self._blocks, survey)
+        _raise(why_not_unit(plan, self._blocks) or why_not_tied(self._root, groups))
+        return units_for(plan, groups, survey)
+
+    # --- doing it -----------------------------------------------------------------------------------------------------
+
+    def _mesh(self, degrees: Degrees) -> DeviceMesh:
+        """One for each way to share ranks out, made once: its groups are never given back."""
+        if degrees not in self._meshes:
+            kind = next(self.model.parameters()).device.type
+            sizes = {"replicate": degrees.replicate, "shard": degrees.shard}
+            if degrees.replicate == 1:
+                del sizes["replicate"]
+            self._meshes[degrees] = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return self._meshes[degrees]
+
+    def _carriers(self) -> dist.ProcessGroup:
+        if self._group is None:
+            made = dist.new_group()
+            assert isinstance(made, dist.ProcessGroup)
+            self._group = made
+        return self._group
+
+    def _wake(self, bucket_cap_mb: float | None) -> None:
+        if self._replica is None:
+            self._replica = Replica(self.model, None, {})
+        if self.num_ranks > 1:
+            self._replica.wake(bucket_cap_mb)
+
+    def _rest(self) -> None:
+        assert self._replica is not None
+        self._replica.rest()
+
+    def _give_all_the_first(self) -> None:
+        """Give rank 0's parameters and buffers to all, as DDP does."""
+        if self.num_ranks == 1:
+            return
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if tensor.device.type != "meta":
+                    dist.broadcast(tensor.detach(), 0)
+
+    def _set_gathering(self, *, keeps: bool) -> None:
+        for unit in rewire.survey(self.model).units:
+            first: Any = unit.modules[0]
+            is_outermost = self._root in unit.modules  # which torch keeps gathered by itself
+            first.set_reshard_after_forward(not (keeps or is_outermost), recurse=False)
+
+
+def _raise(refusal: str | None) -> None:
+    if refusal is not None:
+        raise ValueError(refusal)

@@ -1,0 +1,205 @@
+"""Parallelism: the appliers by which a model in training is spread otherwise, and what they report of it.
+
+The sections ``parallelism`` and ``communication`` of a config together name one plan. Whether it can be put on is found
+out on every rank before any of them changes something.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .config import ElasticConfig
+from .errors import ElasticError
+from .fsdp.companions import Tensors
+from .fsdp.live import Agree, Change, Moved
+from .fsdp.plan import ParallelPlan
+from .fsdp.spread import Spread
+from .fsdp.transition import Transition
+
+__all__ = ["Parallelism", "ReshardReport", "values_of"]
+
+_PATHS: Mapping[str, str] = {
+    "strategy": "parallelism.strategy",
+    "shard_degree": "parallelism.shard_degree",
+    "unit": "parallelism.unit",
+    "activation_checkpoint": "parallelism.activation_checkpoint",
+    "prefetch": "parallelism.prefetch",
+    "bucket_cap_mb": "communication.bucket_cap_mb",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardReport:
+    """What a change of plan has done and cost."""
+
+    old: ParallelPlan
+    new: ParallelPlan
+    steps: tuple[str, ...]
+    seconds: float
+    """That training stood still on this rank."""
+    moved_bytes: int
+    """Between all ranks."""
+    extra_bytes: int
+    """The most that a rank took for a while, beside what its state took before or after."""
+    replaced: int
+    """Parameters that are other objects now: optimizers and registered state have them."""
+
+    def details(self) -> dict[str, object]:
+        """The same for whoever reads events."""
+        return {
+            "old": values_of(self.old),
+            "new": values_of(self.new),
+            "steps": list(self.steps),
+            "seconds": self.seconds,
+            "moved_bytes": self.moved_bytes,
+            "extra_bytes": self.extra_bytes,
+            "replaced": self.replaced,
+        }
+
+    def __str__(self) -> str:
+        told = f"{_in_words(self.old)} -> {_in_words(self.new)} in {self.seconds:.3f} s"
+        if "spread" not in self.steps:
+            return told
+        told += f", {self.moved_bytes} bytes between ranks, {self.extra_bytes} bytes of memory for a while"
+        return told + (f"; {self.replaced} parameters are other objects now" if self.replaced else "")
+
+
+class Parallelism:
+    """One rank's part in how a model is spread; the applier of two sections."""
+
+    paths = frozenset(_PATHS.values())
+    """The dotted keys of a config that name a plan."""
+
+    def __init__(
+        self,
+        spread: Spread,
+        optimizers: Sequence[Optimizer],
+        registered: Callable[[], Sequence[Tensors]],
+        *,
+        known: Callable[[], Sequence[object]],
+        agree: Agree,
+        fence: Callable[[], None],
+        on_spread: Callable[[], None],
+        tell: Callable[[ReshardReport], None],
+    ) -> None:
+        """``known`` lets go of what it can, and gives what else of ours refers to parameters. ``fence`` returns once
+        none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell`` what that has cost."""
+        self.report: ReshardReport | None = None
+        """Of the last change."""
+        self._spread = spread
+        self._optimizers = optimizers
+        self._registered = registered
+        self._known = known
+        self._agree = agree
+        self._fence = fence
+        self._on_spread = on_spread
+        self._tell = tell
+        self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
+
+    @property
+    def startup_values(self) -> dict[str, object]:
+        """How the model was given to the trainer, as values of a config."""
+        return {} if self._spread.plan is None else values_of(self._spread.plan)
+
+    def appliers(self) -> list[_Section]:
+        """For each section one, in the order in which they are called."""
+        return [_Section("communication", self), _Section("parallelism", self)]
+
+    def check(self, new: ElasticConfig) -> str | None:
+        """Why the plan that ``new`` names cannot be put on, None where it can."""
+        self._prepared = None
+        if not any(new.get(path) is not None for path in _PATHS.values()):
+            return None
+        if self._spread.plan is None:
+            why = self._spread.why_not or "the model is spread by nobody; call trainer.parallelize(model, plan)"
+            return why if _names_a_plan(new) else None
+        try:
+            plan = _plan_of(new)
+            made, told = self._spread.transition(plan, self._optimizers)
+            if made is None:
+                return told
+            change = None
+            if "spread" in made.steps:
+                change = self._spread.prepare(plan, self._optimizers, self._registered(), self._known())
+        except (ValueError, ElasticError) as error:
+            return str(error)
+        self._prepared = plan, made, change
+        return None
+
+    def apply(self, new: ElasticConfig) -> None:
+        """Put it on; all ranks call this between two steps, after none has refused."""
+        if self._spread.plan is None or _plan_of(new) == self._spread.plan:
+            return
+        refusal = self.check(new) if self._prepared is None else None
+        self._agree(None if refusal is None else ElasticError(refusal))
+        assert self._prepared is not None
+        (plan, made, change), self._prepared = self._prepared, None
+        self._fence()
+        began, old = time.perf_counter(), self._spread.plan
+        moved = self._spread.change(made, change, self._agree)
+        self._on_spread()
+        self.report = _report(old, plan, made, moved, time.perf_counter() - began)
+        self._tell(self.report)
+
+    def close(self) -> None:
+        """Let go of what moving needs."""
+        self._prepared = None
+        self._spread.close()
+
+
+class _Section:
+    """The applier of one section, for what applies both."""
+
+    def __init__(self, section: str, owner: Parallelism) -> None:
+        self.section = section
+        self._owner = owner
+
+    def check(self, new: ElasticConfig) -> str | None:
+        return self._owner.check(new) if self.section == "parallelism" else None
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        self._owner.apply(new)
+
+
+def values_of(plan: ParallelPlan) -> dict[str, object]:
+    """A plan as dotted keys and values of a config."""
+    values: dict[str, Any] = {path: getattr(plan, name) for name, path in _PATHS.items()}
+    return {path: value for path, value in values.items() if value is not None}
+
+
+def _plan_of(config: ElasticConfig) -> ParallelPlan:
+    given = {name: config.get(path) for name, path in _PATHS.items()}
+    kept: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return ParallelPlan(**kept)
+
+
+def _names_a_plan(config: ElasticConfig) -> bool:
+    return any(config.get(path) is not None for path in _PATHS.values())
+
+
+def _report(
+    old: ParallelPlan, new: ParallelPlan, made: Transition, moved: Moved | None, seconds: float
+) -> ReshardReport:
+    return ReshardReport(
+        old=old,
+        new=new,
+        steps=made.steps,
+        seconds=seconds,
+        moved_bytes=0 if moved is None else moved.num_sent,
+        extra_bytes=0 if moved is None else moved.load,
+        replaced=0 if moved is None else moved.num_replaced,
+    )
+
+
+def _in_words(plan: ParallelPlan) -> str:
+    told: str = plan.strategy
+    if plan.shard_degree is not None:
+        told += f" of {plan.shard_degree}"
+    if not plan.is_replicated:
+        told += f", unit {plan.unit}"
+    return told + (f", {plan.ratio:.0%} recomputed" if plan.ratio else "")

@@ -1,0 +1,166 @@
+"""Preparing: a trainer's parts are put together, with the other ranks, once its optimizers are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .accelerator import Accelerated
+from .arguments import check_ranks_are_joined, check_samples, check_scaler, check_shared, check_updates
+from .batches import Batches
+from .checkpoints import checkpoints_for
+from .counts import Counts
+from .errors import ApplyError
+from .follow import follow_config
+from .fsdp.checkpoint.launched import Launched
+from .fsdp.spread import Spread
+from .gradients import Gradients
+from .parallelism import Parallelism, values_of
+from .rates import OptimizerSettings
+from .scaling import BatchRule
+from .session import Session, raise_on_all
+from .snapshot import Snapshot
+from .step_state import StepState
+from .steps import Steps
+from .taking_part import TakingPart
+from .training_state import TrainingState
+from .undoing import StepParts
+
+__all__ = ["Prepared", "Setup", "prepare"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Setup:
+    """What a trainer was given, and what it has made of that before ``prepare``."""
+
+    model: nn.Module
+    accelerated: Accelerated | None
+    rule: BatchRule
+    rolls_back_fully: bool
+    shares_always: bool
+    shows_progress: bool | None
+    following: Mapping[str, Any]
+    """Arguments of follow_config."""
+    checkpoints: Mapping[str, Any]
+    """Arguments of checkpoints_for."""
+    state: StepState
+    gradients: Gradients
+    spread: Spread
+    batches: Batches
+    counts: Counts = field(default_factory=Counts)
+    registered: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    unclaimed: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    """Loaded, and not registered so far."""
+    appliers: list[tuple[Any, ...]] = field(default_factory=list)
+    """The user's own, with their checks and sections."""
+    loaded_config: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What came of it."""
+
+    session: Session
+    parallelism: Parallelism | None
+    values: Any
+    """What prepare() returns."""
+
+
+def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, launched: Launched) -> Prepared:
+    """Join the other ranks, and begin; all ranks call this, once."""
+    gradients, batches, spread = setup.gradients, setup.batches, setup.spread
+    problem: Exception | None = None
+    parts: TakingPart | None = None
+    settings: OptimizerSettings | None = None
+    startup: dict[str, object] = {}
+    try:
+        check_updates(setup.model)
+        parts = TakingPart.of(optimizer, lr_scheduler, scaler, state=setup.state, accelerated=setup.accelerated)
+        _check(setup, parts, scaler)
+        settings = OptimizerSettings(parts.optimizers)
+        startup = batches.startup_values(gradients.sharing.num_ranks) | settings.startup_values()
+        if spread.plan is not None:
+            startup |= values_of(spread.plan)
+    except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
+        problem = error
+    follower = follow_config(startup=startup, start_step=setup.counts.global_step, **setup.following)
+    raise_on_all(follower, problem, "preparing a trainer")
+    assert parts is not None
+    assert settings is not None
+    gradients.optimizers = list(parts.optimizers)
+    ranks, registered, state = follower.ranks, setup.registered, setup.state
+    parallelism = None
+    if spread.plan is not None:
+        parallelism = Parallelism(
+            spread,
+            [each.inner for each in parts.optimizers],
+            lambda: list(registered.values()),
+            known=gradients.holders,
+            agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
+            fence=lambda: session.fence(),  # which is made below
+            on_spread=lambda: gradients.take_up(spread.engine),
+            tell=lambda report: session.tell_resharded(report),
+        )
+    follower.compare_schedules(lambda: state.num_scheduled)
+    session = Session(
+        follower,
+        setup.counts,
+        batches,
+        gradients,
+        settings,
+        parallelism=parallelism,
+        why_not_reshard=spread.why_not,
+        accelerated=setup.accelerated,
+        startup=startup,
+        rule=setup.rule,
+        shows_progress=setup.shows_progress,
+    )
+    steps = Steps(
+        StepParts(
+            state=setup.state,
+            gradients=gradients,
+            batches=batches,
+            optimizers=parts.optimizers,
+            snapshot=Snapshot(setup.model, setup.registered) if setup.rolls_back_fully else None,
+            scaler=parts.scaler,
+        ),
+        shares_always=setup.shares_always,
+        counts=setup.counts,
+        pass_boundary=session.pass_boundary,
+        meet=follower.retry,
+        tells=ranks.rank == 0,
+    )
+    for applier in setup.appliers:
+        follower.on_change(*applier)
+    training_state = TrainingState(
+        setup.model,
+        parts,
+        sharing=lambda: gradients.sharing,
+        counts=setup.counts,
+        batches=batches,
+        registered=setup.registered,
+        unclaimed=setup.unclaimed,
+        ranks=ranks,
+        config=follower.state_dict,
+    )
+    with ExitStack() as undo:
+        undo.callback(follower.close)
+        session.checkpoints = checkpoints_for(training_state, follower, startup, setup.checkpoints, launched=launched)
+        undo.pop_all()
+    session.start(steps, setup.loaded_config)
+    return Prepared(session=session, parallelism=parallelism, values=parts.values)
+
+
+def _check(setup: Setup, parts: TakingPart, scaler: Any) -> None:
+    """ValueError where they cannot be trained with so."""
+    sharing = setup.gradients.sharing
+    check_ranks_are_joined(num_replicas=sharing.num_ranks, num_parts=sharing.num_parts, accelerated=setup.accelerated)
+    check_samples(setup.batches.loader, num_replicas=sharing.num_ranks, rank=sharing.rank, num_parts=sharing.num_parts)
+    groups = [group for each in parts.optimizers for group in each.param_groups]
+    check_shared(setup.model, groups, left_out=sharing.left_out, how=sharing.name)
+    check_scaler(scaler, setup.model)

@@ -1,0 +1,124 @@
+"""A training whose model is spread otherwise while it goes on, on ranks: for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_ext.fsdp.plan import ParallelPlan
+from tests.resharding import Net
+from tests.training import ResumableSlices, make_data, trainer_of
+
+__all__ = ["MICRO_BATCH", "WIDTH", "Retraining", "whole"]
+
+WIDTH = 6
+MICRO_BATCH = 3
+
+Act = Callable[["Retraining"], object]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of it; where it is sharded all ranks call this."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+class Retraining:
+    """One rank's training of a model with most of what a model may have, beside a moving average of it."""
+
+    def __init__(
+        self,
+        rank: int,
+        folder: Path,
+        plan: ParallelPlan | None,
+        *,
+        name: str = "run",
+        num_micro_steps: int = 1,
+        max_norm: float | None = None,
+        model: nn.Module | None = None,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+        make_optimizer: Callable[[Any], Optimizer] | None = None,
+        loader: Any = None,
+        averages: bool = True,
+        **given: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        self.folder = folder / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.model: Any = Net(WIDTH) if model is None else model
+        if wrap is not None:
+            self.model = wrap(self.model)
+        self.loader = loader or ResumableSlices(make_data(64, torch.float32), MICRO_BATCH, is_endless=True)
+        given.setdefault("global_batch_size", MICRO_BATCH * num_micro_steps * self.num_ranks)
+        self.trainer = trainer_of(self.folder, self.model, self.loader, rank=rank, **given)
+        if plan is not None:
+            assert self.trainer.parallelize(self.model, plan) is self.model
+        trained = (part for part in self.model.parameters() if part.requires_grad)
+        self.inner = AdamW(trained, lr=1e-2) if make_optimizer is None else make_optimizer(trained)
+        self.average: dict[str, torch.Tensor] = {}
+        if averages:
+            self.average.update((name, part.detach().clone()) for name, part in self.model.named_parameters())
+            self.trainer.register_state("average", self.average)
+        self.optimizer, self.schedule = self.trainer.prepare(
+            self.inner, LambdaLR(self.inner, lambda step: 1.0 / (1 + step))
+        )
+        torch.manual_seed(17 + rank)
+        self.max_norm = max_norm
+        self.losses: list[float] = []
+        """Of micro-steps, in order."""
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """By which the model lies."""
+        found: ParallelPlan = self.trainer._spread.plan
+        return found
+
+    def micro_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        trainer = self.trainer
+        with trainer.step():
+            loss = nn.functional.cross_entropy(self.model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self.max_norm is not None:
+                trainer.clip_grad_norm_(self.model.parameters(), self.max_norm)
+            self.optimizer.step()
+            if trainer.sync_gradients:
+                with torch.no_grad():
+                    for name, part in self.model.named_parameters():
+                        if name in self.average:
+                            self.average[name].lerp_(part.detach(), 0.25)
+            self.schedule.step()
+            self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def train(self, until: int, at: Mapping[int, Act | ParallelPlan] | None = None) -> Retraining:
+        """One loop over the data until a step; ``at`` says what to do after which step, or for which plan to ask."""
+        to_do = dict(at or {})
+        for inputs, targets in self.loader:
+            self.micro_step(inputs, targets)
+            if self.trainer.num_micro_steps and not self.trainer._session.steps.is_partial:
+                act = to_do.pop(self.trainer.global_step, None)
+                if isinstance(act, ParallelPlan):
+                    self.trainer.reshard(act)
+                elif act is not None:
+                    act(self)
+                if self.trainer.global_step >= until:
+                    break
+        return self
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All of it that training changes, whole; all ranks call this."""
+        found = {f"average of {name}": whole(tensor) for name, tensor in self.average.items()}
+        for name, part in self.model.named_parameters():
+            name = name.removeprefix("module.")
+            found[name] = whole(part)
+            for key, value in self.inner.state.get(part, {}).items():
+                found[f"{name} {key}"] = whole(value)
+        return found

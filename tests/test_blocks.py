@@ -1,0 +1,259 @@
+"""Blocks: the parts that a model repeats, found in models as people write them, named, and computed again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_ext.fsdp.blocks import blocks_of, recompute, why_not_recompute
+
+
+class Block(nn.Module):
+    """Counts how often it is computed."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        self.num_computed = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_computed += 1
+        result: torch.Tensor = x + self.linear(self.norm(x)).relu()
+        return result
+
+
+class Other(Block):
+    pass
+
+
+def _model(**parts: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, part in parts.items():
+        model.add_module(name, part)
+    return model
+
+
+def _blocks(number: int, kind: type[nn.Module] = Block) -> list[nn.Module]:
+    return [kind() for _ in range(number)]
+
+
+def _names(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
+    by_identity = {id(module): name for name, module in model.named_modules()}
+    return [by_identity[id(block)] for block in blocks]
+
+
+def _transformers() -> nn.Module:
+    """As ``LlamaForCausalLM`` is laid out."""
+    inner = _model(embed_tokens=nn.Embedding(9, 4), layers=nn.ModuleList(_blocks(3)), norm=nn.LayerNorm(4))
+    return _model(model=inner, lm_head=nn.Linear(4, 9, bias=False))
+
+
+def _nano_gpt() -> nn.Module:
+    """As nanoGPT is: a dict of modules, one of which is the list."""
+    parts = {"wte": nn.Embedding(9, 4), "drop": nn.Dropout(), "h": nn.ModuleList(_blocks(2)), "ln_f": nn.LayerNorm(4)}
+    return _model(transformer=nn.ModuleDict(parts), lm_head=nn.Linear(4, 9))
+
+
+def _resnet() -> nn.Module:
+    """As torchvision's: a stage is a Sequential; one of them has a single block."""
+    return _model(
+        conv1=nn.Conv2d(3, 4, 3),
+        layer1=nn.Sequential(*_blocks(2)),
+        layer2=nn.Sequential(*_blocks(3)),
+        layer3=nn.Sequential(*_blocks(1)),
+        fc=nn.Linear(4, 2),
+    )
+
+
+# --- found ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (_transformers, ["model.layers.0", "model.layers.1", "model.layers.2"]),
+        (_nano_gpt, ["transformer.h.0", "transformer.h.1"]),
+        (_resnet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2"]),
+        (
+            lambda: _model(encoder=_model(layers=nn.ModuleList(_blocks(2))), decoder=nn.ModuleList(_blocks(2, Other))),
+            ["encoder.layers.0", "encoder.layers.1", "decoder.0", "decoder.1"],
+        ),
+        (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Sequential(*_blocks(2)), nn.Linear(4, 9)), ["1.0", "1.1"]),
+        (lambda: _model(h=nn.ModuleDict({"0": Block(), "1": Block()})), ["h.0", "h.1"]),
+        (
+            lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 3, enable_nested_tensor=False),
+            ["layers.0", "layers.1", "layers.2"],
+        ),
+        (
+            lambda: nn.Transformer(4, 2, 2, 2, 8, batch_first=True),
+            ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"],
+        ),
+    ],
+)
+def test_repeated_blocks_are_found_in_the_order_of_the_model(model: Callable[[], nn.Module], names: list[str]) -> None:
+    made = model()
+    assert _names(made, blocks_of(made)) == names
+
+
+def test_the_outermost_of_nested_lists_are_the_blocks() -> None:
+    stages = nn.ModuleList(_model(blocks=nn.ModuleList(_blocks(2))) for _ in range(2))
+    model = _model(stages=stages)
+    assert _names(model, blocks_of(model)) == ["stages.0", "stages.1"]
+
+
+def test_lists_in_a_list_are_looked_into_where_they_differ() -> None:
+    model = _model(stages=nn.ModuleList([nn.ModuleList(_blocks(2)), nn.Sequential(*_blocks(2))]))
+    assert _names(model, blocks_of(model)) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+
+
+def test_lists_of_several_experts_within_blocks_are_part_of_these() -> None:
+    layers = nn.ModuleList(_model(gate=nn.Linear(4, 2), experts=nn.ModuleList(_blocks(2))) for _ in range(3))
+    model = _model(layers=layers)
+    assert _names(model, blocks_of(model)) == ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Linear(3, 3),
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
+        lambda: _model(heads=nn.ModuleList(nn.Linear(3, 3) for _ in range(4))),
+        lambda: _model(layers=nn.ModuleList(_blocks(1))),
+        lambda: _model(layers=nn.ModuleList([Block(), Other()])),
+        lambda: _model(drops=nn.ModuleList(nn.Sequential(nn.Dropout(), nn.ReLU()) for _ in range(3))),
+        lambda: _model(first=Block(), second=Block()),
+    ],
+)
+def test_what_repeats_nothing_has_no_blocks(model: Callable[[], nn.Module]) -> None:
+    assert blocks_of(model()) == []
+
+
+def test_what_has_no_parameters_does_not_keep_a_list_from_being_one_of_blocks() -> None:
+    model = _model(layers=nn.Sequential(Block(), nn.Dropout(), Block(), nn.Identity()))
+    assert _names(model, blocks_of(model)) == ["layers.0", "layers.2"]
+
+
+def test_a_block_that_comes_twice_is_one() -> None:
+    block = Block()
+    model = _model(layers=nn.ModuleList([block, Block(), block]))
+    assert _names(model, blocks_of(model)) == ["layers.0", "layers.1"]
+
+
+def test_the_model_itself_may_be_the_list() -> None:
+    model = nn.Sequential(*_blocks(3))
+    assert _names(model, blocks_of(model)) == ["0", "1", "2"]
+
+
+# --- given ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_class_gives_all_of_it_but_what_lies_within_another() -> None:
+    model = _model(first=Block(), rest=nn.ModuleList([nn.Sequential(Other(), Block())]))
+    assert _names(model, blocks_of(model, Block)) == ["first", "rest.0.0", "rest.0.1"]
+    assert _names(model, blocks_of(model, Other)) == ["rest.0.0"]
+    nested = _model(outer=nn.Sequential(nn.Sequential(nn.Linear(2, 2))))
+    assert _names(nested, blocks_of(nested, nn.Sequential)) == ["outer"]
+
+
+def test_names_give_those_modules_in_the_order_of_the_model() -> None:
+    model = _transformers()
+    names = ["lm_head", "model.layers.1", "model.embed_tokens"]
+    assert _names(model, blocks_of(model, names)) == ["model.embed_tokens", "model.layers.1", "lm_head"]
+    assert blocks_of(model, []) == []
+
+
+@pytest.mark.parametrize(
+    ("units", "words"),
+    [
+        (nn.Conv2d, "units is the class Conv2d, and the model has no module of it with parameters"),
+        (nn.ModuleDict, "units is the class ModuleDict, and the model has no module of it"),
+        (["model.layers.9"], r"units has 'model.layers.9', which is no module within the model; see model.named_mod"),
+        ([""], "units has '', which is no module within the model"),
+        (["model.norm.weight"], "units has 'model.norm.weight', which is no module within the model"),
+        ("model.layers.0", "units is 'model.layers.0'; allowed: a class of modules, a list of names of modules, or"),
+        ([Block()], "allowed: a class of modules, a list of names of modules, or None"),
+        (int, "units is <class 'int'>; allowed: a class of modules, a list of names"),
+        (3, "units is 3; allowed: a class of modules, a list of names"),
+        (
+            ["model.layers.0.norm", "model.layers.0"],
+            "has 'model.layers.0' and 'model.layers.0.norm', which lies within",
+        ),
+    ],
+)
+def test_what_names_no_blocks_is_refused(units: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        blocks_of(_transformers(), units)
+
+
+# --- computed again -------------------------------------------------------------------------------------------------
+
+
+def _num_hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def _pass(model: nn.Module) -> tuple[list[int], list[torch.Tensor]]:
+    """How often each block is computed in a pass, and the gradients."""
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        block.num_computed = 0
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
+    model(x).square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [block.num_computed for block in blocks], gradients
+
+
+def test_a_share_of_blocks_is_computed_again_and_hooks_are_put_on_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*_blocks(4))
+    blocks, names = blocks_of(model), [name for name, _ in model.named_parameters()]
+    _, expected = _pass(model)
+    num_hooks = []
+    for ratio, counts in [
+        (0.0, [1, 1, 1, 1]),
+        (0.5, [1, 2, 1, 2]),
+        (1.0, [2, 2, 2, 2]),
+        (0.25, [1, 1, 1, 2]),
+        (0.0, [1, 1, 1, 1]),
+        (1.0, [2, 2, 2, 2]),
+    ]:
+        recompute(blocks, ratio)
+        computed, gradients = _pass(model)
+        assert computed == counts
+        assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+        num_hooks.append(_num_hooks(model))
+    assert num_hooks[0] == 0
+    assert num_hooks[2:] == [num_hooks[2]] * 4
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == names
+
+
+def test_a_copy_of_a_model_that_is_computed_again_is_trained_by_itself() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*_blocks(2))
+    recompute(blocks_of(model), 1.0)
+    computed, expected = _pass(model)
+    assert computed == [2, 2]
+    other = copy.deepcopy(model)
+    _, gradients = _pass(other)
+    assert all(torch.equal(one, another) for one, another in zip(gradients, expected, strict=True))
+    recompute(blocks_of(other), 0.0)
+    assert _pass(other)[0] == [1, 1]
+    assert _pass(model)[0] == [2, 2]
+    recompute(blocks_of(other), 1.0)
+    recompute(blocks_of(model), 0.0)
+    assert (_pass(model)[0], _pass(other)[0]) == ([1, 1], [2, 2])
+
+
+def test_what_stands_against_computing_again_is_told() -> None:
+    words = "activation_checkpoint is given, and no repeated blocks were found; name them with units="
+    assert why_not_recompute([], 0.5) == words
+    assert why_not_recompute([], 0.0) is None
+    assert why_not_recompute(_blocks(2), 0.5) is None

@@ -1,0 +1,208 @@
+"""transition: the steps from each plan to each other one, what they move, and why some cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ext import ParallelPlan
+from elastic_ext.fsdp.freight import Bucket
+from elastic_ext.fsdp.transition import Pace, Tensor, Transition, transition
+
+WHOLE = ParallelPlan(strategy="no_shard")
+GRAD_OP = ParallelPlan(strategy="shard_grad_op")
+FULL = ParallelPlan(strategy="full_shard")
+HYBRID = ParallelPlan(strategy="hybrid_shard", shard_degree=2)
+KEPT = ParallelPlan(strategy="hybrid_shard", shard_degree=1)
+PLANS = {"whole": WHOLE, "grad_op": GRAD_OP, "full": FULL, "hybrid": HYBRID, "kept": KEPT}
+SHAPES = [(7, 3), (1,), (4,), (2, 0), (9, 2, 2)]
+
+
+def _made(
+    old: ParallelPlan, new: ParallelPlan, tensors: Sequence[Tensor] = (), *, num_ranks: int = 4, **options: Any
+) -> Transition:
+    made, told = transition(old, new, tensors, num_ranks=num_ranks, num_local=num_ranks, **options)
+    assert made is not None, told
+    assert told == str(made)
+    return made
+
+
+def _least_bytes(old: ParallelPlan, new: ParallelPlan, tensors: Sequence[Tensor], num_ranks: int) -> int:
+    """Found another way: for each rank, the elements that it is to have, and has not."""
+    total = 0
+    for tensor in tensors:
+        numbers = np.arange(math.prod(tensor.shape)).reshape(tensor.shape)
+        before, after = (_parts(plan, numbers, tensor.dim, num_ranks) for plan in (old, new))
+        total += sum(len(wanted - had) for had, wanted in zip(before, after, strict=True)) * tensor.item_bytes
+    return total
+
+
+def _parts(plan: ParallelPlan, numbers: Any, dim: int, num_ranks: int) -> list[set[int]]:
+    """The elements of each rank, by number: as DDP and fully_shard have them."""
+    shard = {"no_shard": 1, "hybrid_shard": plan.shard_degree}.get(plan.strategy, num_ranks)
+    assert shard is not None
+    rows = -(-numbers.shape[dim] // shard)
+    parts = [
+        set(np.take(numbers, range(*slice(part * rows, (part + 1) * rows).indices(numbers.shape[dim])), dim).flatten())
+        for part in range(shard)
+    ]
+    return [parts[rank % shard] for rank in range(num_ranks)]
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(PLANS, PLANS)))
+def test_steps_between_strategies(old: str, new: str) -> None:
+    made = _made(PLANS[old], PLANS[new], [Tensor("weight", (8, 2), 4)])
+    expected: tuple[str, ...] = ("spread",)
+    if old == new:
+        expected = ()
+    elif {old, new} == {"full", "grad_op"}:
+        expected = ("gather",)
+    assert made.steps == expected
+    assert made.replaces is ((old == "whole") is not (new == "whole"))
+    assert made.num_sent == (0 if old in ("whole", "kept") else _least_bytes(PLANS[old], PLANS[new], _one(), 4))
+
+
+def _one() -> list[Tensor]:
+    return [Tensor("weight", (8, 2), 4)]
+
+
+@pytest.mark.parametrize(
+    ("old", "changes", "steps"),
+    [
+        (FULL, {}, ()),
+        (FULL, {"unit": 2}, ("spread",)),
+        (FULL, {"unit": "whole"}, ("spread",)),
+        (FULL, {"prefetch": 2}, ("prefetch",)),
+        (FULL, {"activation_checkpoint": 0.5}, ("recompute",)),
+        (FULL, {"bucket_cap_mb": 4}, ()),
+        (FULL, {"shard_degree": 4}, ()),
+        (
+            FULL,
+            {"strategy": "shard_grad_op", "prefetch": 1, "activation_checkpoint": 1},
+            ("gather", "prefetch", "recompute"),
+        ),
+        (FULL, {"unit": 2, "prefetch": 1, "activation_checkpoint": 1}, ("spread", "recompute")),
+        (WHOLE, {"unit": 2}, ()),
+        (WHOLE, {"prefetch": 2}, ()),
+        (WHOLE, {"bucket_cap_mb": 4}, ("buckets",)),
+        (WHOLE, {"bucket_cap_mb": 4, "activation_checkpoint": 1}, ("buckets", "recompute")),
+        (WHOLE, {"strategy": "full_shard", "activation_checkpoint": 1, "unit": 2}, ("spread", "recompute")),
+        (HYBRID, {"shard_degree": 4}, ("spread",)),
+        (ParallelPlan(strategy="hybrid_shard", shard_degree=4), {"strategy": "full_shard", "shard_degree": None}, ()),
+        (GRAD_OP, {"strategy": "hybrid_shard", "shard_degree": 4}, ("gather",)),
+    ],
+)
+def test_steps_are_those_that_make_a_difference_in_their_order(
+    old: ParallelPlan, changes: dict[str, Any], steps: tuple[str, ...]
+) -> None:
+    made = _made(old, replace(old, **changes))
+    assert made.steps == steps
+    assert str(made).startswith(", ".join(steps) if steps else "nothing changes")
+
+
+def test_a_change_of_units_moves_nothing_between_ranks() -> None:
+    made = _made(FULL, replace(FULL, unit=2), [Tensor("weight", (8, 2), 4)])
+    assert (made.num_sent, made.load) == (0, 0)
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 6]),
+    st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4),
+    st.data(),
+)
+def test_bytes_are_the_least_there_can_be(num_ranks: int, shapes: list[tuple[int, ...]], data: st.DataObject) -> None:
+    degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
+    hybrid = [ParallelPlan(strategy="hybrid_shard", shard_degree=degree) for degree in degrees]
+    plans = st.sampled_from([WHOLE, GRAD_OP, FULL, *hybrid])
+    old, new = data.draw(plans), data.draw(plans)
+    tensors = [
+        Tensor(f"weight {at}", shape, data.draw(st.sampled_from([1, 2, 4, 8]))) for at, shape in enumerate(shapes)
+    ]
+    made = _made(old, new, tensors, num_ranks=num_ranks)
+    assert made.num_sent == (_least_bytes(old, new, tensors, num_ranks) if "spread" in made.steps else 0)
+    assert made.num_sent == sum(item.num_sent for item in made.items)
+
+
+def test_tensors_that_are_cut_along_another_dimension_are_moved_along_that() -> None:
+    tensors = [Tensor("weight", (3, 8), 4, dim=1)]
+    for old, new in itertools.permutations((FULL, HYBRID, WHOLE), 2):
+        assert _made(old, new, tensors).num_sent == _least_bytes(old, new, tensors, 4)
+
+
+def test_load_is_that_of_the_largest_bucket_and_grows_with_what_a_bucket_may_take() -> None:
+    tensors = [Tensor(f"weight {at}", (64, 4), 4) for at in range(8)]
+    loads = [_made(FULL, WHOLE, tensors, bucket_bytes=size).load for size in (1, 2000, 1 << 20)]
+    one, all_of_them = (
+        Bucket(0, items).load for made in [_made(FULL, WHOLE, tensors)] for items in (made.items[:1], made.items)
+    )
+    assert loads[0] == one
+    assert one <= loads[1] <= max(one, 4000)
+    assert loads[2] == all_of_them
+
+
+def test_seconds_follow_the_busiest_rank_and_the_number_of_tensors() -> None:
+    tensors = [Tensor("weight", (64, 4), 4), Tensor("bias", (64,), 4)]
+    made = _made(FULL, WHOLE, tensors, pace=Pace(bytes_per_second=1000.0, seconds_per_tensor=0.5))
+    busiest = max(map(sum, zip(*(item.loads for item in made.items), strict=True)))
+    assert made.seconds == busiest / 1000.0 + 2 * 0.5
+    slower = _made(FULL, WHOLE, tensors, pace=Pace(bytes_per_second=500.0, seconds_per_tensor=0.5))
+    assert slower.seconds > made.seconds
+    assert _made(FULL, replace(FULL, prefetch=1), tensors).seconds == 0
+
+
+def test_words_tell_steps_tensors_bytes_and_seconds() -> None:
+    made = _made(FULL, WHOLE, _one(), pace=Pace(bytes_per_second=1000.0, seconds_per_tensor=0.1))
+    assert str(made) == f"spread: 1 tensors, {made.num_sent} bytes between ranks, about {made.seconds:.2g} s"
+    assert str(_made(FULL, FULL)) == "nothing changes"
+    assert str(_made(FULL, replace(FULL, prefetch=1, activation_checkpoint=1))) == "prefetch, recompute"
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("new", "num_ranks", "words"),
+    [
+        (ParallelPlan(strategy="hybrid_shard", shard_degree=3), 4, "shard_degree: 3 does not divide the 4 ranks"),
+        (ParallelPlan(strategy="full_shard", shard_degree=2), 4, "shard_degree is 2 with the strategy full_shard"),
+    ],
+)
+def test_plans_that_do_not_fit_the_ranks_are_refused_in_words(new: ParallelPlan, num_ranks: int, words: str) -> None:
+    made, told = transition(WHOLE, new, [], num_ranks=num_ranks, num_local=num_ranks)
+    assert made is None
+    assert re.match(words, told)
+
+
+def test_hybrid_without_a_degree_has_a_machine_share_a_copy() -> None:
+    plan = ParallelPlan(strategy="hybrid_shard")
+    made, _ = transition(FULL, plan, _one(), num_ranks=4, num_local=2)
+    assert made is not None
+    assert made.num_sent == _least_bytes(FULL, HYBRID, _one(), 4)
+    made, told = transition(FULL, plan, _one(), num_ranks=4, num_local=3)
+    assert made is None
+    assert "the ranks of a machine: 3 does not divide the 4 ranks" in told
+
+
+def test_a_dimension_that_cannot_be_shared_out_evenly_is_refused_unless_it_is_the_first() -> None:
+    uneven = [Tensor("head.weight", (4, 6), 4, dim=1)]
+    made, told = transition(HYBRID, FULL, uneven, num_ranks=4, num_local=4)
+    assert made is None
+    assert "head.weight is cut along dimension 1, whose 6 cannot be shared out evenly over 4 ranks" in told
+    assert transition(HYBRID, WHOLE, uneven, num_ranks=4, num_local=4)[0] is not None
+    assert transition(HYBRID, replace(HYBRID, prefetch=1), uneven, num_ranks=4, num_local=4)[0] is not None
+    assert transition(HYBRID, FULL, [Tensor("weight", (6, 4), 4)], num_ranks=4, num_local=4)[0] is not None
