@@ -188,6 +188,7 @@ class Session:
 
     def tell_resharded(self, report: ReshardReport) -> None:
         """The model has been spread otherwise."""
+        self.steps.weigh_anew()
         if self.follower.ranks.rank == 0:
             _logger.info("%s", report)
         step = self._counts.global_step

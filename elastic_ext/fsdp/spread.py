@@ -75,7 +75,7 @@ class Spread:
         if self.plan is not None:
             raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
         degrees = plan.degrees(self.num_ranks, self._num_local)
-        refusal = why_not_recompute(self._blocks, plan.ratio)
+        refusal = why_not_recompute(self._blocks, plan.ratio) or _why_not_called(self.model)
         if refusal is not None:
             raise ValueError(refusal)
         if not plan.is_replicated:
@@ -318,6 +318,16 @@ _BECOMES = (
     'with trainer.register_state, or choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, under '
     "which parameters stay the same objects"
 )
+
+
+def _why_not_called(model: nn.Module) -> str | None:
+    """Why nothing would see the model's passes."""
+    if getattr(type(model), "forward", None) is not nn.Module.forward or "forward" in vars(model):
+        return None
+    return (
+        f"the model is a {type(model).__name__} that only holds others and is not called, and its gradients are shared "
+        "where it is; give the trainer a module whose forward() calls them"
+    )
 
 
 def _why_not_unit(plan: ParallelPlan, blocks: Sequence[nn.Module]) -> str | None:
