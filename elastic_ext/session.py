@@ -383,7 +383,7 @@ class Session:
         saved = config.values()
         if mine is not None:
             saved = {path: value for path, value in saved.items() if path not in mine.paths}
-            own = own | mine.startup_values
+            own = {**own, **mine.startup_values}
         if config.values() == saved | own:
             return dict(state)
         values = ElasticConfig.from_values(saved | own, version=config.version, reason=config.reason)

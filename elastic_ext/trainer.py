@@ -76,6 +76,7 @@ from .undoing import StepParts
 __all__ = ["ElasticTrainer"]
 
 _Default = TypeVar("_Default")
+_NOT_SPREAD = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
 
 
 class ElasticTrainer:
@@ -216,8 +217,7 @@ class ElasticTrainer:
         ``bucket_cap_mb`` stay as they are where the plan leaves them out.
         """
         if self._prepared and self._spread.plan is None:
-            advice = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
-            raise ElasticError(self._spread.why_not or advice)
+            raise ElasticError(self._spread.why_not or _NOT_SPREAD)
         return self.propose(values_of(plan), reason)
 
     @property
@@ -283,7 +283,7 @@ class ElasticTrainer:
             self._gradients,
             settings,
             parallelism=self._parallelism,
-            why_not_reshard=spread.why_not,
+            why_not_reshard=spread.why_not or (None if spread.plan else _NOT_SPREAD),
             accelerated=self._accelerated,
             startup=startup,
             rule=self._rule,

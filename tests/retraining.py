@@ -104,17 +104,21 @@ class Retraining:
     def train(self, until: int, at: Mapping[int, Act | ParallelPlan] | None = None) -> Retraining:
         """One loop over the data until a step; ``at`` says what to do after which step, or for which plan to ask."""
         to_do = dict(at or {})
+        self._do(to_do)
         for inputs, targets in self.loader:
             self.micro_step(inputs, targets)
             if not self.trainer._session.steps.is_partial:
-                act = to_do.pop(self.trainer.global_step, None)
-                if isinstance(act, ParallelPlan):
-                    self.proposals.append(self.trainer.reshard(act))
-                elif act is not None:
-                    act(self)
+                self._do(to_do)
                 if self.trainer.global_step >= until:
                     break
         return self
+
+    def _do(self, to_do: dict[int, Act | ParallelPlan]) -> None:
+        act = to_do.pop(self.trainer.global_step, None)
+        if isinstance(act, ParallelPlan):
+            self.proposals.append(self.trainer.reshard(act))
+        elif act is not None:
+            act(self)
 
     def state(self) -> dict[str, torch.Tensor]:
         """All of it that training changes, whole; all ranks call this."""

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from . import rewire
 from .carrier import carry
@@ -403,7 +404,13 @@ def _whole(shape: tuple[int, ...]) -> Layout:
 
 def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
     """Whether a value of an optimizer's state moves with its parameter; ValueError where it would be left behind."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if not isinstance(value, torch.Tensor):
+        if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in tree_leaves(value)):
+            raise ValueError(
+                f"{name} is a {type(value).__name__} with tensors, and no other sharding could take it over"
+            )
+        return False
+    if value.dim() == 0:
         return False
     if isinstance(value, DTensor) is isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return True
