@@ -91,6 +91,8 @@ class Parallelism:
         none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell`` what that has cost."""
         self.report: ReshardReport | None = None
         """Of the last change."""
+        self.startup_values: Mapping[str, object] = {} if spread.plan is None else values_of(spread.plan)
+        """How the model was given to the trainer, as values of a config."""
         self._spread = spread
         self._optimizers = optimizers
         self._registered = registered
@@ -100,11 +102,6 @@ class Parallelism:
         self._on_spread = on_spread
         self._tell = tell
         self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
-
-    @property
-    def startup_values(self) -> dict[str, object]:
-        """How the model was given to the trainer, as values of a config."""
-        return {} if self._spread.plan is None else values_of(self._spread.plan)
 
     def appliers(self) -> list[_Section]:
         """For each section one, in the order in which they are called."""

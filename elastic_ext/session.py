@@ -188,6 +188,7 @@ class Session:
 
     def tell_resharded(self, report: ReshardReport) -> None:
         """The model has been spread otherwise."""
+        self.steps.weigh_anew()
         if self.follower.ranks.rank == 0:
             _logger.info("%s", report)
         step = self._counts.global_step
@@ -342,7 +343,7 @@ class Session:
         saved = config.values()
         if mine is not None:
             saved = {path: value for path, value in saved.items() if path not in mine.paths}
-            own = own | mine.startup_values
+            own = {**own, **mine.startup_values}
         if config.values() == saved | own:
             return dict(state)
         values = ElasticConfig.from_values(saved | own, version=config.version, reason=config.reason)
