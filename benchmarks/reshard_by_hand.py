@@ -41,6 +41,7 @@ __all__ = [
     "make_optimizer",
     "parts_of",
     "restarted_rank",
+    "rows_on",
     "take_step",
     "tensors_of",
 ]
@@ -76,7 +77,7 @@ class Way:
         return 2 if self.strategy == "hybrid_shard" else None
 
     def __str__(self) -> str:
-        told = "hybrid of 2" if self.strategy == "hybrid_shard" else self.strategy
+        told: str = "hybrid of 2" if self.strategy == "hybrid_shard" else self.strategy
         told += "" if self.unit == 1 else f", unit {self.unit}"
         return told + (", recomputed" if self.is_recomputed else "")
 
@@ -200,6 +201,14 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, to
         yield name, parameter.detach()
         for key, value in sorted(optimizer.state[parameter].items()):
             yield f"{name}/{key}", value
+
+
+def rows_on(rank: int, num_ranks: int, way: Way, num_rows: int) -> range:
+    """Those that a rank has of a tensor."""
+    degree = 1 if way.strategy == "no_shard" else way.shard_degree or num_ranks
+    size = -(-num_rows // degree)  # of a part, as chunk makes them
+    first = min(rank % degree * size, num_rows)
+    return range(first, min(first + size, num_rows))
 
 
 def parts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Part]:

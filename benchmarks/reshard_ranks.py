@@ -1,8 +1,10 @@
-"""The ranks of benchmarks/reshard.py: each trains a model that is spread otherwise while it is there, and one by hand."""
+"""The ranks of benchmarks/reshard.py: each trains a model that is spread otherwise on the way, and one by hand."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.checkpoint_ranks import give_memory_back, number_in
 from benchmarks.checkpoint_ways import WAYS
@@ -28,13 +31,30 @@ from benchmarks.reshard_by_hand import (
     make_model,
     make_optimizer,
     parts_of,
+    rows_on,
     take_step,
     tensors_of,
 )
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.spread import Spread
 
-__all__ = ["Arrive", "Change", "Done", "Keep", "Order", "Rank", "Show", "Train", "changing_rank"]
+__all__ = [
+    "Arrive",
+    "Change",
+    "Done",
+    "Keep",
+    "Order",
+    "Pair",
+    "Rank",
+    "Show",
+    "Train",
+    "Trained",
+    "changing_rank",
+    "digest_of",
+]
+
+_M_MMAP_THRESHOLD = -3  # of mallopt
+_MAPPED_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +68,8 @@ class Rank:
     task: Task
     way: Way
     """How the model is spread at first."""
+    gives_back: bool = False
+    """Memory that is let go of goes back to the system at once, and what is held can be seen from outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +121,7 @@ class Done:
     sent_bytes: int = 0
     """By this rank, to others, as it was handed to the collective."""
     least_bytes: int = 0
-    """That have to be sent, by all ranks."""
+    """What it lacks of its new rows, which others have to send."""
     peak_bytes: int = 0
     """By how much more memory lay in the process at once than before or after, whichever was more."""
     wiring_seconds: float = 0.0
@@ -113,9 +135,11 @@ class Done:
 @contextmanager
 def changing_rank(setup: Rank) -> Iterator[Callable[[Order], Done]]:
     """A rank that has a model to train, and to spread otherwise."""
+    if setup.gives_back:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
     with joined(rank=setup.rank, world_size=setup.world_size, port=setup.port), WAYS["dcp"](setup.storage) as saving:
-        trained = _Trained(setup.task, setup.way)
-        pair: _Pair | None = None
+        trained = Trained(setup.task, setup.way)
+        pair: Pair | None = None
         numbers = itertools.count(1)
 
         def answer(order: Order) -> Done:
@@ -134,7 +158,7 @@ def changing_rank(setup: Rank) -> Iterator[Callable[[Order], Done]]:
                 if pair is not None:
                     pair.close()
                 pair = None  # before the next one takes memory
-                pair = _Pair(setup.task, order.origin, order.way)
+                pair = Pair(setup.task, order.origin, order.way)
                 return Done()
             if order.goes_on:
                 return trained.train(order.num_steps)
@@ -149,12 +173,13 @@ def changing_rank(setup: Rank) -> Iterator[Callable[[Order], Done]]:
                 pair.close()
 
 
-class _Trained:
+class Trained:
     """A model in training whose plan can be changed."""
 
     def __init__(self, task: Task, way: Way) -> None:
         self.model: Gpt = make_model(task)
         self._task = task
+        self._way = way
         self._spread = Spread(self.model, num_local=dist.get_world_size())
         self._spread.put_on(_plan_of(way))
         self.optimizer = make_optimizer(self.model)
@@ -174,7 +199,7 @@ class _Trained:
 
     def change(self, way: Way) -> Done:
         """As the trainer does between two steps, with all that has to be found out for it."""
-        plan = _plan_of(way)
+        plan, least_bytes = _plan_of(way), self._lacking(way)
         give_memory_back()
         dist.barrier()
         before_kib = number_in("/proc/self/status", "VmRSS")
@@ -188,12 +213,13 @@ class _Trained:
             seconds = time.perf_counter() - began
         peak_kib = number_in("/proc/self/status", "VmHWM")
         del prepared
+        self._way = way
         give_memory_back()
         after_kib = number_in("/proc/self/status", "VmRSS")
         return Done(
             seconds=seconds,
             sent_bytes=sum(sent),
-            least_bytes=made.num_sent,
+            least_bytes=least_bytes,
             peak_bytes=(peak_kib - max(before_kib, after_kib)) * 1024,
             wiring_seconds=0.0 if moved is None else moved.wiring_seconds,
             moving_seconds=0.0 if moved is None else moved.moving_seconds,
@@ -202,20 +228,32 @@ class _Trained:
     def close(self) -> None:
         self._spread.close()
 
+    def _lacking(self, way: Way) -> int:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        total = 0
+        for _, tensor in tensors_of(self.model, self.optimizer):
+            if tensor.dim():
+                has, needs = (rows_on(rank, num_ranks, each, len(tensor)) for each in (self._way, way))
+                common = max(0, min(has.stop, needs.stop) - max(has.start, needs.start))
+                total += (len(needs) - common) * math.prod(tensor.shape[1:]) * tensor.element_size()
+        return total
 
-class _Pair:
+
+class Pair:
     """The same model twice, spread alike: by hand from the start, and by a change after some steps."""
 
     def __init__(self, task: Task, origin: Way, way: Way) -> None:
         self._task = task
-        self._arrived = _Trained(task, origin)
+        self._arrived = Trained(task, origin)
         self._arrived.train(2)
         self._arrived.change(way)
         self._by_hand = make_by_hand(make_model(task), way)
-        take_step(self._by_hand, task, 0)  # which makes the optimizer's state
-        mine, theirs = (_locals(each) for each in (self._arrived.training, self._by_hand))
-        assert [tensor.shape for tensor in mine] == [tensor.shape for tensor in theirs], "they do not lie alike"
-        self._start = [tensor.clone() for tensor in mine]
+        self._start = [tensor.clone() for tensor in _locals(self._arrived.training)]
+        for number in (0, 1):  # the first makes state, and after it DDP orders its buckets
+            for training in (self._arrived.training, self._by_hand):
+                take_step(training, task, number)
+        shapes = [[tensor.shape for tensor in _locals(each)] for each in (self._arrived.training, self._by_hand)]
+        assert shapes[0] == shapes[1], "they do not lie alike"
 
     def train(self, order: Train) -> Done:
         """Both begin where the change has led to."""
@@ -225,9 +263,9 @@ class _Pair:
         dist.barrier()
         losses: list[float] = []
         if order.is_recorded:
-            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+            with _Recording() as seen:
                 losses += (take_step(training, self._task, number) for number in range(order.num_steps))
-            return Done(losses=tuple(losses), exchanged=_exchanged(seen))
+            return Done(losses=tuple(losses), exchanged=tuple(seen.exchanged))
         began = time.perf_counter()
         losses += (take_step(training, self._task, number) for number in range(order.num_steps))
         seconds = (time.perf_counter() - began) / order.num_steps
@@ -266,7 +304,7 @@ def _counting_sent() -> Iterator[list[int]]:
         sent.append(sum(size for rank, size in enumerate(given) if rank != own) * input.element_size())
         return exchange(output, input, list(taken), list(given), **options)
 
-    dist.all_to_all_single = counted
+    dist.all_to_all_single = counted  # type: ignore[assignment]
     try:
         yield sent
     finally:
@@ -279,9 +317,21 @@ def _locals(training: Training) -> list[torch.Tensor]:
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
-def _exchanged(seen: profile) -> tuple[str, ...]:
-    """The collectives in their order, each with the shapes of what it was given."""
-    return tuple(f"{each.name} {each.input_shapes}" for each in seen.events() or () if each.name.startswith("c10d::"))
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The collectives in their order, each with the shapes and types of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.exchanged: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            told = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in given)
+            self.exchanged.append(f"{func}: {told}")
+        return func(*args, **(kwargs or {}))
 
 
 def digest_of(answers: Sequence[Done]) -> str:
