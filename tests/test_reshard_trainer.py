@@ -112,8 +112,9 @@ def test_clipped_and_on_four_ranks_they_differ_by_the_order_of_sums(
 def go_through_bf16(rank: int, folder: Path) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
-    def wrap(model: Any) -> Any:
-        for block in model.blocks:
+    def wrap(_: Any) -> Any:
+        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+        for block in model:
             fully_shard(block, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
 
@@ -197,7 +198,7 @@ def ask_in_every_way(rank: int, folder: Path) -> tuple[list[str], list[Any]]:
         assert are_in_force(run) == (rank == 1) or rank == 0
         assert at_step == [(7, "full_shard"), (8, "no_shard"), (12, "full_shard"), (15, "hybrid_shard")]
     lines = (run.folder / str(rank) / f"events-{rank}.jsonl").read_text().splitlines()
-    events = [event for event in map(json.loads, lines) if event["event"] == "resharded"]
+    events = [event for event in map(json.loads, lines) if event["kind"] == "resharded"]
     return [line for line in seen.log if " -> " in line and " in 0." in line], events
 
 
@@ -384,7 +385,8 @@ def go_on_from(rank: int, folder: Path, plan: ParallelPlan, step: int, expected:
             run.trainer.rewind(step)
         assert run.plan == plan  # what the script says wins over the config that was saved
         assert differing(run.state(), expected) == []
-        run.train(step + 2)
+        if run.num_ranks <= 2:  # more have too few samples each for a normalisation
+            run.train(step + 2)
 
 
 @pytest.mark.parametrize(
@@ -628,13 +630,12 @@ def compiled(rank: int, folder: Path, is_whole: bool) -> int:
     losses, state = stayed(rank, folder, FULL, 9, averages=False)
     run = Retraining(rank, folder, FULL, wrap=wrap, averages=False)
     with run.trainer:
-        run.train(2)
-        before = frames["total"]
-        run.train(9, {2: WHOLE, 4: GRAD_OP, 6: WHOLE})
+        before: list[int] = []
+        run.train(9, {1: lambda _: before.append(frames["total"]), 2: WHOLE, 4: GRAD_OP, 6: WHOLE})
         assert differing(run.state(), state) == []
     assert are_in_force(run)
     assert run.losses == losses
-    return int(frames["total"] - before)
+    return int(frames["total"] - before[0])
 
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -795,12 +796,12 @@ def recorded(model: Any, engine: DistributedDataParallel | None, take: Callable[
     real = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
 
     def recording(name: str) -> Callable[..., Any]:
-        def call(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            group = options.get("group")
-            sizes = [each.numel() for each in (tensor, *arguments) if isinstance(each, torch.Tensor)]
-            if tensor.dtype.is_floating_point:
-                found.append((name, sizes, str(tensor.dtype), dist.get_world_size(group)))
-            return real[name](tensor, *arguments, **options)
+        def call(*arguments: Any, **options: Any) -> Any:
+            tensors = [each for each in (*arguments, *options.values()) if isinstance(each, torch.Tensor)]
+            if tensors[0].dtype.is_floating_point:
+                told = [(each.numel(), str(each.dtype)) for each in tensors]
+                found.append((name, told, dist.get_world_size(options.get("group"))))
+            return real[name](*arguments, **options)
 
         return call
 
