@@ -35,7 +35,16 @@ from benchmarks.gang import Gang
 from benchmarks.harness import Claim, Comparison, Reading, Readings, Result, Side, compare_measures
 from benchmarks.trainer_ranks import Block, Done, LoopName, Rank, Task, make_loop, training_rank
 
-__all__ = ["MODERATE", "ON_RANKS", "Plan", "main", "on_ranks", "sides_of_one_rank", "sides_of_ranks"]
+__all__ = [
+    "MODERATE",
+    "ON_RANKS",
+    "Plan",
+    "against_aa_interval",
+    "main",
+    "on_ranks",
+    "sides_of_one_rank",
+    "sides_of_ranks",
+]
 
 SMALL = Task(widths=(8, 8), micro_batch=8, num_micro_steps=1)
 MODERATE = Task(widths=(256, 512, 512, 256), micro_batch=64, num_micro_steps=1)
@@ -157,7 +166,7 @@ def on_ranks(plan: Plan, *, num_ranks: int, task: Task = MODERATE) -> list[Compa
             interval = json.loads((Path(folder) / "ours" / "metrics-0.json").read_text())["agree_every_steps"]
     settled = f"{NAMES['ours']} agreed every {interval} steps"
     return [
-        dataclasses.replace(comparison, notes=(*_against_aa_interval(comparison), settled)) for comparison in compared
+        dataclasses.replace(comparison, notes=(*against_aa_interval(comparison), settled)) for comparison in compared
     ]
 
 
@@ -180,7 +189,7 @@ def sides_of_ranks(
     return [side(name) for name in names]
 
 
-def _against_aa_interval(comparison: Comparison) -> list[str]:
+def against_aa_interval(comparison: Comparison) -> list[str]:
     """For claims of a ratio that is within the A/A interval: whether it is."""
     low, high = comparison.rows[0].aa_interval
     return [

@@ -87,10 +87,16 @@ class Parallelism:
         on_spread: Callable[[], None],
         tell: Callable[[ReshardReport], None],
     ) -> None:
-        """``known`` lets go of what it can, and gives what else of ours refers to parameters. ``fence`` returns once
-        none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell`` what that has cost."""
+        """Of a model with a plan. ``known`` lets go of what it can, and gives what else of ours refers to parameters.
+
+        ``fence`` returns once none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell``
+        what that has cost.
+        """
         self.report: ReshardReport | None = None
         """Of the last change."""
+        assert spread.plan is not None
+        self.startup_values: Mapping[str, object] = values_of(spread.plan)
+        """How the model was given to the trainer, as values of a config."""
         self._spread = spread
         self._optimizers = optimizers
         self._registered = registered
@@ -101,11 +107,6 @@ class Parallelism:
         self._tell = tell
         self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
 
-    @property
-    def startup_values(self) -> dict[str, object]:
-        """How the model was given to the trainer, as values of a config."""
-        return {} if self._spread.plan is None else values_of(self._spread.plan)
-
     def appliers(self) -> list[_Section]:
         """For each section one, in the order in which they are called."""
         return [_Section("communication", self), _Section("parallelism", self)]
@@ -115,9 +116,6 @@ class Parallelism:
         self._prepared = None
         if not any(new.get(path) is not None for path in _PATHS.values()):
             return None
-        if self._spread.plan is None:
-            why = self._spread.why_not or "the model is spread by nobody; call trainer.parallelize(model, plan)"
-            return why if _names_a_plan(new) else None
         try:
             plan = _plan_of(new)
             made, told = self._spread.transition(plan, self._optimizers)
@@ -133,7 +131,8 @@ class Parallelism:
 
     def apply(self, new: ElasticConfig) -> None:
         """Put it on; all ranks call this between two steps, after none has refused."""
-        if self._spread.plan is None or _plan_of(new) == self._spread.plan:
+        assert self._spread.plan is not None
+        if _plan_of(new) == self._spread.plan:
             return
         refusal = self.check(new) if self._prepared is None else None
         self._agree(None if refusal is None else ElasticError(refusal))
@@ -146,9 +145,13 @@ class Parallelism:
         self.report = _report(old, plan, made, moved, time.perf_counter() - began)
         self._tell(self.report)
 
+    def forget(self) -> None:
+        """Let go of a change that was looked at and is not made now, and of the tensors that it would have moved."""
+        self._prepared = None
+
     def close(self) -> None:
         """Let go of what moving needs."""
-        self._prepared = None
+        self.forget()
         self._spread.close()
 
 
@@ -176,10 +179,6 @@ def _plan_of(config: ElasticConfig) -> ParallelPlan:
     given = {name: config.get(path) for name, path in _PATHS.items()}
     kept: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return ParallelPlan(**kept)
-
-
-def _names_a_plan(config: ElasticConfig) -> bool:
-    return any(config.get(path) is not None for path in _PATHS.values())
 
 
 def _report(

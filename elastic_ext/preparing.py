@@ -31,7 +31,9 @@ from .taking_part import TakingPart
 from .training_state import TrainingState
 from .undoing import StepParts
 
-__all__ = ["Prepared", "Setup", "prepare"]
+__all__ = ["NOT_SPREAD", "Prepared", "Setup", "prepare"]
+
+NOT_SPREAD = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,7 +116,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         gradients,
         settings,
         parallelism=parallelism,
-        why_not_reshard=spread.why_not,
+        why_not_reshard=spread.why_not or (None if spread.plan else NOT_SPREAD),
         accelerated=setup.accelerated,
         startup=startup,
         rule=setup.rule,

@@ -94,6 +94,7 @@ class Session:
             if loaded_config is not None:
                 follower.load_state_dict(self._with_own_values(loaded_config))
             follower.start()
+            self._forget_change()
             if self._why_not_reshard is not None:  # from here on: what is found at the start may say it
                 follower.add(FixedSharding(self._why_not_reshard, lambda: follower.config))
             self._take_up(follower.config)
@@ -175,11 +176,16 @@ class Session:
         boundary = None
         if not self.follower.pass_quietly(step, backwards):
             boundary = self.follower.boundary(step=step, backwards=backwards)
+            self._forget_change()
             self.should_stop = boundary.stop
         if self._progress.is_shown:
             self._progress.advance()
         if self._saving is not None:
             self._saving.pass_boundary(step, boundary)
+
+    def _forget_change(self) -> None:
+        if self._parallelism is not None:
+            self._parallelism.forget()
 
     def fence(self) -> None:
         """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
@@ -188,6 +194,7 @@ class Session:
 
     def tell_resharded(self, report: ReshardReport) -> None:
         """The model has been spread otherwise."""
+        self.steps.weigh_anew()
         if self.follower.ranks.rank == 0:
             _logger.info("%s", report)
         step = self._counts.global_step
@@ -343,7 +350,7 @@ class Session:
         saved = config.values()
         if mine is not None:
             saved = {path: value for path, value in saved.items() if path not in mine.paths}
-            own = own | mine.startup_values
+            own = {**own, **mine.startup_values}
         if config.values() == saved | own:
             return dict(state)
         values = ElasticConfig.from_values(saved | own, version=config.version, reason=config.reason)

@@ -212,6 +212,11 @@ class Steps:
         self._is_like_before = False
         self._undoing.roll_back(num_taken, is_called=is_called)
 
+    def weigh_anew(self) -> None:
+        """Gradients are gathered otherwise, between two steps: see again when they are weighed."""
+        self._is_like_before = False
+        self._set_weights(self._step.weights)
+
     def do_first(self, act: Callable[[], None]) -> None:
         """Have ``act`` called as the next step begins, before anything of it happens."""
         self._to_do_first, self._is_like_before = act, False

@@ -54,7 +54,7 @@ from .gradients import Gradients
 from .interval import CheckpointInterval
 from .overlap import Overlap
 from .parallelism import Parallelism, ReshardReport, values_of
-from .preparing import Setup, prepare
+from .preparing import NOT_SPREAD, Setup, prepare
 from .registered import claim_registered, fill_registered
 from .rounds import Proposal
 from .scaling import BatchRule
@@ -206,8 +206,7 @@ class ElasticTrainer:
         ``bucket_cap_mb`` stay as they are where the plan leaves them out.
         """
         if self._prepared and self._setup.spread.plan is None:
-            advice = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
-            raise ElasticError(self._setup.spread.why_not or advice)
+            raise ElasticError(self._setup.spread.why_not or NOT_SPREAD)
         return self.propose(values_of(plan), reason)
 
     @property

@@ -237,6 +237,7 @@ class TrainingState:
 
     def take_up(self, resumed: Resumed) -> None:
         """Go on where the checkpoint was: the last of all that is done to resume, so that nothing is drawn after it."""
+        self._let_go()
         why_anew = self._batches.positions.resume(resumed.position, resumed.own_position)
         if why_anew is not None and self.rank == 0:
             _logger.warning("%s", why_anew)
@@ -267,6 +268,7 @@ class TrainingState:
         Where they cannot go back within an epoch they go on, too, and the epoch with them. The last of all that is done
         to go back.
         """
+        self._let_go()
         is_in_epoch, can_go_back = self.counts.is_in_epoch, self._batches.positions.can_go_back(resumed.position)
         stays = skips or (is_in_epoch and not can_go_back)
         if stays:
@@ -282,6 +284,11 @@ class TrainingState:
         elif can_go_back and not stays:
             self._pass_rest(resumed)
         self._restore_random(resumed, with_loader=not skips)
+
+    def _let_go(self) -> None:
+        """Hold no parameter, which may become another object."""
+        del self._loader
+        self._wanted = []
 
     def _pass_rest(self, resumed: Resumed) -> None:
         """What was saved after an epoch's last step goes on with the next epoch."""

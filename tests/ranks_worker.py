@@ -265,6 +265,7 @@ class _Surroundings:
             gc.collect()  # data loaders end their workers when they are collected; DDP may hang without its group
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget_meshes()
             os.environ.clear()
             os.environ.update(self.environ)
             os.chdir(self.folder)
@@ -288,3 +289,14 @@ class _Surroundings:
             return False
         thread.join(max(deadline - time.monotonic(), 0.0))
         return thread.is_alive()
+
+
+def _forget_meshes() -> None:
+    """Have torch's arithmetic on DTensors give none that lies on a mesh of an earlier run, whose groups are gone."""
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None:
+        cached = tensors.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        getattr(cached, "cache_clear", cached.cache.cache_clear)()

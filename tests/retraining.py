@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from elastic_ext import Proposal
 from elastic_ext.fsdp.plan import ParallelPlan
 from tests.resharding import Net
 from tests.training import ResumableSlices, make_data, trainer_of
@@ -74,6 +75,8 @@ class Retraining:
         self.max_norm = max_norm
         self.losses: list[float] = []
         """Of micro-steps, in order."""
+        self.proposals: list[Proposal] = []
+        """One for each plan that was asked for."""
 
     @property
     def plan(self) -> ParallelPlan:
@@ -101,23 +104,27 @@ class Retraining:
     def train(self, until: int, at: Mapping[int, Act | ParallelPlan] | None = None) -> Retraining:
         """One loop over the data until a step; ``at`` says what to do after which step, or for which plan to ask."""
         to_do = dict(at or {})
+        self._do(to_do)
         for inputs, targets in self.loader:
             self.micro_step(inputs, targets)
-            if self.trainer.num_micro_steps and not self.trainer._session.steps.is_partial:
-                act = to_do.pop(self.trainer.global_step, None)
-                if isinstance(act, ParallelPlan):
-                    self.trainer.reshard(act)
-                elif act is not None:
-                    act(self)
+            if not self.trainer._session.steps.is_partial:
+                self._do(to_do)
                 if self.trainer.global_step >= until:
                     break
         return self
+
+    def _do(self, to_do: dict[int, Act | ParallelPlan]) -> None:
+        act = to_do.pop(self.trainer.global_step, None)
+        if isinstance(act, ParallelPlan):
+            self.proposals.append(self.trainer.reshard(act))
+        elif act is not None:
+            act(self)
 
     def state(self) -> dict[str, torch.Tensor]:
         """All of it that training changes, whole; all ranks call this."""
         found = {f"average of {name}": whole(tensor) for name, tensor in self.average.items()}
         for name, part in self.model.named_parameters():
-            name = name.removeprefix("module.")
+            name = name.removeprefix("module.").removeprefix("_orig_mod.")
             found[name] = whole(part)
             for key, value in self.inner.state.get(part, {}).items():
                 found[f"{name} {key}"] = whole(value)

@@ -135,7 +135,7 @@ def test_nothing_is_sent_to_who_has_it_or_whose_part_stays(cargo: list[Item]) ->
 def test_a_tensor_that_stays_takes_nothing() -> None:
     layout = Layout((4, 2), (Box.block((4, 2), (0, 0), (2, 2)), Box.block((4, 2), (2, 0), (4, 2))))
     (bucket,) = buckets_of([Item("weight", layout, layout, 4)], 0)
-    assert (bucket.load, bucket.num_sent, bucket.items[0].moves) == (0, 0, [])
+    assert (bucket.load, bucket.num_sent, list(bucket.items[0].moves)) == (0, 0, [])
 
 
 def test_no_items_make_no_bucket() -> None:

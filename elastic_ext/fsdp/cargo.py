@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from . import rewire
 from .companions import Tensors, companions_in
@@ -181,7 +182,13 @@ DONE = Carried(torch.empty(0), 0, None, _keep, Item("", Layout((0,), ()), Layout
 
 def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:
     """Whether a value of an optimizer's state moves with its parameter; ValueError where it would be left behind."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if not isinstance(value, torch.Tensor):
+        if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in tree_leaves(value)):
+            raise ValueError(
+                f"{name} is a {type(value).__name__} with tensors, and no other sharding could take it over"
+            )
+        return False
+    if value.dim() == 0:
         return False
     if isinstance(value, DTensor) is isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return True

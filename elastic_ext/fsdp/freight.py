@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from .layout import Layout
+from .layout import Layout, turn_of
 from .moves import Move, moves
 
 __all__ = ["Bucket", "Item", "buckets_of"]
@@ -28,28 +28,50 @@ class Item:
     item_bytes: int
 
     @cached_property
-    def moves(self) -> list[Move]:
-        """Everything that a rank's memory of the new layout is filled with; nothing where its part stays the same."""
-        stays = [old == new for old, new in zip(self.old.boxes, self.new.boxes, strict=True)]
-        if all(stays):
-            return []
-        found = moves(self.old, self.new, salt=self.name, same_memory=False)
-        return [move for move in found if not stays[move.target]]
+    def _route(self) -> _Route:
+        return _route(self.old, self.new, turn_of(self.name) % max(1, len(self.old.boxes)))
 
-    @cached_property
+    @property
+    def moves(self) -> Sequence[Move]:
+        """Everything that a rank's memory of the new layout is filled with; nothing where its part stays the same."""
+        return self._route.moves
+
+    @property
     def num_sent(self) -> int:
         """Bytes between ranks."""
-        return sum(move.num_elements for move in self.moves if move.source != move.target) * self.item_bytes
+        return self._route.num_sent * self.item_bytes
 
     @cached_property
     def loads(self) -> list[int]:
         """In bytes, by rank: new memory, and what is sent and received, which lies in memory of its own."""
-        loads = [0 if old == new else new.num_elements for old, new in zip(self.old.boxes, self.new.boxes, strict=True)]
-        for move in self.moves:
-            if move.source != move.target:
-                loads[move.source] += move.num_elements
-                loads[move.target] += move.num_elements
-        return [load * self.item_bytes for load in loads]
+        return [load * self.item_bytes for load in self._route.loads]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What is the same of all tensors that go from one layout to another, counted in elements."""
+
+    moves: tuple[Move, ...]
+    num_sent: int
+    loads: tuple[int, ...]
+
+
+@lru_cache(maxsize=512)  # a model repeats its shapes, and its gradients and moments repeat them again
+def _route(old: Layout, new: Layout, turn: int) -> _Route:
+    stays = [old == new for old, new in zip(old.boxes, new.boxes, strict=True)]
+    if all(stays):
+        return _Route((), 0, (0,) * len(stays))
+    found = moves(old, new, salt=turn, same_memory=False)
+    made = tuple(move for move in found if not stays[move.target])
+    loads = [0 if stay else box.num_elements for stay, box in zip(stays, new.boxes, strict=True)]
+    num_sent = 0
+    for move in made:
+        if move.source != move.target:
+            num_elements = move.num_elements
+            num_sent += num_elements
+            loads[move.source] += num_elements
+            loads[move.target] += num_elements
+    return _Route(made, num_sent, tuple(loads))
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,16 @@ def _of_ranges(low: int, high: int, old: Layout, target: int) -> list[Move] | No
     return found if reach == high - low else None
 
 
-def moves(old: Layout, new: Layout, *, least: int = _LEAST, salt: str = "", same_memory: bool = True) -> list[Move]:
+def moves(
+    old: Layout, new: Layout, *, least: int = _LEAST, salt: str | int = "", same_memory: bool = True
+) -> list[Move]:
     """From one layout to another, each needed element once; ValueError where no holder of ``old`` has one.
 
     Holders with the same number are the same, and take from themselves what they have. Where a holder's memory for its
     two boxes is the same, what stays in its place is left out, and what it moves within must be read before it is
     written to. With ``same_memory=False`` the memory for ``new`` is fresh, and all that it needs is among the moves.
-    Replicas give equal parts of what is asked of them, by ``least`` and ``salt`` as in ``moves_into``.
+    Replicas give equal parts of what is asked of them, by ``least`` and ``salt`` as in ``moves_into``; a salt that is
+    a number says whose turn it is.
     """
     found: list[Move] = []
     held = old.holders_of_boxes()
@@ -102,7 +105,8 @@ def moves(old: Layout, new: Layout, *, least: int = _LEAST, salt: str = "", same
             continue
         own = giving.ask(target, box)
         found += [move for move in own if not move.stays] if same_memory else own
-    return _in_order([*found, *giving.given(least, turn_of(salt))])
+    turn = salt if isinstance(salt, int) else turn_of(salt)
+    return _in_order([*found, *giving.given(least, turn)])
 
 
 @dataclass(frozen=True, slots=True)

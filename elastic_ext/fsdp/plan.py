@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 from .layout import Box, Layout
@@ -40,6 +41,7 @@ class Degrees:
         return Layout(shape, parts_of(shape, dim, self.shard) * self.replicate)
 
 
+@lru_cache(maxsize=512)  # a model repeats its shapes
 def parts_of(shape: tuple[int, ...], dim: int, num_parts: int) -> tuple[Box, ...]:
     """What is left of a tensor to each of so many ranks when it is cut along ``dim``."""
     boxes = [box_after(shape, [Cut(dim, num_parts, part)]) for part in range(num_parts)]

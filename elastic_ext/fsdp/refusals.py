@@ -17,7 +17,7 @@ from .holders import strangers
 from .plan import ParallelPlan
 from .units import Modules, Settings, Unit
 
-__all__ = ["why_not_cut", "why_not_replace", "why_not_tied", "why_not_unit", "why_not_whole"]
+__all__ = ["why_not_called", "why_not_cut", "why_not_replace", "why_not_tied", "why_not_unit", "why_not_whole"]
 
 _KEEPS = (
     'which DDP does not know of; choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, which '
@@ -28,6 +28,16 @@ _BECOMES = (
     'with trainer.register_state, or choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, under '
     "which parameters stay the same objects"
 )
+
+
+def why_not_called(model: nn.Module) -> str | None:
+    """Nothing would see the model's passes."""
+    if getattr(type(model), "forward", None) is not nn.Module.forward or "forward" in vars(model):
+        return None
+    return (
+        f"the model is a {type(model).__name__} that only holds others and is not called, and its gradients are shared "
+        "where it is; give the trainer a module whose forward() calls them"
+    )
 
 
 def why_not_unit(plan: ParallelPlan, blocks: Sequence[nn.Module]) -> str | None:

@@ -85,10 +85,10 @@ def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
     ):
         if getattr(replica, name, None):
             raise ValueError(f"the model is in DDP with {what}; its sharding has to stay")
-    return {
-        **{name: getattr(replica, name) for name in _TAKEN_OVER if hasattr(replica, name)},
-        "device_ids": replica.device_ids,
-    }
+    told = {name: getattr(replica, name) for name in _TAKEN_OVER if hasattr(replica, name)}
+    if told.get("broadcast_buffers") is True:
+        del told["broadcast_buffers"]  # as it is by itself; newer ones warn of the name
+    return {**told, "device_ids": replica.device_ids}
 
 
 def set_aside(wrapper: DistributedDataParallel) -> None:

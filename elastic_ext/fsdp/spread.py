@@ -21,7 +21,7 @@ from .companions import Tensors
 from .live import Agree, Change, Moved, Sharded, Whole
 from .plan import Degrees, ParallelPlan
 from .recognise import Recognised, recognise, root_of
-from .refusals import why_not_cut, why_not_replace, why_not_tied, why_not_unit, why_not_whole
+from .refusals import why_not_called, why_not_cut, why_not_replace, why_not_tied, why_not_unit, why_not_whole
 from .replica import Replica
 from .transition import BUCKET_BYTES, Tensor, Transition, transition
 from .units import Survey, Unit, modules_by_unit, prefetching, units_for
@@ -73,7 +73,7 @@ class Spread:
         if self.plan is not None:
             raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
         degrees = plan.degrees(self.num_ranks, self._num_local)
-        _raise(why_not_recompute(self._blocks, plan.ratio))
+        _raise(why_not_recompute(self._blocks, plan.ratio) or why_not_called(self.model))
         if not plan.is_replicated:
             if not dist.is_initialized():
                 raise ValueError(_PLAIN)

@@ -49,12 +49,15 @@ class Copying:
 
     def wait(self) -> None:
         """Return once what is copied may change; in the training's thread, where no change is half done now."""
+        if self._is_judged.is_set():
+            return
         self._has_ended.wait()
         self._changed = self._changed or self._find_changed()
         is_good, self._is_whole = self._is_whole and self._changed is None, False  # kept once, if that is interrupted
         if is_good:
             self._keep()
         self._is_judged.set()  # only now: what is committed is kept no more
+        self._parts, self._samples = (), Samples([])  # which may be freed while what was copied is written
 
     def _find_changed(self) -> str | None:
         """The name of a part that is another than when this began; what is written past autograd, by its samples."""

@@ -120,7 +120,8 @@ class JobCheckpoints:
     def save_live(self, request: SaveRequest, manner: Manner) -> Path | None:
         """Begin to save while training goes on; see ``LiveSaver.save`` for what None says."""
         folder, draft = self._begin(request)
-        return self.live.save(folder, request, draft, manner, on_end=lambda: self.run.note_save(request.step))
+        step = request.step  # what is noted later keeps no tensors alive
+        return self.live.save(folder, request, draft, manner, on_end=lambda: self.run.note_save(step))
 
     def close(self, *, hurries: bool = False) -> None:
         """Let another run of the job have the folder, once what is being saved is.

@@ -110,10 +110,10 @@ class LiveSaver:
         met = self._meet_after_the_last(request, manner)
         if met is None:
             return None
-        name = request.name
+        name, generation, replaces = request.name, met.generation, request.replaces  # a thread keeps no tensors alive
         writing = self._saver.writing(folder, name, met)
         seconds = self._storage.seconds
-        letters = Letters(self._store, name=met.generation, rank=self._ranks.rank, seconds=seconds)
+        letters = Letters(self._store, name=generation, rank=self._ranks.rank, seconds=seconds)
         shards: dict[FileKind, Shard] = {}
         later: list[tuple[Part, memoryview]] = []
 
@@ -137,11 +137,11 @@ class LiveSaver:
             num_ranks=self._ranks.world_size,
             seconds=seconds,
             copy=copy,
-            make_folder=lambda: make_folder(folder, name, met.generation, draft.lineage, replaces=request.replaces),
+            make_folder=lambda: make_folder(folder, name, generation, draft.lineage, replaces=replaces),
             write=write,
             commit=commit,
             discard=writing.discard,
-            on_made=lambda: staging.forget(met.generation),
+            on_made=lambda: staging.forget(generation),
             after=after,
             clear=lambda: self._saver.retain(folder, draft.lineage),
         )
