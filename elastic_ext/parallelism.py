@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from .config import ElasticConfig
 from .errors import ElasticError
-from .fsdp.live import Agree, Change, Moved, Tensors
+from .fsdp.companions import Tensors
+from .fsdp.live import Agree, Change, Moved
 from .fsdp.plan import ParallelPlan
 from .fsdp.spread import Spread
 from .fsdp.transition import Transition

@@ -234,8 +234,8 @@ class Change:
             was_sharded=self._survey is not None,
             is_sharded=isinstance(self._after, Sharded),
         )
-        for each in companions:
-            yield self._carry(each.name, each.tensor, each.dim, each.put)
+        for companion in companions:
+            yield self._carry(companion.name, companion.tensor, companion.dim, companion.put)
 
     def _by_any_name(self) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
         """Parameters with the dimensions that cut them, by what users may call them: with the names of wrappers too."""

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from . import rewire
 from .blocks import Units, blocks_of, recompute, why_not_recompute
+from .companions import Tensors
 from .holders import strangers
-from .live import Agree, Change, Moved, Sharded, Tensors, Whole
+from .live import Agree, Change, Moved, Sharded, Whole
 from .plan import Degrees, ParallelPlan, units_of_blocks
 from .replica import Replica, arguments_of, holders_in
 from .rewire import Survey, Unit
