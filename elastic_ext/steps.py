@@ -213,8 +213,9 @@ class Steps:
         self._undoing.roll_back(num_taken, is_called=is_called)
 
     def weigh_anew(self) -> None:
-        """Gradients are gathered otherwise, between two steps: see again when they are weighed."""
+        """Gradients are gathered otherwise, between two steps: see again when they are shared, and when weighed."""
         self._is_like_before = False
+        self._is_shared = True  # as everything that shares is made
         self._set_weights(self._step.weights)
 
     def do_first(self, act: Callable[[], None]) -> None:

@@ -14,14 +14,29 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_ext import Proposal
 from elastic_ext.fsdp.plan import ParallelPlan
-from tests.resharding import Net
+from tests.resharding import FULL, GRAD_OP, KEPT, WHOLE, Net
 from tests.training import ResumableSlices, make_data, trainer_of
 
-__all__ = ["MICRO_BATCH", "WIDTH", "Retraining", "whole"]
+__all__ = [
+    "MICRO_BATCH",
+    "RECOMPUTED",
+    "TOUR",
+    "WIDTH",
+    "Retraining",
+    "State",
+    "are_in_force",
+    "differing",
+    "stayed",
+    "whole",
+]
 
+RECOMPUTED = ParallelPlan(strategy="full_shard", unit=2, activation_checkpoint="all", prefetch=1)
+TOUR = {1: WHOLE, 3: KEPT, 5: WHOLE, 7: GRAD_OP, 9: RECOMPUTED, 11: WHOLE, 13: FULL}
+"""After which step for which plan is asked; it is in force two steps later at the latest."""
 WIDTH = 6
 MICRO_BATCH = 3
 
+State = dict[str, torch.Tensor]
 Act = Callable[["Retraining"], object]
 
 
@@ -129,3 +144,22 @@ class Retraining:
             for key, value in self.inner.state.get(part, {}).items():
                 found[f"{name} {key}"] = whole(value)
         return found
+
+
+def differing(one: State, other: State) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def stayed(rank: int, folder: Path, plan: ParallelPlan | None, until: int, **given: Any) -> tuple[list[float], State]:
+    """A training that never changes: its losses, and what came of it."""
+    run = Retraining(rank, folder, plan, name="stayed", **given)
+    with run.trainer:
+        run.train(until)
+        return run.losses, run.state()
+
+
+def are_in_force(run: Retraining) -> bool:
+    """Every plan that was asked for."""
+    assert [each.refusal for each in run.proposals if each.outcome != "in force"] == []
+    return bool(run.proposals)
