@@ -347,9 +347,8 @@ class Session:
         """A resumed config, but for what this run's loader decides by itself, and how its script spreads the model."""
         config = ElasticConfig.from_dict(state["config"], revision=state["revision"])
         own, mine = self._batches.own_values(), self._parallelism
-        saved = config.values()
+        saved = {path: value for path, value in config.values().items() if path not in Parallelism.paths}
         if mine is not None:
-            saved = {path: value for path, value in saved.items() if path not in mine.paths}
             own = {**own, **mine.startup_values}
         if config.values() == saved | own:
             return dict(state)

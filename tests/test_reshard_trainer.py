@@ -395,6 +395,20 @@ def test_the_file_wins_over_the_script_and_the_script_over_what_was_saved(ranks:
     assert seen == ["no_shard", "hybrid_shard"]  # and what a file leaves out is what the script says
 
 
+def go_on_plain(rank: int, folder: Path) -> None:
+    """A process by itself, whose script spreads nothing."""
+    run = Retraining(rank, folder, None, name="plain", shared_storage_path=folder / "kept", save_on_signals=False)
+    with run.trainer:
+        assert run.trainer.global_step == 2
+        assert run.trainer.config.parallelism.strategy is None
+        run.train(4)
+
+
+def test_a_process_that_spreads_nothing_goes_on_from_a_spread_one(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, go_on_by_file, tmp_path, "first", 2)
+    ranks.run(1, go_on_plain, tmp_path, process_group=False)
+
+
 def leave(rank: int, folder: Path) -> None:
     run = Retraining(
         rank, folder, FULL, shared_storage_path=folder / "kept", checkpoint_interval=CheckpointInterval(steps=100)
