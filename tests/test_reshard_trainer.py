@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,11 +247,16 @@ def test_micro_batches_and_workers_change_with_the_plan_in_one_version(ranks: Ra
 
 
 def fail_after_changes(rank: int, folder: Path) -> None:
-    losses, state = stayed(rank, folder, FULL, 10, num_micro_steps=2)
+    losses, state = stayed(rank, folder, FULL, 14, num_micro_steps=2)
     run = Retraining(rank, folder, FULL, num_micro_steps=2, rollback="full")
+    recomputed = [
+        replace(WHOLE, activation_checkpoint=ratio) for ratio in (0.4, 1.0)
+    ]  # DDP stays, and what it waits for
+    plans = {1: WHOLE, 3: FULL, 5: KEPT, 7: WHOLE, 9: recomputed[0], 11: recomputed[1]}
     trainer = run.trainer
     to_do = {2: (0, "backward"), 3: (1, "before"), 4: (0, "backward"), 5: (1, "backward"), 6: (0, "called")}
     to_do |= {7: (1, "called"), 8: (0, "backward"), 9: (0, "before")}
+    to_do |= dict.fromkeys(range(10, 14), (1, "called"))
     real = run.micro_step
 
     def micro_step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -276,7 +282,7 @@ def fail_after_changes(rank: int, folder: Path) -> None:
 
     run.micro_step = micro_step  # type: ignore[method-assign]
     with trainer:
-        run.train(10, {1: WHOLE, 3: FULL, 5: KEPT, 7: WHOLE})  # in force in the middle of a step that is taken again
+        run.train(14, plans)  # in force in the middle of a step that is taken again
         assert differing(run.state(), state) == []
     assert are_in_force(run)
     assert not to_do
