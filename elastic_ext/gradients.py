@@ -92,7 +92,10 @@ class Gradients:
     def take_up(self, engine: DistributedDataParallel | None) -> None:
         """The model is spread otherwise, between two steps: see again how its gradients are averaged."""
         self.let_go()
+        before = self.sharing
         self.sharing = sharing_of(self._model, engine)
+        if not _is_same_ddp(before, self.sharing):
+            self.awaited.clear()  # with what waited for it
         self.shares_first = self.sharing.shares_first
         self._is_alone = self.sharing.num_ranks == 1 and not self.sharing.exchanges_always
         self._weighing = self._weighing_of(self.sharing)
@@ -106,7 +109,6 @@ class Gradients:
     def let_go(self) -> None:
         """Hold no parameter of the model, until the next step watches it."""
         self.watch(needed=False)
-        self.awaited.clear()
         self._others.clear()
         self._guard.forget()
         self._witness = None
@@ -368,6 +370,14 @@ class Gradients:
         if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:
             self._has_shared_buffers = True
             self.on_shared_buffers()
+
+
+def _is_same_ddp(one: Sharing, other: Sharing) -> bool:
+    """Whether the same wrappers average gradients, and wait for the passes that they have begun."""
+    return len(one.wrapped) == len(other.wrapped) and all(
+        wrapped is again and isinstance(wrapped, DistributedDataParallel)
+        for wrapped, again in zip(one.wrapped, other.wrapped, strict=True)
+    )
 
 
 def _has_hooks(part: Any) -> bool:
