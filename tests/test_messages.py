@@ -20,13 +20,16 @@ PAGE = ROOT / "docs" / "my_job_died.md"
 OF_COMMANDS = re.compile(  # what these refuse is of the command that was typed, and says itself what to type
     "casting|convert|dcp.*|export.*|parts|pickled|removing|retain|shardstream|streamed|todcp|verifying|visiting"
 )
+OF_PLANS = re.compile(  # docs/parallelism.md tells of these
+    "blocks|cargo|carrier|companions|freight|holders|live|plan|recognise|refusals|replica|rewire|spread|transition|units"
+)
 MODULES = [
     *(
         path
         for path in sorted((LIBRARY / "fsdp" / "checkpoint").glob("*.py"))
         if OF_COMMANDS.fullmatch(path.stem) is None
     ),
-    *sorted((LIBRARY / "fsdp").glob("*.py")),
+    *(path for path in sorted((LIBRARY / "fsdp").glob("*.py")) if OF_PLANS.fullmatch(path.stem) is None),
     LIBRARY / "checkpoints.py",
     LIBRARY / "saves.py",
     LIBRARY / "held_copies.py",

@@ -89,9 +89,9 @@ def test_a_run_that_died_before_it_saved_is_as_if_it_had_not_gone_back(tmp_path:
 
 
 def test_an_agent_completes_what_a_run_that_died_had_gone_back_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ram: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf, kept = tmp_path / "shelf", tmp_path / "kept"
+    shelf, kept = ram / "shelf", ram / "kept"  # a disk may be too full to stage anything there
     shelf.mkdir()
     monkeypatch.setenv("ELASTIC_EXT_STAGING_DIR", str(shelf))
     run = Run(tmp_path, "run", save_on_signals=True)
