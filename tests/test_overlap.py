@@ -168,9 +168,9 @@ def test_a_change_that_autograd_does_not_hear_of_is_an_error_too(
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An agent's folder, for a trainer that is made afterwards."""
-    folder = tmp_path / "shelf"
+def shelf(ram: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An agent's folder, in memory as they are, for a trainer that is made afterwards."""
+    folder = ram / "shelf"
     folder.mkdir()
     monkeypatch.setenv("ELASTIC_EXT_STAGING_DIR", str(folder))
     return folder

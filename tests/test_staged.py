@@ -61,10 +61,10 @@ _KEPT_IN_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(ram: Path) -> Iterator[Path]:
     """One in memory, where there is such a file system."""
     if not _KEPT_IN_MEMORY.is_dir():
-        yield tmp_path
+        yield ram
         return
     with tempfile.TemporaryDirectory(dir=_KEPT_IN_MEMORY) as name:
         yield Path(name)
@@ -316,8 +316,8 @@ def stage_alone(storage: Path, shelf: Path, steps: Sequence[int] = (2,), **argum
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Left:
-    storage, shelf = tmp_path / "storage", tmp_path / "shelf"
+def left(ram: Path) -> Left:
+    storage, shelf = ram / "storage", ram / "shelf"
     shelf.mkdir()
     begin_job(0, storage, 1)
     stage_alone(storage, shelf)
@@ -334,9 +334,9 @@ def why_not(left: Left) -> str:
     return outcomes[0].why if outcomes else ""
 
 
-def test_completed_checkpoint_is_like_one_that_was_saved(left: Left, tmp_path: Path) -> None:
+def test_completed_checkpoint_is_like_one_that_was_saved(left: Left, ram: Path) -> None:
     (outcome,) = complete(left.shelf)
-    other = tmp_path / "other"
+    other = ram / "other"
     begin_job(0, other, 2)
     mine, its = job_folder(left.storage) / "step_2", job_folder(other) / "step_2"
     assert outcome.path == mine and outcome.why == f"{mine} was completed from what its ranks had staged"
@@ -377,8 +377,8 @@ def test_what_is_committed_is_not_completed_again(left: Left) -> None:
     assert whole_files(left.storage) == before
 
 
-def test_what_comes_before_the_newest_checkpoint_is_not_completed(tmp_path: Path) -> None:
-    storage, shelf = tmp_path / "storage", tmp_path / "shelf"
+def test_what_comes_before_the_newest_checkpoint_is_not_completed(ram: Path) -> None:
+    storage, shelf = ram / "storage", ram / "shelf"
     shelf.mkdir()
     begin_job(0, storage, 1)
     model, optimizer = make_state()
@@ -393,7 +393,7 @@ def test_what_comes_before_the_newest_checkpoint_is_not_completed(tmp_path: Path
             checkpointer.wait()
         full.end()
         assert len(rows_in(shelf)) == 1
-        kept = tmp_path / "kept"
+        kept = ram / "kept"
         shutil.copytree(shelf, kept)
         checkpointer.save(3, model, optimizer, extra_of(3))
         checkpointer.wait()
@@ -403,8 +403,8 @@ def test_what_comes_before_the_newest_checkpoint_is_not_completed(tmp_path: Path
     assert outcome.path is None and "step_3 exists, saved at step 3, and step 2 was staged" in outcome.why
 
 
-def test_with_keep_previous_the_newest_of_two_is_completed(tmp_path: Path) -> None:
-    storage, shelf = tmp_path / "storage", tmp_path / "shelf"
+def test_with_keep_previous_the_newest_of_two_is_completed(ram: Path) -> None:
+    storage, shelf = ram / "storage", ram / "shelf"
     shelf.mkdir()
     begin_job(0, storage, 1)
     stage_alone(storage, shelf, (2, 3, 4), keep_previous=True)
@@ -677,10 +677,10 @@ def save_on_small_shelf(_: int, folder: Path, size: str, arguments: dict[str, An
     ],
 )
 def test_what_has_no_room_is_staged_in_the_process_and_one_warning_says_so(
-    size: str, arguments: dict[str, Any], num_kept: int, ranks: RankPool, tmp_path: Path
+    size: str, arguments: dict[str, Any], num_kept: int, ranks: RankPool, ram: Path
 ) -> None:
-    trial = Trial(fn=save_on_small_shelf, args=(tmp_path / "files", size, arguments), num_ranks=1)
-    ((end,),) = run_trials(ranks, tmp_path / "ends", [trial])
+    trial = Trial(fn=save_on_small_shelf, args=(ram / "files", size, arguments), num_ranks=1)
+    ((end,),) = run_trials(ranks, ram / "ends", [trial])
     assert end.error is None, end.trace
     reason, names = end.value
     if reason:
@@ -713,58 +713,58 @@ def save_with_small_files(_: int, folder: Path) -> list[str]:
     return os.listdir(folder / "shelf")
 
 
-def test_room_that_cannot_be_had_is_no_signal_and_no_failed_save(ranks: RankPool, tmp_path: Path) -> None:
-    trial = Trial(fn=save_with_small_files, args=(tmp_path / "files",), num_ranks=1)
-    ((end,),) = run_trials(ranks, tmp_path / "ends", [trial])
+def test_room_that_cannot_be_had_is_no_signal_and_no_failed_save(ranks: RankPool, ram: Path) -> None:
+    trial = Trial(fn=save_with_small_files, args=(ram / "files",), num_ranks=1)
+    ((end,),) = run_trials(ranks, ram / "ends", [trial])
     assert end.error is None and end.value == [], end
     assert ["File too large" in line for line in end.log] == [True], end.log
 
 
 def test_folder_that_is_gone_is_a_warning_and_saves_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ram: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(_STAGING_DIR, str(tmp_path / "shelf"))
+    monkeypatch.setenv(_STAGING_DIR, str(ram / "shelf"))
     model, optimizer = make_state()
     for _ in range(2):  # it was never there; it goes while it is used
-        with checkpointer_of(tmp_path / "storage", in_background=True) as checkpointer:
+        with checkpointer_of(ram / "storage", in_background=True) as checkpointer:
             step = 1 if checkpointer.latest() is None else 1 + checkpointer.load(model, optimizer).step
             checkpointer.save(step, model, optimizer, extra_of(step))
             checkpointer.wait()
-            shutil.rmtree(tmp_path / "shelf", ignore_errors=True)
+            shutil.rmtree(ram / "shelf", ignore_errors=True)
             for later in (step + 1, step + 2):
                 fill(model, optimizer, later)
                 checkpointer.save(later, model, optimizer, extra_of(later))
             checkpointer.wait()
-        assert is_loaded(tmp_path / "storage", later)
-        (tmp_path / "shelf").mkdir()
+        assert is_loaded(ram / "storage", later)
+        (ram / "shelf").mkdir()
     assert "stages what it saves in its own memory" in caplog.text
     assert "what was staged has no record in" in caplog.text
 
 
-def test_without_an_agent_memory_is_this_processs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_agent_memory_is_this_processs_own(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_STAGING_DIR, raising=False)
     model, optimizer = make_state(width=600)
     sizes = []
     for keep_previous in (False, True):
         arguments: dict[str, Any] = {"in_background": True, "keep_previous": keep_previous}
-        with checkpointer_of(tmp_path / str(keep_previous), **arguments) as checkpointer:
+        with checkpointer_of(ram / str(keep_previous), **arguments) as checkpointer:
             checkpointer.prepare(model, optimizer)
             staging: Any = checkpointer._job.live._staging
             sizes.append(staging.num_bytes)
     assert sizes[0] == sizes[1] > 0
     with pytest.raises(ValueError, match="keep_previous is True, and nothing is saved in the background"):
-        ShardCheckpointer(tmp_path, job=JOB, keep_previous=True)
+        ShardCheckpointer(ram, job=JOB, keep_previous=True)
 
 
 @pytest.mark.parametrize("keep_previous", [False, True])
 def test_a_trainer_has_its_agent_keep_one_copy_or_two(
-    keep_previous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep_previous: bool, ram: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf = tmp_path / "shelf"
+    shelf = ram / "shelf"
     shelf.mkdir()
     monkeypatch.setenv(_STAGING_DIR, str(shelf))
     model = nn.Linear(64, 64)
-    arguments: dict[str, Any] = {"shared_storage_path": tmp_path / "storage", "job": JOB, "run_dir": tmp_path / "run"}
+    arguments: dict[str, Any] = {"shared_storage_path": ram / "storage", "job": JOB, "run_dir": ram / "run"}
     arguments |= {"checkpoint_interval": CheckpointInterval(steps=1), "keep_previous": keep_previous}
     with ElasticTrainer(model, micro_batch_size=1, **arguments) as trainer:
         optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -774,7 +774,7 @@ def test_a_trainer_has_its_agent_keep_one_copy_or_two(
                 optimizer.step()
         assert len({path for path in shelf.rglob("*") if path.stat().st_size > 64 * 64 * 4}) == 1 + keep_previous
     with pytest.raises(ValueError, match="keep_previous is True, and nothing is saved in the background"):
-        ElasticTrainer(model, shared_storage_path=tmp_path, save_in_background=False, keep_previous=True)
+        ElasticTrainer(model, shared_storage_path=ram, save_in_background=False, keep_previous=True)
 
 
 def maps_of(shelf: Path) -> int:
@@ -783,16 +783,16 @@ def maps_of(shelf: Path) -> int:
 
 @pytest.mark.parametrize("keep_previous", [False, True])
 def test_50_saves_leak_neither_memory_nor_descriptors(
-    keep_previous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep_previous: bool, ram: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf = tmp_path / "shelf"
+    shelf = ram / "shelf"
     shelf.mkdir()
     monkeypatch.setenv(_STAGING_DIR, str(shelf))
     model, optimizer = make_state(width=64)
     num_slots = 2 if keep_previous else 1
     before = len(os.listdir("/proc/self/fd"))
     counts = []
-    with checkpointer_of(tmp_path / "storage", in_background=True, keep_previous=keep_previous) as checkpointer:
+    with checkpointer_of(ram / "storage", in_background=True, keep_previous=keep_previous) as checkpointer:
         for step in range(1, 51):
             if step % 20 == 0:  # more than there is room for
                 model.register_buffer(f"more_{step}", torch.ones(step * 1000))
@@ -811,11 +811,11 @@ def test_50_saves_leak_neither_memory_nor_descriptors(
     assert maps_of(shelf) == 0 and len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_model_without_tensors_of_its_own_on_a_rank_is_staged_and_completed(tmp_path: Path) -> None:
+def test_model_without_tensors_of_its_own_on_a_rank_is_staged_and_completed(ram: Path) -> None:
     """The second rank's file of a kind, or all of its files, may have nothing in them."""
     record = Record(row=row("r", "a", 1))
     assert Record.decoded(record.encoded()) == record
-    with record.mapped(tmp_path) as memory:
+    with record.mapped(ram) as memory:
         assert len(memory) == 0
 
 
