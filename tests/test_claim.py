@@ -30,9 +30,13 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from elastic_ext.fsdp.checkpoint.claim import Claim
 claim = Claim(Path(sys.argv[2]), "holder")
+ready, tell = os.pipe()
 if sys.argv[3] == "forks" and os.fork() == 0:
+    os.write(tell, b".")
     os.read(0, 1)  # until the test lets go
     os._exit(0)
+if sys.argv[3] == "forks":
+    os.read(ready, 1)  # the child has come so far that it holds no lock
 print("held", flush=True)
 sys.stdin.read()
 """

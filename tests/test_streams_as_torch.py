@@ -535,9 +535,9 @@ def test_so_many_batches_per_worker_are_drawn_in_advance(loader_class: Any, tmp_
                 WaitAt(never)()
             yield number
 
-    batches = iter(loader_class(Given(give), 1, num_workers=1, prefetch_factor=3, collate_fn=listed, timeout=0.3))
+    batches = iter(loader_class(Given(give), 1, num_workers=1, prefetch_factor=3, collate_fn=listed, timeout=1.5))
     assert list(itertools.islice(batches, 7)) == [[number] for number in range(7)]
-    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.3 seconds"):
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 1\.5 seconds"):
         next(batches)
     open_gate(never)
 
