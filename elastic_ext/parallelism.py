@@ -140,8 +140,10 @@ class Parallelism:
         (plan, made, change), self._prepared = self._prepared, None
         self._fence()
         began, old = time.perf_counter(), self._spread.plan
-        moved = self._spread.change(made, change, self._agree)
-        self._on_spread()
+        try:
+            moved = self._spread.change(made, change, self._agree)
+        finally:
+            self._on_spread()  # also where it has gone back: DDP is another object by then
         self.report = _report(old, plan, made, moved, time.perf_counter() - began)
         self._tell(self.report)
 

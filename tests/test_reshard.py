@@ -408,6 +408,10 @@ def _run_out(rank: int, old: ParallelPlan, new: ParallelPlan, at: str) -> str:
         assert all(torch.equal(before[name], after[name]) for name in before)
         optimizer.zero_grad()
         take_step(spread, optimizer, 1)
+        alike = [torch.empty(()) for _ in range(dist.get_world_size())]
+        own = all_of_it(model, optimizer)["embed.weight"].sum()
+        dist.all_gather(alike, own)
+        assert all(torch.equal(own, other) for other in alike), "gradients are averaged as before"
         change(spread, new, optimizer)
         take_step(spread, optimizer, 2)
     spread.close()

@@ -83,11 +83,13 @@ class Change:
         *,
         after: Callable[[Survey | None], Sharded | Whole],
         rest: Callable[[], None],
+        wake_again: Callable[[], None],
         bucket_bytes: int,
     ) -> None:
         """``after`` says what it shall be, from what fully_shard has made; None where nothing is sharded.
 
-        ``rest`` has DDP leave the model; it is called where there may be one. ValueError says why it cannot be.
+        ``rest`` has DDP leave the model, where there may be one, and ``wake_again`` come back, on all ranks.
+        ValueError says why it cannot be.
         """
         self._model = model
         self._optimizers = optimizers
@@ -96,6 +98,7 @@ class Change:
         self._survey = rewire.survey(model) if is_sharded else None
         self._after = after(self._survey)
         self._rest = rest
+        self._wake_again = wake_again
         self._bucket_bytes = bucket_bytes
         self._parameters = list(parameters_of(model, self._survey))
         managed = {id(each.tensor) for each in self._parameters}
@@ -198,6 +201,8 @@ class Change:
             if self._survey is None:
                 for each in self._parameters:
                     each.register()
+                if self.replaced:
+                    self._wake_again()
             else:
                 rewire.stand_in((each.tensor, each.places) for each in self._parameters)
                 slots = self._put_on(self._survey.units, None)

@@ -123,6 +123,7 @@ class Spread:
         ``known`` holders of parameters will let go of those that become other objects.
         """
         assert self.plan is not None
+        before = self.plan
         if plan.is_replicated:
             wake: Callable[[], object] = lambda: self._wake(plan.bucket_cap_mb)  # noqa: E731
             after: Callable[[Survey | None], Sharded | Whole] = lambda _: Whole(wake)  # noqa: E731
@@ -130,7 +131,13 @@ class Spread:
             degrees = plan.degrees(self.num_ranks, self._num_local)
             after = lambda survey: Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))  # noqa: E731
         change = Change(
-            self.model, optimizers, registered, after=after, rest=self._rest, bucket_bytes=self._bucket_bytes
+            self.model,
+            optimizers,
+            registered,
+            after=after,
+            rest=self._rest,
+            wake_again=lambda: self._wake(before.bucket_cap_mb),
+            bucket_bytes=self._bucket_bytes,
         )
         if plan.is_replicated:
             _raise(why_not_whole(self.model, change.units_before))
