@@ -120,6 +120,8 @@ class Done:
     """Of a change or a save; of a step, in the mean."""
     sent_bytes: int = 0
     """By this rank, to others, as it was handed to the collective."""
+    num_letters: int = 0
+    """To other ranks, of which each has a tail."""
     least_bytes: int = 0
     """What it lacks of its new rows, which others have to send."""
     peak_bytes: int = 0
@@ -219,6 +221,7 @@ class Trained:
         return Done(
             seconds=seconds,
             sent_bytes=sum(sent),
+            num_letters=len(sent) * (dist.get_world_size() - 1),
             least_bytes=least_bytes,
             peak_bytes=(peak_kib - max(before_kib, after_kib)) * 1024,
             wiring_seconds=0.0 if moved is None else moved.wiring_seconds,

@@ -433,6 +433,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.checkpoint.together:_add_what_it_gives": "whatever a rank raises, the others are to hear of it",
     "fsdp.checkpoint.storage:Storage.within.run": "the top of a thread: kept for the one who waits, who raises it",
     "fsdp.live:Change.run": "whatever it is, what was there has to come back; raised on all ranks",
+    "fsdp.live:Change._move": "there is not enough memory, as a rule; raised on all ranks",
     "fsdp.live:Change._agree_or_go_back": "puts back what was there, and raises again",
     "session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
     "watch:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",

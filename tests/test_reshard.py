@@ -375,33 +375,31 @@ def _run_out(rank: int, old: ParallelPlan, new: ParallelPlan, at: str) -> str:
     spread, optimizer = make(old, model=model, bucket_bytes=200 if at == "a later one" else 8 << 20)
     take_step(spread, optimizer, 0, clears=False)
     before = all_of_it(model, optimizer)
-    left = [0 if at == "the first" else 1]
-    real = (torch.Tensor.new_empty, torch.Tensor.new_zeros)
+    num_agreed = [0]
+    real = torch.Tensor.new_empty
 
-    def failing(which: int) -> Any:
-        def made(tensor: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
-            if left[0] == 0 and tensor.device.type != "meta":
-                raise torch.OutOfMemoryError("no memory is left")
-            return real[which](tensor, *given, **options)
-
-        return made
+    def failing(tensor: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        has_begun = num_agreed[0] == 2  # on the wiring, and on the first bucket
+        if tensor.device.type != "meta" and has_begun is (at == "a later one"):
+            raise torch.OutOfMemoryError("no memory is left")
+        return real(tensor, *given, **options)
 
     def agree(error: BaseException | None) -> None:
+        num_agreed[0] += 1
         agreeing(error)
-        left[0] -= at == "a later one" and patched[0]
 
-    patched = [False]
     made, _ = spread.transition(new, [optimizer])
     assert made is not None
+    assert len(made.freight.buckets) > 2 or at == "the first"
     prepared = spread.prepare(new, [optimizer], [], [])
     if rank == 1:
-        torch.Tensor.new_empty, torch.Tensor.new_zeros = failing(0), failing(1)  # type: ignore[method-assign]
-        patched[0] = True
+        torch.Tensor.new_empty = failing  # type: ignore[method-assign, assignment]
     try:
         with pytest.raises(RuntimeError, match="a rank has failed"):
             spread.change(made, prepared, agree)
     finally:
-        torch.Tensor.new_empty, torch.Tensor.new_zeros = real  # type: ignore[method-assign]
+        torch.Tensor.new_empty = real  # type: ignore[method-assign]
+    assert num_agreed == [2 if at == "the first" else 3]
     del prepared
     if at == "the first":
         after = all_of_it(model, optimizer)
@@ -425,25 +423,30 @@ def test_memory_that_runs_out_before_anything_moved_leaves_everything_as_it_was(
     assert ranks.run(2, _run_out, old, new, "the first") == ["went on"] * 2
 
 
-def test_memory_that_runs_out_later_is_an_error_on_all_ranks(ranks: RankPool) -> None:
-    assert ranks.run(2, _run_out, FULL, KEPT, "a later one") == ["went on"] * 2
+@pytest.mark.parametrize(("old", "new"), [(FULL, KEPT), (FULL, WHOLE), (WHOLE, FULL)])
+def test_memory_that_runs_out_later_is_an_error_on_all_ranks(
+    ranks: RankPool, old: ParallelPlan, new: ParallelPlan
+) -> None:
+    assert ranks.run(2, _run_out, old, new, "a later one") == ["went on"] * 2
 
 
 def _die(rank: int, folder: Path) -> str:
     spread, optimizer = make(FULL, bucket_bytes=200)
     take_step(spread, optimizer, 0)
-    num_agreed = [0]
+    num_exchanged, real = [0], dist.all_to_all_single
 
-    def agree(error: BaseException | None) -> None:
-        agreeing(error)
-        num_agreed[0] += 1
-        if rank == 1 and num_agreed[0] == 4:
+    def exchange(*given: Any, **options: Any) -> Any:
+        num_exchanged[0] += 1
+        if rank == 1 and num_exchanged[0] == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        return real(*given, **options)
 
-    try:
-        change(spread, KEPT, optimizer, agree=agree)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
+    with pytest.MonkeyPatch().context() as patched:
+        patched.setattr(dist, "all_to_all_single", exchange)
+        try:
+            change(spread, KEPT, optimizer)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
 
@@ -452,6 +455,22 @@ def test_a_rank_that_dies_in_the_middle_of_a_change_is_an_error_on_the_others(ra
     assert outcomes[1].exit_signal == signal.SIGKILL
     assert outcomes[0].ok, outcomes[0]
     assert "nothing" not in outcomes[0].value
+
+
+def _estimated_again(rank: int) -> tuple[float, float]:
+    spread, optimizer = make(FULL)
+    take_step(spread, optimizer, 0)
+    first, _ = spread.transition(KEPT, [optimizer])
+    change(spread, KEPT, optimizer)
+    then, _ = spread.transition(FULL, [optimizer])
+    assert first is not None
+    assert then is not None
+    return first.pace.seconds_per_tensor, then.pace.seconds_per_tensor
+
+
+def test_what_a_change_took_is_what_the_next_is_thought_to_take(ranks: RankPool) -> None:
+    for first, then in ranks.run(2, _estimated_again):
+        assert then not in (0, first)
 
 
 # --- a torch that is not known ----------------------------------------------------------------------------------------

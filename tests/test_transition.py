@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext import ParallelPlan
-from elastic_ext.fsdp.freight import Bucket
+from elastic_ext.fsdp.freight import Freight
 from elastic_ext.fsdp.transition import Pace, Tensor, Transition, transition
 
 WHOLE = ParallelPlan(strategy="no_shard")
@@ -148,7 +149,7 @@ def test_load_is_that_of_the_largest_bucket_and_grows_with_what_a_bucket_may_tak
     tensors = [Tensor(f"weight {at}", (64, 4), 4) for at in range(8)]
     loads = [_made(FULL, WHOLE, tensors, bucket_bytes=size).load for size in (1, 2000, 1 << 20)]
     one, all_of_them = (
-        Bucket(0, items).load for made in [_made(FULL, WHOLE, tensors)] for items in (made.items[:1], made.items)
+        Freight(items, 1 << 20).load for made in [_made(FULL, WHOLE, tensors)] for items in (made.items[:1], made.items)
     )
     assert loads[0] == one
     assert one <= loads[1] <= max(one, 4000)
@@ -158,11 +159,21 @@ def test_load_is_that_of_the_largest_bucket_and_grows_with_what_a_bucket_may_tak
 def test_seconds_follow_the_busiest_rank_and_the_number_of_tensors() -> None:
     tensors = [Tensor("weight", (64, 4), 4), Tensor("bias", (64,), 4)]
     made = _made(FULL, WHOLE, tensors, pace=Pace(bytes_per_second=1000.0, seconds_per_tensor=0.5))
-    busiest = max(map(sum, zip(*(item.loads for item in made.items), strict=True)))
+    busiest = max(map(sum, zip(*(map(add, item.exchanged, item.taken) for item in made.items), strict=True)))
     assert made.seconds == busiest / 1000.0 + 2 * 0.5
     slower = _made(FULL, WHOLE, tensors, pace=Pace(bytes_per_second=500.0, seconds_per_tensor=0.5))
     assert slower.seconds > made.seconds
     assert _made(FULL, replace(FULL, prefetch=1), tensors).seconds == 0
+
+
+def test_the_pace_of_a_change_is_that_of_the_next_estimate() -> None:
+    tensors = [Tensor(f"weight {at}", (1024, 1024), 4) for at in range(4)]
+    made = _made(FULL, WHOLE, tensors)
+    seen = Pace().after(made.freight, wiring_seconds=0.25, moving_seconds=2.0)
+    assert _made(FULL, WHOLE, tensors, pace=seen).seconds == pytest.approx(2.25)
+    small = _made(FULL, WHOLE, _one())
+    assert seen.after(small.freight, wiring_seconds=0.5, moving_seconds=9.0) == replace(seen, seconds_per_tensor=0.5)
+    assert seen.after(_made(FULL, FULL).freight, wiring_seconds=9.0, moving_seconds=9.0) == seen
 
 
 def test_words_tell_steps_tensors_bytes_and_seconds() -> None:

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from . import rewire
 from .companions import Tensors, companions_in
-from .freight import Item
+from .freight import Item, Router
 from .layout import Box, Layout
 from .names import named_tensors
-from .plan import UNEVEN, Degrees, parts_of
+from .plan import UNEVEN, Degrees, Layouts, parts_of
 from .units import Place, Survey
 
-__all__ = ["DONE", "Carried", "Parameter", "carried_with", "layout_on", "parameters_of"]
+__all__ = ["DONE", "Carried", "Parameter", "carried_with", "parameters_of"]
 
 
 @dataclass(eq=False)
@@ -84,33 +84,21 @@ def carried_with(
 ) -> Iterator[Carried]:
     """All that is to lie by these degrees, or whole on each rank where they are None; ValueError where it cannot."""
     names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(model)}
+    carried = _Carrying(degrees)
     for at, each in enumerate(parameters):
         parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
-        yield _carried(name, parameter, dim, degrees, _keep, at)
+        yield carried(name, parameter, dim, _keep, at)
         if parameter.grad is not None:
-            yield _carried(f"{name} (gradient)", parameter.grad, dim, degrees, _PutGradient(each))
+            yield carried(f"{name} (gradient)", parameter.grad, dim, _PutGradient(each))
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if _lies_like(parameter, value, f"{name}/{key}"):
-                    yield _carried(f"{name}/{key}", value, dim, degrees, _PutIn(state, key))
+                    yield carried(f"{name}/{key}", value, dim, _PutIn(state, key))
     was_sharded = any(isinstance(each.tensor, DTensor) for each in parameters)
     by_name = dict(_by_any_name(model, parameters))
     for companion in companions_in(registered, by_name, was_sharded=was_sharded, is_sharded=degrees is not None):
-        yield _carried(companion.name, companion.tensor, companion.dim, degrees, companion.put)
-
-
-def layout_on(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
-    """Where a tensor lies that the last dimension of a mesh cuts along ``dim``, by global rank."""
-    num_parts = mesh.mesh.shape[-1]
-    part_of = {int(rank): at % num_parts for at, rank in enumerate(mesh.mesh.flatten().tolist())}
-    if set(part_of) != set(range(dist.get_world_size())):
-        raise ValueError(
-            f"a mesh of the model has the ranks {sorted(part_of)}, and training has {dist.get_world_size()}; allowed: "
-            "meshes of all ranks"
-        )
-    boxes = parts_of(shape, dim, num_parts)
-    return Layout(shape, tuple(boxes[part_of[rank]] for rank in range(len(part_of))))
+        yield carried(companion.name, companion.tensor, companion.dim, companion.put)
 
 
 def _by_any_name(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
@@ -122,34 +110,67 @@ def _by_any_name(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[
             yield name, own[id(parameter)]
 
 
-def _carried(
-    name: str,
-    tensor: torch.Tensor,
-    dim: int,
-    degrees: Degrees | None,
-    put: Callable[[torch.Tensor], None],
-    parameter: int | None = None,
-) -> Carried:
-    """``dim`` counts for a tensor that is whole; one that is cut says it itself."""
-    shape = tuple(tensor.shape)
-    whole = Layout(shape, (Box.whole(shape),) * dist.get_world_size())
-    old = whole
-    if isinstance(tensor, DTensor):
-        *outer, last = tensor.placements
-        if not (isinstance(last, Shard) and all(placement.is_replicate() for placement in outer)):
-            raise ValueError(
-                f"{name} is placed {tensor.placements}; allowed where sharding changes: cut once, by the last "
-                "dimension of its mesh, as fully_shard does"
-            )
-        dim = last.dim
-        old = layout_on(tensor.device_mesh, shape, dim)
-    if degrees is None:
-        return Carried(tensor, dim, parameter, put, Item(name, old, whole, tensor.element_size()))
-    if tensor.dim() == 0:
-        raise ValueError(f"{name} has no dimension that fully_shard could cut; give it the shape (1,)")
-    if dim > 0 and shape[dim] % degrees.shard:
-        raise ValueError(UNEVEN.format(name, dim, shape[dim], degrees.shard))
-    return Carried(tensor, dim, parameter, put, Item(name, old, degrees.layout(shape, dim), tensor.element_size()))
+class _Carrying:
+    """Says of tensors where they lie and shall lie; of those that are alike, once."""
+
+    def __init__(self, degrees: Degrees | None) -> None:
+        self._degrees = degrees
+        self._router = Router()
+        self._after = None if degrees is None else Layouts(degrees)
+        self._before: dict[tuple[DeviceMesh, tuple[int, ...], int], Layout] = {}
+        self._parts: dict[DeviceMesh, tuple[int, ...]] = {}
+
+    def __call__(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        dim: int,
+        put: Callable[[torch.Tensor], None],
+        parameter: int | None = None,
+    ) -> Carried:
+        """``dim`` counts for a tensor that is whole; one that is cut says it itself."""
+        shape = tuple(tensor.shape)
+        whole = Layout(shape, (Box.whole(shape),) * dist.get_world_size())
+        old = whole
+        if isinstance(tensor, DTensor):
+            *outer, last = tensor.placements
+            if not (isinstance(last, Shard) and all(placement.is_replicate() for placement in outer)):
+                raise ValueError(
+                    f"{name} is placed {tensor.placements}; allowed where sharding changes: cut once, by the last "
+                    "dimension of its mesh, as fully_shard does"
+                )
+            dim = last.dim
+            old = self._layout_on(tensor.device_mesh, shape, dim)
+        new = whole
+        if self._degrees is not None and self._after is not None:
+            if tensor.dim() == 0:
+                raise ValueError(f"{name} has no dimension that fully_shard could cut; give it the shape (1,)")
+            if dim > 0 and shape[dim] % self._degrees.shard:
+                raise ValueError(UNEVEN.format(name, dim, shape[dim], self._degrees.shard))
+            new = self._after.of(shape, dim)
+        return Carried(tensor, dim, parameter, put, self._router.item(name, old, new, tensor.element_size()))
+
+    def _layout_on(self, mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
+        """Where a tensor lies that the last dimension of a mesh cuts along ``dim``, by global rank."""
+        key = mesh, shape, dim
+        if key not in self._before:
+            if mesh not in self._parts:
+                self._parts[mesh] = _parts_by_rank(mesh)
+            boxes = parts_of(shape, dim, 1 + max(self._parts[mesh]))
+            self._before[key] = Layout(shape, tuple(boxes[part] for part in self._parts[mesh]))
+        return self._before[key]
+
+
+def _parts_by_rank(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Which part each rank has of what the last dimension of a mesh cuts; ValueError where it lacks a rank."""
+    ranks = mesh.mesh
+    part_of = {int(rank): at % ranks.shape[-1] for at, rank in enumerate(ranks.flatten().tolist())}
+    if set(part_of) != set(range(dist.get_world_size())):
+        raise ValueError(
+            f"a mesh of the model has the ranks {sorted(part_of)}, and training has {dist.get_world_size()}; allowed: "
+            "meshes of all ranks"
+        )
+    return tuple(part_of[rank] for rank in range(len(part_of)))
 
 
 class _PutGradient:
@@ -176,7 +197,7 @@ def _keep(new: torch.Tensor) -> None:
     """A parameter's place is the model's."""
 
 
-DONE = Carried(torch.empty(0), 0, None, _keep, Item("", Layout((0,), ()), Layout((0,), ()), 1))
+DONE = Carried(torch.empty(0), 0, None, _keep, Router().item("", Layout((0,), ()), Layout((0,), ()), 1))
 """What stands for one that has been carried, and holds nothing."""
 
 

@@ -1,11 +1,16 @@
-"""The carrier of moves between ranks: a bucket of tensors, exchanged in one collective into fresh memory.
+"""The carrier of moves between ranks: buckets of tensors, each exchanged in one collective into fresh memory.
 
 What goes where is decided in freight.py; here elements are copied. Called on the training thread, by all ranks alike.
+
+What a rank sends are letters, one to each other rank, in the order of the ranks. A letter has the pieces of all moves
+to that rank, those of larger elements first, so that each lies where its type may; and behind them a tail of 1 to 16
+bytes, whose last one says whether the sender is well. So ranks learn of a failure without asking.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,54 +18,94 @@ import torch.distributed as dist
 from .freight import Bucket
 from .moves import Move
 
-__all__ = ["carry"]
+__all__ = ["Carrier"]
+
+_GRAIN = 16  # bytes; no type that torch has is larger
 
 
-def carry(
-    bucket: Bucket,
-    old: Sequence[torch.Tensor],
-    new: Sequence[torch.Tensor],
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> int:
-    """Fill ``new`` from the ranks' ``old``, one tensor each per item; gives the bytes that this rank has sent.
+@dataclass(slots=True)
+class _Letter:
+    """What one rank has for another."""
 
-    Where an item's part stays the same on this rank the two are one tensor, which is not touched. ``device`` is where
-    the group's collectives take place.
-    """
-    rank = dist.get_rank(group)
-    sent: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(group))]
-    received: list[list[tuple[torch.Tensor, Move]]] = [[] for _ in sent]
-    for item, source, target in zip(bucket.items, old, new, strict=True):
-        for move in item.moves:
-            if move.source == rank and move.target == rank:
-                _within(target, move).copy_(_within(source, move, is_source=True))
-            elif move.source == rank:
-                sent[move.target].append(_within(source, move, is_source=True))
-            elif move.target == rank:
-                received[move.source].append((target, move))
-    if bucket.num_sent == 0:
-        return 0
-    given = [sum(part.numel() * part.element_size() for part in parts) for parts in sent]
-    taken = [sum(move.num_elements * target.element_size() for target, move in parts) for parts in received]
-    outgoing = torch.empty(sum(given), dtype=torch.uint8, device=device)
-    incoming = torch.empty(sum(taken), dtype=torch.uint8, device=device)
+    pieces: list[tuple[Move, torch.Tensor]]
+    """With the memory that each comes from, or goes to."""
+
+    @property
+    def num_bytes(self) -> int:
+        data = sum(move.num_elements * tensor.element_size() for move, tensor in self.pieces)
+        return data // _GRAIN * _GRAIN + _GRAIN
+
+    def written_in(self, memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor, torch.Tensor]]:
+        """Each piece, and as what it is written in the letter."""
+        at = 0
+        for move, tensor in sorted(self.pieces, key=lambda piece: -piece[1].element_size()):
+            end = at + move.num_elements * tensor.element_size()
+            yield move, tensor, memory[at:end].view(tensor.dtype).view(move.sizes)
+            at = end
+
+
+class Carrier:
+    """Carries one change's buckets, through memory that is taken once."""
+
+    def __init__(self, most_bytes: int, *, group: dist.ProcessGroup, device: torch.device) -> None:
+        """This rank exchanges so much in a bucket, at most. ``device`` is where the group's collectives take place."""
+        self._group = group
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        size = most_bytes + 2 * self._num_ranks * _GRAIN if most_bytes else 0
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def carry(self, bucket: Bucket, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor] | None) -> bool:
+        """Fill ``new`` from the ranks' ``old``, one tensor each per item; gives whether all ranks could.
+
+        Where an item's part stays the same on this rank the two are one tensor, which is not touched. ``new`` is None
+        on a rank that has no memory for it. Where ranks exchange nothing, each speaks for itself.
+        """
+        sent: list[_Letter] = [_Letter([]) for _ in range(self._num_ranks)]
+        received: list[_Letter] = [_Letter([]) for _ in sent]
+        for at, item in enumerate(bucket.items):
+            for move in item.moves:
+                if move.source == move.target == self._rank:
+                    if new is not None:
+                        _within(new[at], move).copy_(_within(old[at], move, is_source=True))
+                elif move.source == self._rank:
+                    sent[move.target].pieces.append((move, old[at]))
+                elif move.target == self._rank:
+                    received[move.source].pieces.append((move, old[at] if new is None else new[at]))
+        if not bucket.num_sent:
+            return new is not None
+        return self._exchange(sent, received, is_well=new is not None)
+
+    def _exchange(self, sent: Sequence[_Letter], received: Sequence[_Letter], *, is_well: bool) -> bool:
+        given, taken = ([letter.num_bytes for letter in letters] for letters in (sent, received))
+        given[self._rank] = taken[self._rank] = 0
+        outgoing, incoming = _cut(self._memory, [sum(given), sum(taken)])
+        for letter, memory in self._to_others(sent, outgoing, given):
+            for move, tensor, piece in letter.written_in(memory):
+                piece.copy_(_within(tensor, move, is_source=True))
+            memory[-1] = int(is_well)
+        dist.all_to_all_single(incoming, outgoing, taken, given, group=self._group)
+        letters = list(self._to_others(received, incoming, taken))
+        ends = torch.stack([memory[-1] for _, memory in letters])
+        if not (is_well and bool(ends.all())):
+            return False
+        for letter, memory in letters:
+            for move, tensor, piece in letter.written_in(memory):
+                _within(tensor, move).copy_(piece)
+        return True
+
+    def _to_others(
+        self, letters: Sequence[_Letter], memory: torch.Tensor, sizes: Sequence[int]
+    ) -> Iterator[tuple[_Letter, torch.Tensor]]:
+        for rank, (letter, part) in enumerate(zip(letters, _cut(memory, sizes), strict=True)):
+            if rank != self._rank:
+                yield letter, part
+
+
+def _cut(memory: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
     at = 0
-    for part in (part for parts in sent for part in parts):
-        piece = part.contiguous().view(-1).view(torch.uint8)
-        outgoing[at : at + piece.numel()].copy_(piece)
-        at += piece.numel()
-    dist.all_to_all_single(incoming, outgoing, taken, given, group=group)
-    for (target, move), piece in zip(_flat(received), _cut(incoming, _flat(received)), strict=True):
-        into = _within(target, move)
-        if into.is_contiguous():
-            into.view(-1).view(torch.uint8).copy_(piece)
-        else:
-            whole = torch.empty(move.sizes, dtype=target.dtype, device=device)
-            whole.view(-1).view(torch.uint8).copy_(piece)
-            into.copy_(whole)
-    return int(sum(given))
+    for size in sizes:
+        yield memory[at : at + size]
+        at += size
 
 
 def _within(tensor: torch.Tensor, move: Move, *, is_source: bool = False) -> torch.Tensor:
@@ -69,15 +114,3 @@ def _within(tensor: torch.Tensor, move: Move, *, is_source: bool = False) -> tor
         (move.source_strides, move.source_offset) if is_source else (move.target_strides, move.target_offset)
     )
     return tensor.as_strided(move.sizes, strides, tensor.storage_offset() + offset)
-
-
-def _flat(parts: Sequence[Sequence[tuple[torch.Tensor, Move]]]) -> list[tuple[torch.Tensor, Move]]:
-    return [each for of_rank in parts for each in of_rank]
-
-
-def _cut(incoming: torch.Tensor, parts: Sequence[tuple[torch.Tensor, Move]]) -> Iterator[torch.Tensor]:
-    at = 0
-    for target, move in parts:
-        size = move.num_elements * target.element_size()
-        yield incoming[at : at + size]
-        at += size

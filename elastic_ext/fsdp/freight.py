@@ -1,35 +1,46 @@
 """Freight: tensors that are to lie elsewhere, packed into buckets that ranks exchange one after the other. Pure.
 
 Words: an *item* is a tensor with the layout that it has and the one that it shall have. A *bucket* is some items in a
-row, whose elements all ranks exchange at once; its *load* is the memory that it takes on a rank while that lasts,
-beside what the tensors take before and after.
+row, whose elements all ranks exchange at once. What is sent and received lies in memory that is taken once, for all
+buckets; the new memory of a bucket is there beside the old one until the bucket has been exchanged. The *load* of a
+change is what a rank holds for a while beyond the larger of what it holds before and after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from operator import add, sub
 
 from .layout import Layout, turn_of
 from .moves import Move, moves
 
-__all__ = ["Bucket", "Item", "buckets_of"]
+__all__ = ["Bucket", "Freight", "Item", "Router"]
+
+_EXCHANGED = 3  # quarters of what a bucket may take; the rest is for what is there twice
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What is the same of all tensors that go from one layout to another; by rank, counted in elements."""
+
+    moves: tuple[Move, ...]
+    num_sent: int
+    exchanged: tuple[int, ...]
+    taken: tuple[int, ...]
+    given_back: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """A tensor that is to lie elsewhere."""
 
     name: str
-    """Says whose turn it is to give what several ranks have."""
     old: Layout
     new: Layout
     item_bytes: int
-
-    @cached_property
-    def _route(self) -> _Route:
-        return _route(self.old, self.new, turn_of(self.name) % max(1, len(self.old.boxes)))
+    _route: _Route
 
     @property
     def moves(self) -> Sequence[Move]:
@@ -41,37 +52,53 @@ class Item:
         """Bytes between ranks."""
         return self._route.num_sent * self.item_bytes
 
-    @cached_property
-    def loads(self) -> list[int]:
-        """In bytes, by rank: new memory, and what is sent and received, which lies in memory of its own."""
-        return [load * self.item_bytes for load in self._route.loads]
+    @property
+    def exchanged(self) -> list[int]:
+        """Bytes that a rank sends and receives, by rank."""
+        return [number * self.item_bytes for number in self._route.exchanged]
+
+    @property
+    def taken(self) -> list[int]:
+        """Bytes of new memory, by rank: none where its part stays the same."""
+        return [number * self.item_bytes for number in self._route.taken]
+
+    @property
+    def given_back(self) -> list[int]:
+        """Bytes of old memory that is of no use afterwards, by rank."""
+        return [number * self.item_bytes for number in self._route.given_back]
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """What is the same of all tensors that go from one layout to another, counted in elements."""
+class Router:
+    """Finds what has to be moved of tensors, once for those that are alike: as most of a model and its state are."""
 
-    moves: tuple[Move, ...]
-    num_sent: int
-    loads: tuple[int, ...]
+    def __init__(self) -> None:
+        self._known: dict[tuple[Layout, Layout, int], _Route] = {}
+
+    def item(self, name: str, old: Layout, new: Layout, item_bytes: int) -> Item:
+        """The name says whose turn it is to give what several ranks have."""
+        key = old, new, turn_of(name) % max(1, len(old.boxes))
+        if key not in self._known:
+            self._known[key] = _route(*key)
+        return Item(name, old, new, item_bytes, self._known[key])
 
 
-@lru_cache(maxsize=512)  # a model repeats its shapes, and its gradients and moments repeat them again
 def _route(old: Layout, new: Layout, turn: int) -> _Route:
-    stays = [old == new for old, new in zip(old.boxes, new.boxes, strict=True)]
+    stays = [before == after for before, after in zip(old.boxes, new.boxes, strict=True)]
+    nothing = (0,) * len(stays)
     if all(stays):
-        return _Route((), 0, (0,) * len(stays))
+        return _Route((), 0, nothing, nothing, nothing)
     found = moves(old, new, salt=turn, same_memory=False)
     made = tuple(move for move in found if not stays[move.target])
-    loads = [0 if stay else box.num_elements for stay, box in zip(stays, new.boxes, strict=True)]
-    num_sent = 0
+    exchanged = [0] * len(stays)
     for move in made:
         if move.source != move.target:
-            num_elements = move.num_elements
-            num_sent += num_elements
-            loads[move.source] += num_elements
-            loads[move.target] += num_elements
-    return _Route(made, num_sent, tuple(loads))
+            exchanged[move.source] += move.num_elements
+            exchanged[move.target] += move.num_elements
+    taken, given_back = (
+        tuple(0 if stay else box.num_elements for stay, box in zip(stays, layout.boxes, strict=True))
+        for layout in (new, old)
+    )
+    return _Route(made, sum(exchanged) // 2, tuple(exchanged), taken, given_back)
 
 
 @dataclass(frozen=True)
@@ -82,25 +109,63 @@ class Bucket:
     items: Sequence[Item]
 
     @cached_property
-    def load(self) -> int:
-        """Bytes, on the rank that has the most."""
-        return max(map(sum, zip(*(item.loads for item in self.items), strict=True)), default=0)
-
-    @cached_property
     def num_sent(self) -> int:
         """Bytes between ranks; where it is 0, none has to talk to another."""
         return sum(item.num_sent for item in self.items)
 
+    @cached_property
+    def exchanged(self) -> list[int]:
+        """Bytes that a rank sends and receives, by rank."""
+        return _summed([item.exchanged for item in self.items])
 
-def buckets_of(items: Sequence[Item], most_bytes: int) -> Iterator[Bucket]:
-    """All items in order, in buckets whose load is ``most_bytes`` or less where it takes more than one item."""
+
+class Freight:
+    """All items in order, in buckets that take ``most_bytes`` or less where they have more than one item."""
+
+    def __init__(self, items: Sequence[Item], most_bytes: int) -> None:
+        self.items = items
+        self.buckets = list(_buckets_of(items, most_bytes))
+
+    @cached_property
+    def staged(self) -> list[int]:
+        """Bytes of the memory for what is sent and received, by rank: enough for each bucket."""
+        return [max(sizes) for sizes in zip(*(bucket.exchanged for bucket in self.buckets), strict=True)]
+
+    @cached_property
+    def num_sent(self) -> int:
+        """Bytes between all ranks: no element twice to a rank, and none that it has."""
+        return sum(bucket.num_sent for bucket in self.buckets)
+
+    @cached_property
+    def load(self) -> int:
+        """Bytes, on the rank that has the most."""
+        before = now = [0] * len(self.staged)  # beside what stays, and what there is to be given back
+        peak = now
+        for bucket in self.buckets:
+            now = list(map(add, now, _summed([item.taken for item in bucket.items])))
+            peak = list(map(max, peak, now))
+            now = list(map(sub, now, _summed([item.given_back for item in bucket.items])))
+        over = (most - max(begins, ends) for most, begins, ends in zip(peak, before, now, strict=True))
+        return max(map(add, over, self.staged), default=0)
+
+
+def _buckets_of(items: Sequence[Item], most_bytes: int) -> Iterator[Bucket]:
     first = 0
-    loads: list[int] = []
+    exchanged: list[int] = []
+    doubled: list[int] = []
     for at, item in enumerate(items):
-        grown = [before + more for before, more in zip(loads, item.loads, strict=True)] if loads else list(item.loads)
-        if first < at and max(grown, default=0) > most_bytes:
+        own = item.exchanged, list(map(min, item.taken, item.given_back))
+        grown = [list(map(add, before, more)) for before, more in zip((exchanged, doubled), own, strict=True)]
+        if first < at and (
+            max(grown[0], default=0) > most_bytes * _EXCHANGED // 4
+            or max(grown[1], default=0) > most_bytes - most_bytes * _EXCHANGED // 4
+        ):
             yield Bucket(first, items[first:at])
-            first, grown = at, list(item.loads)
-        loads = grown
+            first = at
+        exchanged, doubled = grown if first < at else own
     if first < len(items):
         yield Bucket(first, items[first:])
+
+
+def _summed(by_item: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(of_rank) for of_rank in zip(*by_item, strict=True)]

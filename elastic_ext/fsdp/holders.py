@@ -7,7 +7,9 @@ would be left with a parameter that nothing trains: it is found by Python's own 
 from __future__ import annotations
 
 import gc
+import sys
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,14 +36,29 @@ def strangers(
     model: nn.Module, optimizers: Sequence[Optimizer], parameters: Sequence[torch.Tensor], known: Iterable[object]
 ) -> list[str]:
     """What else refers to one of the parameters, in words; ``known`` may."""
-    allowed = {id(parameters), *map(id, known)}
-    allowed.update(id(module._parameters) for module in model.modules())
+    allowed: list[object] = [parameters, *known, *(module._parameters for module in model.modules())]
     for optimizer in optimizers:
-        allowed.add(id(optimizer.state))
-        allowed.update(id(group["params"]) for group in optimizer.param_groups)
-    wanted = set(map(id, parameters))
-    found = [each for each in gc.get_referrers(*parameters) if id(each) not in allowed]
+        allowed += [optimizer.state, *(group["params"] for group in optimizer.param_groups)]
+    by_id = {id(each): each for each in allowed}
+    suspects = _held_elsewhere(parameters, list(by_id.values()))
+    wanted = set(map(id, suspects))
+    found = [each for each in gc.get_referrers(*suspects) if id(each) not in by_id and each is not suspects]
     return [words for each in found if (words := _in_words(each, wanted)) is not None]
+
+
+def _held_elsewhere(parameters: Sequence[torch.Tensor], holders: Sequence[object]) -> list[torch.Tensor]:
+    """Those to which there are more references than these holders have: some of torch's own, a name in a function.
+
+    To count is quicker than to look through all that Python has, which takes longer with each that is looked for.
+    """
+    counted = Counter(map(id, gc.get_referents(*holders)))
+    (looking,) = _counts([object()])  # with the list that is looked into
+    counts = zip(parameters, _counts(parameters), strict=True)
+    return [parameter for parameter, count in counts if count != counted[id(parameter)] + looking - 1]
+
+
+def _counts(objects: Sequence[object]) -> list[int]:
+    return [sys.getrefcount(each) for each in objects]
 
 
 def _in_words(holder: object, wanted: set[int]) -> str | None:

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from . import rewire
 from .cargo import DONE, Carried, Parameter, carried_with, parameters_of
-from .carrier import carry
+from .carrier import Carrier
 from .companions import Tensors, replace_parameter
-from .freight import Item, buckets_of
+from .freight import Bucket, Freight
 from .holders import replace_in
 from .plan import Degrees
 from .state import local_of
@@ -61,7 +61,6 @@ class Whole:
 class Moved:
     """What a change has cost."""
 
-    num_tensors: int
     num_sent: int
     """Bytes, between all ranks."""
     num_replaced: int
@@ -99,17 +98,13 @@ class Change:
         self._after = after(self._survey)
         self._rest = rest
         self._wake_again = wake_again
-        self._bucket_bytes = bucket_bytes
         self._parameters = list(parameters_of(model, self._survey))
         managed = {id(each.tensor) for each in self._parameters}
         self._left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
         degrees = self._after.degrees if isinstance(self._after, Sharded) else None
         self._carried = list(carried_with(model, self._parameters, optimizers, registered, degrees))
-
-    @property
-    def items(self) -> list[Item]:
+        self.freight = Freight([each.item for each in self._carried], 2 * bucket_bytes)
         """What has to be moved."""
-        return [each.item for each in self._carried]
 
     @property
     def replaced(self) -> list[torch.Tensor]:
@@ -144,37 +139,54 @@ class Change:
             error = caught.with_traceback(None)  # which keeps alive what has been taken off
         self._agree_or_go_back(agree, error, locals_before)
         wired = time.perf_counter()
-        num_sent = load = 0
-        for bucket in buckets_of(self.items, 2 * self._bucket_bytes):
-            carried = self._carried[bucket.first : bucket.first + len(bucket.items)]
-            old = [local_of(each.tensor) for each in carried]
-            new: list[torch.Tensor] = []
-            try:
-                new = [self._memory(each, local, slots) for each, local in zip(carried, old, strict=True)]
-            except Exception as caught:  # there is not enough of it, as a rule
-                error = caught.with_traceback(None)
-            if bucket.first == 0:
-                self._agree_or_go_back(agree, error, locals_before)
-                locals_before.clear()
-                self._survey = None  # which keeps what was there
-            else:
-                agree(error)
-            carry(bucket, old, new, group=group, device=device)
-            for each, local in zip(carried, new, strict=True):
-                self._bind(each, local, slots, mesh)
-            num_sent, load = num_sent + bucket.num_sent, max(load, bucket.load)
-            self._carried[bucket.first : bucket.first + len(bucket.items)] = [DONE] * len(carried)
-            del old, new, carried
+        self._move(agree, locals_before, slots, mesh, group=group, device=device)
         if isinstance(self._after, Whole):
             self._after.wake()
         return Moved(
-            num_tensors=len(self._carried),
-            num_sent=num_sent,
+            num_sent=self.freight.num_sent,
             num_replaced=num_replaced,
-            load=load,
+            load=self.freight.load,
             wiring_seconds=wired - began,
             moving_seconds=time.perf_counter() - wired,
         )
+
+    def _move(
+        self,
+        agree: Agree,
+        locals_before: list[torch.Tensor],
+        slots: Sequence[Slot],
+        mesh: DeviceMesh | None,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Bring everything to where it shall be, bucket by bucket; what this rank could not is raised on all."""
+        error: BaseException | None = None
+        carrier: Carrier | None = None
+        new: list[torch.Tensor] | None = None
+        buckets = self.freight.buckets
+        try:
+            most_bytes = self.freight.staged[dist.get_rank()] if buckets else 0
+            carrier = Carrier(most_bytes, group=group, device=device)
+            new = self._memory_for(buckets[0], slots) if buckets else []
+        except Exception as caught:  # there is not enough of it, as a rule
+            error = caught.with_traceback(None)
+        self._agree_or_go_back(agree, error, locals_before)
+        assert carrier is not None
+        locals_before.clear()
+        self._survey = None  # which keeps what was there
+        for bucket in buckets:
+            if bucket.first and error is None:
+                try:
+                    new = self._memory_for(bucket, slots)
+                except Exception as caught:
+                    error, new = caught.with_traceback(None), None
+            is_well = carrier.carry(bucket, [local_of(each.tensor) for each in self._carried_in(bucket)], new)
+            if new is not None and is_well:
+                self._take_over(bucket, new, slots, mesh)
+            elif bucket.num_sent:
+                break  # all ranks know that one is not well
+        agree(error)
 
     def _wire(self, mesh: DeviceMesh | None) -> list[Slot]:
         """Take off what is there and put on what shall be; gives the slots in the order of the parameters."""
@@ -210,6 +222,12 @@ class Change:
                     rewire.bind(slot, each.tensor, local)
             raise
 
+    def _carried_in(self, bucket: Bucket) -> list[Carried]:
+        return self._carried[bucket.first : bucket.first + len(bucket.items)]
+
+    def _memory_for(self, bucket: Bucket, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        return [self._memory(each, local_of(each.tensor), slots) for each in self._carried_in(bucket)]
+
     def _memory(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot]) -> torch.Tensor:
         """Where this rank's new part goes: where it is, if it stays the same."""
         rank = dist.get_rank()
@@ -221,8 +239,17 @@ class Change:
         shape[each.dim] = box.num_elements // max(1, num_across)
         if each.parameter is None or not slots:
             return local.new_empty(shape)
-        padded = local.new_zeros(rewire.padded_size(slots[each.parameter]))
+        padded = local.new_empty(rewire.padded_size(slots[each.parameter]))
+        padded[box.num_elements :].zero_()
         return padded[: box.num_elements].view(shape)
+
+    def _take_over(
+        self, bucket: Bucket, new: Sequence[torch.Tensor], slots: Sequence[Slot], mesh: DeviceMesh | None
+    ) -> None:
+        """Have everything in its new memory, and let go of the old one."""
+        for each, local in zip(self._carried_in(bucket), new, strict=True):
+            self._bind(each, local, slots, mesh)
+        self._carried[bucket.first : bucket.first + len(bucket.items)] = [DONE] * len(bucket.items)
 
     def _bind(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot], mesh: DeviceMesh | None) -> None:
         if each.parameter is not None:

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 from .layout import Box, Layout
 from .placements import Cut, box_after
 
-__all__ = ["UNEVEN", "Degrees", "ParallelPlan", "Strategy", "blocks_recomputed", "parts_of", "units_of_blocks"]
+__all__ = [
+    "UNEVEN",
+    "Degrees",
+    "Layouts",
+    "ParallelPlan",
+    "Strategy",
+    "blocks_recomputed",
+    "parts_of",
+    "units_of_blocks",
+]
 
 Strategy: TypeAlias = Literal["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"]
 
@@ -41,7 +49,20 @@ class Degrees:
         return Layout(shape, parts_of(shape, dim, self.shard) * self.replicate)
 
 
-@lru_cache(maxsize=512)  # a model repeats its shapes
+class Layouts:
+    """Where tensors lie by some degrees; a model repeats its shapes, and each is worked out once."""
+
+    def __init__(self, degrees: Degrees) -> None:
+        self._degrees = degrees
+        self._known: dict[tuple[tuple[int, ...], int], Layout] = {}
+
+    def of(self, shape: tuple[int, ...], dim: int = 0) -> Layout:
+        """Of a tensor that is cut along ``dim``."""
+        if (shape, dim) not in self._known:
+            self._known[shape, dim] = self._degrees.layout(shape, dim)
+        return self._known[shape, dim]
+
+
 def parts_of(shape: tuple[int, ...], dim: int, num_parts: int) -> tuple[Box, ...]:
     """What is left of a tensor to each of so many ranks when it is cut along ``dim``."""
     boxes = [box_after(shape, [Cut(dim, num_parts, part)]) for part in range(num_parts)]

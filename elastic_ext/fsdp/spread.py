@@ -23,7 +23,7 @@ from .plan import Degrees, ParallelPlan
 from .recognise import Recognised, recognise, root_of
 from .refusals import why_not_called, why_not_cut, why_not_replace, why_not_tied, why_not_unit, why_not_whole
 from .replica import Replica
-from .transition import BUCKET_BYTES, Tensor, Transition, transition
+from .transition import BUCKET_BYTES, Pace, Tensor, Transition, transition
 from .units import Survey, Unit, modules_by_unit, prefetching, units_for
 
 __all__ = ["Spread"]
@@ -45,6 +45,7 @@ class Spread:
         """Why it cannot be changed, None where it can."""
         self._num_local = num_local
         self._bucket_bytes = bucket_bytes
+        self._pace = Pace()
         self._group: dist.ProcessGroup | None = None
         self._root = root_of(model)
         self._blocks = blocks_of(model, units)
@@ -101,6 +102,7 @@ class Spread:
             tensors,
             num_ranks=self.num_ranks,
             num_local=self._num_local,
+            pace=self._pace,
             bucket_bytes=self._bucket_bytes,
         )
         if made is None or not {"spread", "gather", "prefetch"} & {*made.steps}:
@@ -155,6 +157,9 @@ class Spread:
                 assert prepared is not None
                 device = next(self.model.parameters()).device
                 moved = prepared.run(agree, group=self._carriers(), device=torch.device(device.type))
+                self._pace = made.pace.after(
+                    prepared.freight, wiring_seconds=moved.wiring_seconds, moving_seconds=moved.moving_seconds
+                )
             elif step == "gather":
                 self._set_gathering(keeps=not made.new.reshards_after_forward)
             elif step == "prefetch":

@@ -6,21 +6,22 @@ Pure: tensors are told by their shapes, and nothing is asked of a model.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import add
 from typing import Literal, TypeAlias
 
-from .freight import Item, buckets_of
-from .layout import Layout
-from .plan import UNEVEN, Degrees, ParallelPlan
+from .freight import Freight, Item, Router
+from .plan import UNEVEN, Layouts, ParallelPlan
 
-__all__ = ["BUCKET_BYTES", "Pace", "Step", "Tensor", "Transition", "layout_under", "transition"]
+__all__ = ["BUCKET_BYTES", "Pace", "Step", "Tensor", "Transition", "transition"]
 
 Step: TypeAlias = Literal["spread", "gather", "prefetch", "buckets", "recompute"]
 """spread: units are made anew, and tensors moved. gather: what was gathered for the forward pass is kept or given back.
 prefetch: units are gathered ahead. buckets: DDP is made anew. recompute: blocks are computed again."""
 
 BUCKET_BYTES = 8 << 20  # twice of it is what a bucket takes at most
+_TELLING_BYTES = 8 << 20  # what less takes says little of how fast bytes are
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,31 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast changes are here: as the last ones were, or as ``benchmarks/RESULTS.md`` has them of two cores."""
+    """How fast changes are: at first as ``benchmarks/RESULTS.md`` has them of four ranks on two cores."""
 
-    bytes_per_second: float = 3e8
-    """Of the rank that exchanges the most."""
-    seconds_per_tensor: float = 4e-4
+    bytes_per_second: float = 7e8
+    """Sent, received and newly taken by a rank."""
+    seconds_per_tensor: float = 5e-4
+
+    def seconds(self, freight: Freight) -> float:
+        """What moving it takes: the estimate."""
+        return _most_handled(freight) / self.bytes_per_second + len(freight.items) * self.seconds_per_tensor
+
+    def after(self, freight: Freight, *, wiring_seconds: float, moving_seconds: float) -> Pace:
+        """As it was seen to be; what was too little to tell stays as it was thought to be."""
+        handled, number = _most_handled(freight), len(freight.items)
+        if not number:
+            return self
+        per_tensor = wiring_seconds / number
+        if handled < _TELLING_BYTES or moving_seconds <= 0:
+            return replace(self, seconds_per_tensor=per_tensor)
+        return Pace(bytes_per_second=handled / moving_seconds, seconds_per_tensor=per_tensor)
+
+
+def _most_handled(freight: Freight) -> int:
+    """Bytes, by the rank that has the most to do."""
+    by_rank = zip(*([*map(add, item.exchanged, item.taken)] for item in freight.items), strict=True)
+    return max(map(sum, by_rank), default=0)
 
 
 @dataclass(frozen=True)
@@ -58,20 +79,24 @@ class Transition:
     bucket_bytes: int
 
     @cached_property
+    def freight(self) -> Freight:
+        """What has to be moved, in buckets."""
+        return Freight(self.items, 2 * self.bucket_bytes)
+
+    @property
     def num_sent(self) -> int:
-        """Bytes between all ranks: no element twice to a rank, and none that it has."""
-        return sum(item.num_sent for item in self.items)
+        """Bytes between all ranks."""
+        return self.freight.num_sent
 
-    @cached_property
+    @property
     def load(self) -> int:
-        """Bytes that it takes on a rank for a while, beside what the state takes before or after: the estimate."""
-        return max((bucket.load for bucket in buckets_of(self.items, 2 * self.bucket_bytes)), default=0)
+        """Bytes that a rank takes for a while, beside what its state takes before or after: the estimate."""
+        return self.freight.load
 
-    @cached_property
+    @property
     def seconds(self) -> float:
         """How long training stands still: the estimate."""
-        most = max(map(sum, zip(*(item.loads for item in self.items), strict=True)), default=0)
-        return most / self.pace.bytes_per_second + len(self.items) * self.pace.seconds_per_tensor
+        return self.pace.seconds(self.freight)
 
     def __str__(self) -> str:
         if not self.steps:
@@ -112,11 +137,15 @@ def transition(
     if old.ratio != new.ratio:
         steps.append("recompute")
     items = []
+    router, laid_before, laid_after = Router(), Layouts(before), Layouts(after)
     for tensor in tensors if "spread" in steps else ():
         if tensor.dim > 0 and not new.is_replicated and tensor.shape[tensor.dim] % after.shard:
             return None, UNEVEN.format(tensor.name, tensor.dim, tensor.shape[tensor.dim], after.shard)
-        lies, shall = (layout_under(plan, degrees, tensor) for plan, degrees in ((old, before), (new, after)))
-        items.append(Item(tensor.name, lies, shall, tensor.item_bytes))
+        lies, shall = (
+            laid.of(tensor.shape, 0 if plan.is_replicated else tensor.dim)
+            for plan, laid in ((old, laid_before), (new, laid_after))
+        )
+        items.append(router.item(tensor.name, lies, shall, tensor.item_bytes))
     made = Transition(
         old,
         new,
@@ -127,8 +156,3 @@ def transition(
         bucket_bytes=bucket_bytes,
     )
     return made, str(made)
-
-
-def layout_under(plan: ParallelPlan, degrees: Degrees, tensor: Tensor) -> Layout:
-    """Where a tensor lies, by rank."""
-    return degrees.layout(tensor.shape, 0 if plan.is_replicated else tensor.dim)
