@@ -6,6 +6,7 @@ Ranks are loaders of one process here, which take their steps in turn; their wor
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -137,8 +138,9 @@ def committed_in(stage: Stage, loaders: list[ElasticDataLoader]) -> list[int]:
         if turn.kills is not None and num_kills < MOST_KILLS:
             alive = sorted(worker_pids() - others)
             if alive:
-                os.kill(alive[turn.kills % len(alive)], signal.SIGKILL)
-                num_kills += 1
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(alive[turn.kills % len(alive)], signal.SIGKILL)
+                    num_kills += 1
         step = plan.next_step(loaders[0].remaining)
         if step is None:
             break

@@ -175,8 +175,9 @@ def committed_in(stage: Sequence[Turn], loader: ElasticDataLoader, model: Model,
         plan = BatchPlan(global_batch=turn.global_batch, num_ranks=1, micro_batch=turn.micro_batch)
         loader.plan(plan, 0)
         if turn.kills is not None and most_kills and (alive := sorted(worker_pids() - others)):
-            os.kill(alive[turn.kills % len(alive)], signal.SIGKILL)
-            most_kills -= 1
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(alive[turn.kills % len(alive)], signal.SIGKILL)
+                most_kills -= 1
         sizes = plan.full_step.micro_batches[0]
         if turn.rolls_back_after is not None:
             list(itertools.islice(batches, min(turn.rolls_back_after, len(sizes))))
