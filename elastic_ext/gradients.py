@@ -200,6 +200,9 @@ class Gradients:
             return False
         if any(part._post_accumulate_grad_hooks for part in self._trained()):
             return False  # also of what lies outside of the model
+        trained = set(self._trained())
+        if any(part.requires_grad and part not in trained for part in self._model.parameters()):
+            return False  # its gradient is of earlier steps too, which have had their weights
         is_kept = self.sharing.shows_gathered and not self.sharing.shares_first
         return is_kept and not any(parameter.dtype is torch.float16 for parameter in self.parameters())
 

@@ -6,7 +6,7 @@ Parameters, their gradients, what optimizers keep of them in their shape, and re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from .freight import Item, Router
 from .layout import Box, Layout
 from .names import named_tensors
 from .plan import UNEVEN, Degrees, Layouts, parts_of
+from .state import local_of
 from .units import Place, Survey
 
-__all__ = ["DONE", "Carried", "Parameter", "carried_with", "parameters_of"]
+__all__ = ["Carried", "Parameter", "carried_with", "parameters_of"]
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class Parameter:
     def register(self) -> None:
         """Have the model have it there."""
         for module, name in self.places:
-            module._parameters[name] = self.tensor
+            setattr(module, name, self.tensor)  # as torch does, for modules that note it elsewhere too
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +52,14 @@ class Carried:
     """Along which it is cut, before or after."""
     parameter: int | None
     """Which one it is, None where it is none."""
-    put: Callable[[torch.Tensor], None]
-    """Put another object in its place."""
+    puts: tuple[Callable[[torch.Tensor], None], ...]
+    """Each puts another object in one of its places, but for a parameter's in the model."""
     item: Item
+
+    def put(self, new: torch.Tensor) -> None:
+        """Have another object in all its places."""
+        for put in self.puts:
+            put(new)
 
 
 def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[Parameter]:
@@ -81,24 +87,36 @@ def carried_with(
     optimizers: Sequence[Optimizer],
     registered: Sequence[Tensors],
     degrees: Degrees | None,
-) -> Iterator[Carried]:
-    """All that is to lie by these degrees, or whole on each rank where they are None; ValueError where it cannot."""
+) -> list[Carried]:
+    """All that is to lie by these degrees, or whole on each rank where they are None; ValueError where it cannot.
+
+    Ranks that were given the same have the same in the same order.
+    """
     names = {id(each.tensor): each.is_alias_of or each.name for each in named_tensors(model)}
-    carried = _Carrying(degrees)
+    carrying = _Carrying(degrees)
+    for optimizer in optimizers:
+        _refuse_hidden(optimizer)
     for at, each in enumerate(parameters):
         parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
-        yield carried(name, parameter, dim, _keep, at)
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"{name} does not lie in memory in the order of its dimensions, as with memory_format=channels_last or "
+                "t(), and fully_shard takes no such parameter; make it contiguous() before the model is spread"
+            )
+        carrying.add(name, parameter, dim, parameter=at)
         if parameter.grad is not None:
-            yield carried(f"{name} (gradient)", parameter.grad, dim, _PutGradient(each))
+            carrying.add(f"{name} (gradient)", parameter.grad, dim, _PutGradient(each), may_share=True)
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if _lies_like(parameter, value, f"{name}/{key}"):
-                    yield carried(f"{name}/{key}", value, dim, _PutIn(state, key))
+                    carrying.add(f"{name}/{key}", value, dim, _PutIn(state, key))
     was_sharded = any(isinstance(each.tensor, DTensor) for each in parameters)
     by_name = dict(_by_any_name(model, parameters))
     for companion in companions_in(registered, by_name, was_sharded=was_sharded, is_sharded=degrees is not None):
-        yield carried(companion.name, companion.tensor, companion.dim, companion.put)
+        carrying.add(companion.name, companion.tensor, companion.dim, companion.put)
+    carrying.refuse_shared(model)
+    return carrying.found
 
 
 def _by_any_name(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
@@ -111,7 +129,7 @@ def _by_any_name(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[
 
 
 class _Carrying:
-    """Says of tensors where they lie and shall lie; of those that are alike, once."""
+    """Gathers tensors, each once, with where they lie and shall lie; that of tensors that are alike is found once."""
 
     def __init__(self, degrees: Degrees | None) -> None:
         self._degrees = degrees
@@ -119,16 +137,33 @@ class _Carrying:
         self._after = None if degrees is None else Layouts(degrees)
         self._before: dict[tuple[DeviceMesh, tuple[int, ...], int], Layout] = {}
         self._parts: dict[DeviceMesh, tuple[int, ...]] = {}
+        self._found: dict[int, Carried] = {}
+        self._own_memory: dict[int, tuple[str, torch.Tensor]] = {}
 
-    def __call__(
+    @property
+    def found(self) -> list[Carried]:
+        """In the order in which they were added."""
+        return list(self._found.values())
+
+    def add(
         self,
         name: str,
         tensor: torch.Tensor,
         dim: int,
-        put: Callable[[torch.Tensor], None],
+        put: Callable[[torch.Tensor], None] | None = None,
+        *,
         parameter: int | None = None,
-    ) -> Carried:
-        """``dim`` counts for a tensor that is whole; one that is cut says it itself."""
+        may_share: bool = False,
+    ) -> None:
+        """One that is to lie elsewhere; ``dim`` counts where it is whole, and one that is cut says it itself.
+
+        ``may_share`` says that its memory may be that of others as well.
+        """
+        known = self._found.get(id(tensor))
+        puts = () if put is None else (put,)
+        if known is not None:
+            self._found[id(tensor)] = replace(known, puts=(*known.puts, *puts))
+            return
         shape = tuple(tensor.shape)
         whole = Layout(shape, (Box.whole(shape),) * dist.get_world_size())
         old = whole
@@ -143,12 +178,30 @@ class _Carrying:
             old = self._layout_on(tensor.device_mesh, shape, dim)
         new = whole
         if self._degrees is not None and self._after is not None:
-            if tensor.dim() == 0:
-                raise ValueError(f"{name} has no dimension that fully_shard could cut; give it the shape (1,)")
+            if tensor.numel() == 0 or tensor.dim() == 0:
+                raise ValueError(f"{name} is of shape {shape}, of which fully_shard could cut nothing; leave it out")
             if dim > 0 and shape[dim] % self._degrees.shard:
                 raise ValueError(UNEVEN.format(name, dim, shape[dim], self._degrees.shard))
             new = self._after.of(shape, dim)
-        return Carried(tensor, dim, parameter, put, self._router.item(name, old, new, tensor.element_size()))
+        item = self._router.item(name, old, new, tensor.element_size())
+        self._found[id(tensor)] = Carried(tensor, dim, parameter, puts, item)
+        if not may_share:
+            self._refuse_memory_of_another(name, tensor)
+
+    def refuse_shared(self, model: nn.Module) -> None:
+        """Raise where a buffer shows what is to lie elsewhere."""
+        for name, buffer in model.named_buffers():
+            if id(buffer) not in self._found:
+                self._refuse_memory_of_another(name, buffer)
+
+    def _refuse_memory_of_another(self, name: str, tensor: torch.Tensor) -> None:
+        memory = local_of(tensor).untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
+        other, _ = self._own_memory.setdefault(memory, (name, tensor))
+        if memory and other != name:
+            raise ValueError(
+                f"{name} and {other} share memory, and would no longer when it moves; make one of them a clone(), or "
+                "have both be one parameter"
+            )
 
     def _layout_on(self, mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
         """Where a tensor lies that the last dimension of a mesh cuts along ``dim``, by global rank."""
@@ -193,12 +246,17 @@ class _PutIn:
         self._holder[self._key] = new
 
 
-def _keep(new: torch.Tensor) -> None:
-    """A parameter's place is the model's."""
-
-
-DONE = Carried(torch.empty(0), 0, None, _keep, Router().item("", Layout((0,), ()), Layout((0,), ()), 1))
-"""What stands for one that has been carried, and holds nothing."""
+def _refuse_hidden(optimizer: Optimizer) -> None:
+    """Raise where an optimizer has tensors elsewhere than in its state: nothing says what they belong to."""
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "defaults")}
+    of_groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for holder in (own, *of_groups):
+        for key, value in holder.items():
+            if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in tree_leaves(value)):
+                raise ValueError(
+                    f"{key!r} of {type(optimizer).__name__} has tensors, and only those in its state would move with "
+                    "the parameters; keep them there, under the parameter that they belong to"
+                )
 
 
 def _lies_like(parameter: nn.Parameter, value: object, name: str) -> bool:

@@ -51,7 +51,7 @@ def companions_in(
     found: dict[int, tuple[str, torch.Tensor, int]] = {}
     places: dict[int, list[tuple[MutableMapping[str, torch.Tensor], str]]] = {}
     for holder in registered:
-        for key, tensor in holder.items():
+        for key, tensor in sorted(holder.items()):  # ranks may have filled it in another order
             parameter, dim = parameters.get(key, (None, 0))
             is_like = parameter is not None and parameter.shape == tensor.shape and parameter.device == tensor.device
             if id(tensor) in own or not (isinstance(tensor, DTensor) or (is_sharded and not was_sharded and is_like)):

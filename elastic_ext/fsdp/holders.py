@@ -11,6 +11,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,8 +43,22 @@ def strangers(
     by_id = {id(each): each for each in allowed}
     suspects = _held_elsewhere(parameters, list(by_id.values()))
     wanted = set(map(id, suspects))
-    found = [each for each in gc.get_referrers(*suspects) if id(each) not in by_id and each is not suspects]
+    with _all_tracked():
+        found = [each for each in gc.get_referrers(*suspects) if id(each) not in by_id and each is not suspects]
     return [words for each in found if (words := _in_words(each, wanted)) is not None]
+
+
+@contextmanager
+def _all_tracked() -> Iterator[None]:
+    """Python's collector does not find what was frozen."""
+    has_frozen = gc.get_freeze_count() > 0
+    if has_frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if has_frozen:
+            gc.freeze()
 
 
 def _held_elsewhere(parameters: Sequence[torch.Tensor], holders: Sequence[object]) -> list[torch.Tensor]:

@@ -24,12 +24,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from elastic_ext.errors import ElasticError
+
 from . import rewire
-from .cargo import DONE, Carried, Parameter, carried_with, parameters_of
+from .cargo import Carried, Parameter, carried_with, parameters_of
 from .carrier import Carrier
 from .companions import Tensors, replace_parameter
 from .freight import Bucket, Freight
 from .holders import replace_in
+from .layout import turn_of
 from .plan import Degrees
 from .state import local_of
 from .units import Slot, Survey, Unit
@@ -102,8 +105,9 @@ class Change:
         managed = {id(each.tensor) for each in self._parameters}
         self._left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
         degrees = self._after.degrees if isinstance(self._after, Sharded) else None
-        self._carried = list(carried_with(model, self._parameters, optimizers, registered, degrees))
-        self.freight = Freight([each.item for each in self._carried], 2 * bucket_bytes)
+        carried = carried_with(model, self._parameters, optimizers, registered, degrees)
+        self._carried: list[Carried | None] = [*carried]  # None: where it shall be
+        self.freight = Freight([each.item for each in carried], 2 * bucket_bytes)
         """What has to be moved."""
 
     @property
@@ -121,6 +125,7 @@ class Change:
     def holders(self) -> list[object]:
         """What of this change refers to parameters."""
         own: list[object] = [self._left_out, *self._parameters, *self._carried]
+        own += [module._flat_weights for module in self._model.modules() if isinstance(module, nn.RNNBase)]
         if self._survey is not None:
             own += [*self._survey.slots, *(slot.keeper for slot in self._survey.slots)]
         return own + [vars(each) for each in own if hasattr(each, "__dict__")]
@@ -128,6 +133,7 @@ class Change:
     def run(self, agree: Agree, *, group: dist.ProcessGroup, device: torch.device) -> Moved:
         """Change it; all ranks call this between two steps. ``group`` has all of them, for ``device``."""
         began = time.perf_counter()
+        self._compare(group, device)
         num_replaced = len(self.replaced)
         mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
         error: BaseException | None = None
@@ -149,6 +155,19 @@ class Change:
             wiring_seconds=wired - began,
             moving_seconds=time.perf_counter() - wired,
         )
+
+    def _compare(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Raise on all ranks where they would not move the same."""
+        told = repr([(item.name, item.new.shape, item.item_bytes, item.old == item.new) for item in self.freight.items])
+        own = torch.tensor([turn_of(told) % (1 << 62)], device=device)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, own, group=group)
+        if any(bool(each != own) for each in found):
+            raise ElasticError(
+                f"ranks would not move the same: rank {dist.get_rank()} has {len(self.freight.items)} tensors, and "
+                "another one has others, or as many of other names or shapes; train the same parameters on all ranks, "
+                "and register the same state (trainer.register_state) under the same names"
+            )
 
     def _move(
         self,
@@ -181,7 +200,9 @@ class Change:
                     new = self._memory_for(bucket, slots)
                 except Exception as caught:
                     error, new = caught.with_traceback(None), None
-            is_well = carrier.carry(bucket, [local_of(each.tensor) for each in self._carried_in(bucket)], new)
+            old = [local_of(each.tensor).contiguous() for each in self._carried_in(bucket)]
+            is_well = carrier.carry(bucket, old, new)
+            del old
             if new is not None and is_well:
                 self._take_over(bucket, new, slots, mesh)
             elif bucket.num_sent:
@@ -223,7 +244,8 @@ class Change:
             raise
 
     def _carried_in(self, bucket: Bucket) -> list[Carried]:
-        return self._carried[bucket.first : bucket.first + len(bucket.items)]
+        found = self._carried[bucket.first : bucket.first + len(bucket.items)]
+        return [each for each in found if each is not None]
 
     def _memory_for(self, bucket: Bucket, slots: Sequence[Slot]) -> list[torch.Tensor]:
         return [self._memory(each, local_of(each.tensor), slots) for each in self._carried_in(bucket)]
@@ -249,7 +271,7 @@ class Change:
         """Have everything in its new memory, and let go of the old one."""
         for each, local in zip(self._carried_in(bucket), new, strict=True):
             self._bind(each, local, slots, mesh)
-        self._carried[bucket.first : bucket.first + len(bucket.items)] = [DONE] * len(bucket.items)
+        self._carried[bucket.first : bucket.first + len(bucket.items)] = [None] * len(bucket.items)
 
     def _bind(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot], mesh: DeviceMesh | None) -> None:
         if each.parameter is not None:
