@@ -258,6 +258,9 @@ def _users_own(rank: int, how: str) -> None:
         for part in (*model.blocks, model):
             part.set_gradient_divide_factor(4.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide by itself
+            if hasattr(part, "set_reduce_scatter_max_input_buffers"):  # from torch 2.13 on
+                part.set_reduce_scatter_max_input_buffers(3)
+                part.set_reduce_scatter_unused_params(True)
     optimizer = AdamW([part for part in outer.parameters() if part.requires_grad], lr=1e-2)
     spread = Spread(outer, num_local=2)
     assert spread.why_not is None
@@ -276,7 +279,11 @@ def _users_own(rank: int, how: str) -> None:
         states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
         groups = [group for state in states for group in groups_of(state)]
         assert groups
-        assert all(group.gradient_divide_factor == 4.0 for group in groups)
+        assert {(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in groups} == {
+            (4.0, True)
+        }
+        for name, value in (("reduce_scatter_max_input_buffers", 3), ("reduce_scatter_unused_params", True)):
+            assert all(getattr(group, name, value) == value for group in groups)
         with pytest.raises(ValueError, match="DDP does not know of"):
             change(spread, WHOLE, optimizer)
     else:
@@ -291,6 +298,10 @@ def test_a_model_that_its_user_has_spread_is_known_and_changed(ranks: RankPool, 
 
 
 # --- what is refused, before anything is touched --------------------------------------------------------------------
+
+
+def _only(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not hasattr(FSDPModule, name), reason=f"this torch has no {name}()")
 
 
 def _refused(rank: int, why: str, said: str) -> None:
@@ -325,8 +336,16 @@ def _refused(rank: int, why: str, said: str) -> None:
         model.set_requires_gradient_sync(False)
         model(torch.ones(2, 7)).sum().backward()
         model.set_requires_gradient_sync(True)
+    elif why == "shared by some":
+        change(spread, KEPT, optimizer)
+        model.set_requires_all_reduce(False)
+        model(torch.ones(2, 7)).sum().backward()
+        model.set_requires_all_reduce(True)
+        plan = FULL
     elif why == "own communication":
         model.set_all_reduce_hook(lambda tensor: None)
+    elif why == "own group":
+        model.set_separate_reduce_scatter_group()
     elif why == "state of its own":
         optimizer.state[model.embed.weight]["rows"] = torch.ones(5)
     elif why == "a method":
@@ -341,7 +360,7 @@ def _refused(rank: int, why: str, said: str) -> None:
     assert objects == list(map(id, model.parameters()))
     after = all_of_it(model, optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    if why not in ("no gradients shared", "own communication", "no dimension"):
+    if why not in ("no gradients shared", "shared by some", "own communication", "no dimension"):
         take_step(spread, optimizer, 1)
     del held
     spread.close()
@@ -356,7 +375,11 @@ def _refused(rank: int, why: str, said: str) -> None:
         ("a stranger", "also held by a list of 1"),
         ("a hook", "has hooks"),
         ("no gradients shared", "the change waits for the next step"),
+        ("shared by some", "the change waits for the next step"),
         ("own communication", "all-reduce hook of your own"),
+        pytest.param(
+            "own group", "a group of its own for reduce-scatter", marks=_only("set_separate_reduce_scatter_group")
+        ),
         ("state of its own", "embed.weight/rows is of shape (5,)"),
         ("a method", "extra_repr was registered as a forward method"),
     ],

@@ -14,7 +14,17 @@ from elastic_ext.errors import ElasticError
 
 from .units import Settings
 
-__all__ = ["books", "drop_groups", "found", "groups_of", "make_sure_of_torch", "set_on", "settings_of", "unknown"]
+__all__ = [
+    "books",
+    "drop_groups",
+    "found",
+    "groups_of",
+    "has_own_scatter_group",
+    "make_sure_of_torch",
+    "set_on",
+    "settings_of",
+    "unknown",
+]
 
 _KNOWN = ((2, 11), (2, 13))
 _IN_WORDS = " or ".join(".".join(map(str, version)) for version in _KNOWN)
@@ -83,7 +93,13 @@ def settings_of(group: Any) -> Settings:
         found(group, "force_sum_reduction_for_comms"),
         False if is_2_11 else found(group, "reduce_scatter_unused_params"),
         found(group, "reshard_after_backward"),
+        1 if is_2_11 else found(group, "reduce_scatter_max_input_buffers"),
     )
+
+
+def has_own_scatter_group(group: Any) -> bool:
+    """Whether gradients are shared on other process groups than parameters are gathered on."""
+    return not _is_2_11() and found(found(group, "mesh_info"), "reduce_scatter_process_group") is not None
 
 
 def set_on(unit: Any, settings: Settings) -> None:
@@ -96,6 +112,8 @@ def set_on(unit: Any, settings: Settings) -> None:
         unit.set_reduce_scatter_unused_params(True, recurse=False)
     if not settings.reshards_after_backward:
         unit.set_reshard_after_backward(False, recurse=False)
+    if settings.num_scatter_buffers > 1:
+        unit.set_reduce_scatter_max_input_buffers(settings.num_scatter_buffers, recurse=False)
 
 
 def _is_2_11() -> bool:

@@ -18,7 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from .fsdp2 import books, drop_groups, found, groups_of, make_sure_of_torch, set_on, settings_of, unknown
+from .fsdp2 import (
+    books,
+    drop_groups,
+    found,
+    groups_of,
+    has_own_scatter_group,
+    make_sure_of_torch,
+    set_on,
+    settings_of,
+    unknown,
+)
 from .units import Modules, Place, Settings, Slot, Survey, Unit
 
 __all__ = [
@@ -38,7 +48,17 @@ __all__ = [
     "take_off",
 ]
 
+_NOT_SHARED = "gradients were gathered that no rank has shared; the change waits for the next step"
 _DEFAULT_COMMUNICATION = ("DefaultAllGather", "DefaultReduceScatter")
+_OF_A_STATE = (
+    "_pre_forward_hook_handle",
+    "_post_forward_hook_handle",
+    "_is_root",
+    "_training_state",
+    "_state_ctx",
+    "_comm_ctx",
+)
+_OF_A_GROUP = ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle")
 _AFTER_LOADING = "FSDPParam."  # hooks of the class that keeps a parameter
 _LEFT_ON_MODULES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -64,7 +84,7 @@ def survey(model: nn.Module) -> Survey:
             raise ValueError(
                 f"{_called(model, state)} has parameters on several meshes; allowed: all parameters on one mesh"
             )
-        for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle", "_is_root", "_training_state"):
+        for name in _OF_A_STATE:
             found(state, name)
         units.append(_unit(model, state, groups[0]) if groups else _empty_unit(state))
         for group in groups:
@@ -228,6 +248,14 @@ def _unit(model: nn.Module, state: Any, group: Any) -> Unit:
             raise ValueError(
                 f"{who} has communication of its own ({kind}), made for its mesh; its sharding has to stay"
             )
+    if has_own_scatter_group(group):
+        raise ValueError(
+            f"{who} has a group of its own for reduce-scatter, made for its mesh; its sharding has to stay"
+        )
+    if found(group, "_partial_reduce_output") is not None:
+        raise ValueError(_NOT_SHARED)
+    for name in _OF_A_GROUP:
+        found(group, name)
     if not found(group, "unshard_in_backward") or found(group, "unshard_async_op"):
         raise ValueError(f"{who} has been told how to unshard; its sharding has to stay")
     for keeper in found(group, "fsdp_params"):
@@ -272,7 +300,8 @@ def _prefetched(state: Any, name: str) -> tuple[Modules, ...]:
 
 def _slot(keeper: Any) -> Slot:
     info = found(keeper, "_module_info")
-    places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    tied = zip(found(info, "shared_modules"), found(info, "shared_param_names"), strict=True)
+    places = [(found(info, "module"), found(info, "param_name")), *tied]
     return Slot(found(keeper, "sharded_param"), tuple(places), keeper)
 
 
@@ -300,7 +329,7 @@ def _make_sure_of(keeper: Any) -> None:
         )
     unsharded = getattr(keeper, "_unsharded_param", None)  # from the first pass on
     if keeper.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None):
-        raise ValueError("gradients were gathered that no rank has shared; the change waits for the next step")
+        raise ValueError(_NOT_SHARED)
 
 
 def _called(model: nn.Module, state: Any) -> str:
