@@ -184,7 +184,11 @@ def forget_most_taken() -> None:
 
 
 def large(plan: ParallelPlan) -> tuple[Spread, Optimizer]:
-    """Tensors of 8 MiB, of whose parts the allocator rounds none up, and their gradients and moments."""
+    """Tensors of 8 MiB, of whose parts the allocator rounds none up, and their gradients and moments.
+
+    Each gradient has memory of its own here. Those of a unit's first pass are parts of one tensor, which stays as long
+    as one of them does.
+    """
     blocks = (
         nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.GELU(), nn.Linear(2048, 1024, bias=False)) for _ in range(6)
     )
