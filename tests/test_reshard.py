@@ -487,6 +487,11 @@ def _another_torch(rank: int, what: str) -> str | None:
     with patch.context() as patched:
         if what == "a version":
             patched.setattr(torch, "__version__", "2.99.0")
+        elif what in ("groups", "a setting"):
+            state = model._get_fsdp_state() if what == "groups" else groups_of(model[0]._get_fsdp_state())[0]
+            names = ("_fsdp_param_group", "_fsdp_param_groups", "force_sum_reduction_for_comms")
+            for name in vars(state).keys() & names:
+                patched.delattr(state, name)
         elif what == "a part":
             patched.delattr("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param")
         else:
@@ -502,6 +507,8 @@ def _another_torch(rank: int, what: str) -> str | None:
     [
         ("a version", "torch 2.99.0 is not known here; sharding is changed in place with torch 2.11 or 2.13,"),
         ("a part", "keeps reset_sharded_param of a FSDPParam in another place"),
+        ("groups", "keeps _fsdp_param_group"),
+        ("a setting", "keeps force_sum_reduction_for_comms of a FSDPParamGroup"),
         ("a name", "REGISTRY_KEY"),
     ],
 )
