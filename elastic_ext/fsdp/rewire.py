@@ -73,13 +73,13 @@ def make_sure_of(model: nn.Module) -> None:
 def survey(model: nn.Module) -> Survey:
     """Read it; ElasticError where this torch keeps it elsewhere, ValueError where it could not be made again."""
     make_sure_of_torch()
+    kept = [(state, groups_of(state)) for state in _states(model)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # give back what a pass without one backwards has gathered
     units: list[Unit] = []
     slots: list[Slot] = []
-    for state in _states(model):
-        groups = groups_of(state)
+    for state, groups in kept:
         if len(groups) > 1:
             raise ValueError(
                 f"{_called(model, state)} has parameters on several meshes; allowed: all parameters on one mesh"
