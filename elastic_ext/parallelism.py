@@ -139,11 +139,13 @@ class Parallelism:
         assert self._prepared is not None
         (plan, made, change), self._prepared = self._prepared, None
         self._fence()
+        self._spread.wait()  # for the step before, which is none of the change
         began, old = time.perf_counter(), self._spread.plan
         try:
             moved = self._spread.change(made, change, self._agree)
         finally:
             self._on_spread()  # also where it has gone back: DDP is another object by then
+        self._spread.wait()
         self.report = _report(old, plan, made, moved, time.perf_counter() - began)
         self._tell(self.report)
 

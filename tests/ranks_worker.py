@@ -48,6 +48,7 @@ __all__ = [
     "Ready",
     "Returned",
     "Task",
+    "forget_meshes",
     "nursery_main",
 ]
 
@@ -265,7 +266,7 @@ class _Surroundings:
             gc.collect()  # data loaders end their workers when they are collected; DDP may hang without its group
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _forget_meshes()
+            forget_meshes()
             os.environ.clear()
             os.environ.update(self.environ)
             os.chdir(self.folder)
@@ -291,7 +292,7 @@ class _Surroundings:
         return thread.is_alive()
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Have torch's arithmetic on DTensors give none that lies on a mesh of an earlier run, whose groups are gone."""
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:

@@ -96,6 +96,7 @@ def take_step(spread: Spread, optimizer: Optimizer, number: int, *, clears: bool
     """A step on samples that this number and this rank alone have."""
     seed = 1000 * number + dist.get_rank()
     inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed))
+    inputs = inputs.to(next(spread.model.parameters()).device)
     torch.manual_seed(seed)  # for dropout
     loss = spread.model(inputs).square().mean()
     loss.backward()

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,6 +28,7 @@ __all__ = [
     "State",
     "are_in_force",
     "differing",
+    "needs_passes_taken_back",
     "stayed",
     "whole",
 ]
@@ -35,6 +38,11 @@ TOUR = {1: WHOLE, 3: KEPT, 5: WHOLE, 7: GRAD_OP, 9: RECOMPUTED, 11: WHOLE, 13: F
 """After which step for which plan is asked; it is in force two steps later at the latest."""
 WIDTH = 6
 MICRO_BATCH = 3
+
+needs_passes_taken_back = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="this torch cannot take back a pass through sharded modules that failed",
+)
 
 State = dict[str, torch.Tensor]
 Act = Callable[["Retraining"], object]

@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from elastic_ext.fsdp.fsdp2 import groups_of
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.spread import Spread
 from tests.ranks import RankPool
@@ -257,6 +258,9 @@ def _users_own(rank: int, how: str) -> None:
         for part in (*model.blocks, model):
             part.set_gradient_divide_factor(4.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide by itself
+            if hasattr(part, "set_reduce_scatter_max_input_buffers"):  # from torch 2.13 on
+                part.set_reduce_scatter_max_input_buffers(3)
+                part.set_reduce_scatter_unused_params(True)
     optimizer = AdamW([part for part in outer.parameters() if part.requires_grad], lr=1e-2)
     spread = Spread(outer, num_local=2)
     assert spread.why_not is None
@@ -272,8 +276,14 @@ def _users_own(rank: int, how: str) -> None:
         take_step(spread, optimizer, number + 1)
     assert list(outer.state_dict()) == names
     if how != "DDP":
-        groups = [group for part in model.modules() if hasattr(part, "_get_fsdp_state") for group in _groups(part)]
-        assert all(group.gradient_divide_factor == 4.0 for group in groups)
+        states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
+        groups = [group for state in states for group in groups_of(state)]
+        assert groups
+        assert {(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in groups} == {
+            (4.0, True)
+        }
+        for name, value in (("reduce_scatter_max_input_buffers", 3), ("reduce_scatter_unused_params", True)):
+            assert all(getattr(group, name, value) == value for group in groups)
         with pytest.raises(ValueError, match="DDP does not know of"):
             change(spread, WHOLE, optimizer)
     else:
@@ -282,16 +292,16 @@ def _users_own(rank: int, how: str) -> None:
     spread.close()
 
 
-def _groups(part: Any) -> list[Any]:
-    return list(part._get_fsdp_state()._fsdp_param_groups)
-
-
 @pytest.mark.parametrize("how", ["DDP", "fully_shard", "mixed"])
 def test_a_model_that_its_user_has_spread_is_known_and_changed(ranks: RankPool, how: str) -> None:
     ranks.run(2, _users_own, how)
 
 
 # --- what is refused, before anything is touched --------------------------------------------------------------------
+
+
+def _only(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not hasattr(FSDPModule, name), reason=f"this torch has no {name}()")
 
 
 def _refused(rank: int, why: str, said: str) -> None:
@@ -326,8 +336,16 @@ def _refused(rank: int, why: str, said: str) -> None:
         model.set_requires_gradient_sync(False)
         model(torch.ones(2, 7)).sum().backward()
         model.set_requires_gradient_sync(True)
+    elif why == "shared by some":
+        change(spread, KEPT, optimizer)
+        model.set_requires_all_reduce(False)
+        model(torch.ones(2, 7)).sum().backward()
+        model.set_requires_all_reduce(True)
+        plan = FULL
     elif why == "own communication":
         model.set_all_reduce_hook(lambda tensor: None)
+    elif why == "own group":
+        model.set_separate_reduce_scatter_group()
     elif why == "state of its own":
         optimizer.state[model.embed.weight]["rows"] = torch.ones(5)
     elif why == "a method":
@@ -342,7 +360,7 @@ def _refused(rank: int, why: str, said: str) -> None:
     assert objects == list(map(id, model.parameters()))
     after = all_of_it(model, optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    if why not in ("no gradients shared", "own communication", "no dimension"):
+    if why not in ("no gradients shared", "shared by some", "own communication", "no dimension"):
         take_step(spread, optimizer, 1)
     del held
     spread.close()
@@ -357,7 +375,11 @@ def _refused(rank: int, why: str, said: str) -> None:
         ("a stranger", "also held by a list of 1"),
         ("a hook", "has hooks"),
         ("no gradients shared", "the change waits for the next step"),
+        ("shared by some", "the change waits for the next step"),
         ("own communication", "all-reduce hook of your own"),
+        pytest.param(
+            "own group", "a group of its own for reduce-scatter", marks=_only("set_separate_reduce_scatter_group")
+        ),
         ("state of its own", "embed.weight/rows is of shape (5,)"),
         ("a method", "extra_repr was registered as a forward method"),
     ],
@@ -484,6 +506,11 @@ def _another_torch(rank: int, what: str) -> str | None:
     with patch.context() as patched:
         if what == "a version":
             patched.setattr(torch, "__version__", "2.99.0")
+        elif what in ("groups", "a setting"):
+            state = model._get_fsdp_state() if what == "groups" else groups_of(model[0]._get_fsdp_state())[0]
+            names = ("_fsdp_param_group", "_fsdp_param_groups", "force_sum_reduction_for_comms")
+            for name in vars(state).keys() & names:
+                patched.delattr(state, name)
         elif what == "a part":
             patched.delattr("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param")
         else:
@@ -497,8 +524,10 @@ def _another_torch(rank: int, what: str) -> str | None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("a version", "torch 2.99.0 is not known here; sharding is changed in place with torch 2.13"),
+        ("a version", "torch 2.99.0 is not known here; sharding is changed in place with torch 2.11 or 2.13,"),
         ("a part", "keeps reset_sharded_param of a FSDPParam in another place"),
+        ("groups", "keeps _fsdp_param_group"),
+        ("a setting", "keeps force_sum_reduction_for_comms of a FSDPParamGroup"),
         ("a name", "REGISTRY_KEY"),
     ],
 )

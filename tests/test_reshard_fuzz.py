@@ -16,7 +16,7 @@ from elastic_ext.fsdp.plan import ParallelPlan
 from tests.faults import PlantedFault
 from tests.ranks import RankPool
 from tests.resharding import FULL
-from tests.retraining import Retraining, differing, stayed
+from tests.retraining import Retraining, differing, needs_passes_taken_back, stayed
 
 NUM_STEPS = 10
 
@@ -122,6 +122,7 @@ def fail_in(run: Retraining, inputs: torch.Tensor, targets: torch.Tensor, how: s
         pass
 
 
+@needs_passes_taken_back
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 120))])
 def test_whatever_disturbs_a_training_it_ends_as_if_nothing_had(ranks: RankPool, tmp_path: Path, seed: int) -> None:
     ranks.run(2, disturb, tmp_path, seed, deadline_seconds=120)

@@ -23,7 +23,16 @@ from tests.faults import PlantedFault
 from tests.loops import put, seen_by
 from tests.ranks import RankPool
 from tests.resharding import FULL, GRAD_OP, KEPT, WHOLE
-from tests.retraining import TOUR, WIDTH, Retraining, State, are_in_force, differing, stayed
+from tests.retraining import (
+    TOUR,
+    WIDTH,
+    Retraining,
+    State,
+    are_in_force,
+    differing,
+    needs_passes_taken_back,
+    stayed,
+)
 from tests.training import make_data
 
 # --- losses are those of a training that never changed ---------------------------------------------------------------
@@ -289,6 +298,7 @@ def fail_after_changes(rank: int, folder: Path) -> None:
     assert run.losses == losses
 
 
+@needs_passes_taken_back
 def test_steps_that_fail_or_are_rolled_back_right_after_a_change_are_taken_again(
     ranks: RankPool, tmp_path: Path
 ) -> None:

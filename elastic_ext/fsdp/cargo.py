@@ -178,8 +178,8 @@ class _Carrying:
             old = self._layout_on(tensor.device_mesh, shape, dim)
         new = whole
         if self._degrees is not None and self._after is not None:
-            if tensor.numel() == 0 or tensor.dim() == 0:
-                raise ValueError(f"{name} is of shape {shape}, of which fully_shard could cut nothing; leave it out")
+            if tensor.dim() == 0:
+                raise ValueError(f"{name} has no dimension that fully_shard could cut; give it the shape (1,)")
             if dim > 0 and shape[dim] % self._degrees.shard:
                 raise ValueError(UNEVEN.format(name, dim, shape[dim], self._degrees.shard))
             new = self._after.of(shape, dim)

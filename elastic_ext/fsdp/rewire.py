@@ -1,7 +1,8 @@
 """What fully_shard leaves on a model: read, taken off, and put on again as metadata, without moving an element.
 
-The one place that reaches into FSDP2's private parts, written for torch 2.13: ``survey`` looks for all of them before
-anything is touched, and raises on another version or where one is missing.
+The one place that reaches into FSDP2's private parts, with fsdp2.py, which has the versions of torch that they are
+known of and what differs between these: ``survey`` looks for all of them before anything is touched, and raises on
+another version or where one is missing.
 
 What units, slots and places are is said in units.py.
 """
@@ -17,8 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from elastic_ext.errors import ElasticError
-
+from .fsdp2 import (
+    books,
+    drop_groups,
+    found,
+    groups_of,
+    has_own_scatter_group,
+    make_sure_of_torch,
+    set_on,
+    settings_of,
+    unknown,
+)
 from .units import Modules, Place, Settings, Slot, Survey, Unit
 
 __all__ = [
@@ -38,38 +48,47 @@ __all__ = [
     "take_off",
 ]
 
-_KNOWN = (2, 13)  # whose private parts these are
+_NOT_SHARED = "gradients were gathered that no rank has shared; the change waits for the next step"
 _DEFAULT_COMMUNICATION = ("DefaultAllGather", "DefaultReduceScatter")
+_OF_A_STATE = (
+    "_pre_forward_hook_handle",
+    "_post_forward_hook_handle",
+    "_is_root",
+    "_training_state",
+    "_state_ctx",
+    "_comm_ctx",
+)
+_OF_A_GROUP = ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle")
 _AFTER_LOADING = "FSDPParam."  # hooks of the class that keeps a parameter
 _LEFT_ON_MODULES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def make_sure_of(model: nn.Module) -> None:
     """Raise where a model cannot be changed: ElasticError because of this torch, ValueError as ``survey`` does."""
-    _refuse_unknown()
+    make_sure_of_torch()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         survey(model)
 
 
 def survey(model: nn.Module) -> Survey:
     """Read it; ElasticError where this torch keeps it elsewhere, ValueError where it could not be made again."""
-    _refuse_unknown()
+    make_sure_of_torch()
+    kept = [(state, groups_of(state)) for state in _states(model)]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # give back what a pass without one backwards has gathered
     units: list[Unit] = []
     slots: list[Slot] = []
-    for state in _states(model):
-        groups = _found(state, "_fsdp_param_groups")
+    for state, groups in kept:
         if len(groups) > 1:
             raise ValueError(
                 f"{_called(model, state)} has parameters on several meshes; allowed: all parameters on one mesh"
             )
-        for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle", "_is_root", "_training_state"):
-            _found(state, name)
+        for name in _OF_A_STATE:
+            found(state, name)
         units.append(_unit(model, state, groups[0]) if groups else _empty_unit(state))
         for group in groups:
-            slots += [_slot(keeper) for keeper in _found(group, "fsdp_params")]
+            slots += [_slot(keeper) for keeper in found(group, "fsdp_params")]
     return Survey(tuple(reversed(units)), tuple(slots))
 
 
@@ -79,7 +98,7 @@ def take_off(model: nn.Module) -> None:
     Nothing of what it held is kept alive by what refers to it in a circle.
     """
     for state in _states(model):
-        for group in state._fsdp_param_groups:
+        for group in groups_of(state):
             for keeper in group.fsdp_params:
                 keeper.__dict__.clear()
             for handles in (
@@ -92,7 +111,7 @@ def take_off(model: nn.Module) -> None:
         for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
             if hasattr(state, name):
                 getattr(state, name).remove()
-        state._fsdp_param_groups.clear()
+        drop_groups(state)
         state._state_ctx.all_states.clear()
         state._state_ctx.iter_forward_root = None
         state._comm_ctx.__dict__.clear()
@@ -132,7 +151,7 @@ def put_on(units: Sequence[Unit], mesh: DeviceMesh | None, dims: dict[Place, int
             ignored_params=left_out or None,
             shard_placement_fn=placed if any(dims.values()) else None,
         )
-        _set(unit)
+        set_on(unit.modules[0], unit.settings)
     set_prefetch(units)
 
 
@@ -146,9 +165,7 @@ def set_prefetch(units: Sequence[Unit]) -> None:
 
 def slots_of(model: nn.Module) -> list[Slot]:
     """Where fully_shard keeps each parameter, as it has just been put on."""
-    return [
-        _slot(keeper) for state in _states(model) for group in state._fsdp_param_groups for keeper in group.fsdp_params
-    ]
+    return [_slot(keeper) for state in _states(model) for group in groups_of(state) for keeper in group.fsdp_params]
 
 
 def bind(slot: Slot, parameter: nn.Parameter, local: torch.Tensor) -> None:
@@ -212,41 +229,44 @@ def patched_methods(model: nn.Module) -> list[str]:
 
 def _states(model: nn.Module) -> list[Any]:
     """What fully_shard keeps of each unit, outermost first; of one that it has begun to make, too."""
-    state_key, _, _ = _books()
+    state_key, _, _ = books()
     kept = [module.__dict__.get(state_key, {}).items() for module in model.modules()]
-    found = [state for items in kept for key, state in items if getattr(key, "__name__", "") == fully_shard.__name__]
-    return list(dict.fromkeys(found))
+    states = [state for items in kept for key, state in items if getattr(key, "__name__", "") == fully_shard.__name__]
+    return list(dict.fromkeys(states))
 
 
 def _unit(model: nn.Module, state: Any, group: Any) -> Unit:
-    modules = tuple(_found(state, "_modules"))
+    modules = tuple(found(state, "_modules"))
     who = _called(model, state)
-    if _found(_found(group, "_training_state"), "name") != "IDLE":
+    if found(found(group, "_training_state"), "name") != "IDLE":
         raise ValueError(f"{who} is in the middle of a pass; its sharding is changed between two steps")
-    if _found(group, "_all_reduce_hook") is not None:
+    if found(group, "_all_reduce_hook") is not None:
         raise ValueError(f"{who} has an all-reduce hook of your own, made for its mesh; its sharding has to stay")
     for name in ("_all_gather_comm", "_reduce_scatter_comm"):
-        kind = type(_found(group, name)).__name__
+        kind = type(found(group, name)).__name__
         if kind not in _DEFAULT_COMMUNICATION:
             raise ValueError(
                 f"{who} has communication of its own ({kind}), made for its mesh; its sharding has to stay"
             )
-    if not _found(group, "unshard_in_backward") or _found(group, "unshard_async_op"):
+    if has_own_scatter_group(group):
+        raise ValueError(
+            f"{who} has a group of its own for reduce-scatter, made for its mesh; its sharding has to stay"
+        )
+    if found(group, "_partial_reduce_output") is not None:
+        raise ValueError(_NOT_SHARED)
+    for name in _OF_A_GROUP:
+        found(group, name)
+    if not found(group, "unshard_in_backward") or found(group, "unshard_async_op"):
         raise ValueError(f"{who} has been told how to unshard; its sharding has to stay")
-    for keeper in _found(group, "fsdp_params"):
+    for keeper in found(group, "fsdp_params"):
         _make_sure_of(keeper)
     return Unit(
         modules,
-        _found(_found(group, "mesh_info"), "mesh"),
+        found(found(group, "mesh_info"), "mesh"),
         _reshards(state, group),
-        _found(group, "mp_policy"),
-        _found(group, "offload_policy"),
-        Settings(
-            _found(group, "gradient_divide_factor"),
-            _found(group, "force_sum_reduction_for_comms"),
-            _found(group, "reduce_scatter_unused_params"),
-            _found(group, "reshard_after_backward"),
-        ),
+        found(group, "mp_policy"),
+        found(group, "offload_policy"),
+        settings_of(group),
         _prefetched(state, "_states_to_forward_prefetch"),
         _prefetched(state, "_states_to_backward_prefetch"),
     )
@@ -254,10 +274,10 @@ def _unit(model: nn.Module, state: Any, group: Any) -> Unit:
 
 def _empty_unit(state: Any) -> Unit:
     return Unit(
-        tuple(_found(state, "_modules")),
+        tuple(found(state, "_modules")),
         None,
-        None if _found(state, "_auto_reshard_after_forward") else True,
-        _found(state, "_mp_policy"),
+        None if found(state, "_auto_reshard_after_forward") else True,
+        found(state, "_mp_policy"),
         OffloadPolicy(),
         Settings(),
         _prefetched(state, "_states_to_forward_prefetch"),
@@ -266,22 +286,23 @@ def _empty_unit(state: Any) -> Unit:
 
 
 def _reshards(state: Any, group: Any) -> bool | int | None:
-    if _found(state, "_auto_reshard_after_forward"):
+    if found(state, "_auto_reshard_after_forward"):
         return None
-    after = _found(group, "post_forward_mesh_info")
+    after = found(group, "post_forward_mesh_info")
     if after is None:
         return False
-    return True if after is group.mesh_info else int(_found(after, "shard_mesh_size"))
+    return True if after is group.mesh_info else int(found(after, "shard_mesh_size"))
 
 
 def _prefetched(state: Any, name: str) -> tuple[Modules, ...]:
-    return tuple(tuple(other._modules) for other in _found(state, name))
+    return tuple(tuple(other._modules) for other in found(state, name))
 
 
 def _slot(keeper: Any) -> Slot:
-    info = _found(keeper, "_module_info")
-    places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-    return Slot(_found(keeper, "sharded_param"), tuple(places), keeper)
+    info = found(keeper, "_module_info")
+    tied = zip(found(info, "shared_modules"), found(info, "shared_param_names"), strict=True)
+    places = [(found(info, "module"), found(info, "param_name")), *tied]
+    return Slot(found(keeper, "sharded_param"), tuple(places), keeper)
 
 
 def _make_sure_of(keeper: Any) -> None:
@@ -295,24 +316,24 @@ def _make_sure_of(keeper: Any) -> None:
         "reset_sharded_param",
         "unsharded_accumulated_grad",
     ):
-        _found(keeper, name)
+        found(keeper, name)
     parameter = _slot(keeper).parameter
     if not isinstance(parameter, DTensor):
-        raise _unknown("the DTensor")
+        raise unknown("the DTensor")
     for name in ("_local_tensor", "_spec"):
-        _found(parameter, name)
-    if _found(keeper, "is_dtensor"):
+        found(parameter, name)
+    if found(keeper, "is_dtensor"):
         raise ValueError(
             "the model is cut by tensor parallelism inside fully_shard; its sharding is changed by a restart from a "
             "checkpoint, which any layout loads"
         )
     unsharded = getattr(keeper, "_unsharded_param", None)  # from the first pass on
     if keeper.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None):
-        raise ValueError("gradients were gathered that no rank has shared; the change waits for the next step")
+        raise ValueError(_NOT_SHARED)
 
 
 def _called(model: nn.Module, state: Any) -> str:
-    names = [name for name, module in model.named_modules() if module in _found(state, "_modules")]
+    names = [name for name, module in model.named_modules() if module in found(state, "_modules")]
     return f"the unit {', '.join(name or '(the model)' for name in names)}"
 
 
@@ -324,23 +345,11 @@ def _as_unit(module: nn.Module) -> FSDPModule:
     return module
 
 
-def _set(unit: Unit) -> None:
-    first, settings = _as_unit(unit.modules[0]), unit.settings
-    if settings.divide_factor is not None:
-        first.set_gradient_divide_factor(settings.divide_factor)
-    if settings.sums_only:
-        first.set_force_sum_reduction_for_comms(True)
-    if settings.shares_unused:
-        first.set_reduce_scatter_unused_params(True, recurse=False)
-    if not settings.reshards_after_backward:
-        first.set_reshard_after_backward(False, recurse=False)
-
-
 def _take_off_module(module: nn.Module) -> None:
     kind: Any = type(module)
     if isinstance(module, FSDPModule):
         module.__class__ = kind.__mro__[kind._orig_cls_mro_index]
-    state_key, registry_key, states = _books()
+    state_key, registry_key, states = books()
     for name in (state_key, registry_key):
         kept: dict[Any, Any] = module.__dict__.get(name, {})
         for key in [key for key in kept if getattr(key, "__name__", key) == fully_shard.__name__]:
@@ -352,37 +361,3 @@ def _take_off_module(module: nn.Module) -> None:
     for number, hook in list(after_loading.items()):
         if getattr(hook, "__qualname__", "").startswith(_AFTER_LOADING):
             del after_loading[number]
-
-
-def _refuse_unknown() -> None:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version != _KNOWN:
-        raise ElasticError(
-            f"torch {torch.__version__} is not known here; sharding is changed in place with torch "
-            f"{'.'.join(map(str, _KNOWN))}, and otherwise by a restart from a checkpoint"
-        )
-    _books()
-
-
-def _books() -> tuple[Any, Any, Any]:
-    """Where torch notes what is put on a module: the key of its states, that of their names, and of all modules."""
-    try:
-        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-        from torch.distributed._composable_state import _module_state_mapping
-    except ImportError as error:  # here, so that this file can be imported with any torch
-        raise _unknown(str(error)) from None
-    return STATE_KEY, REGISTRY_KEY, _module_state_mapping
-
-
-def _found(holder: Any, name: str) -> Any:
-    try:
-        return getattr(holder, name)
-    except AttributeError:
-        raise _unknown(f"{name} of a {type(holder).__name__}") from None
-
-
-def _unknown(name: str) -> ElasticError:
-    return ElasticError(
-        f"torch {torch.__version__} keeps {name} in another place than the version that this library knows "
-        f"({'.'.join(map(str, _KNOWN))}); change the sharding by a restart from a checkpoint"
-    )

@@ -155,8 +155,7 @@ class Spread:
         for step in made.steps:
             if step == "spread":
                 assert prepared is not None
-                device = next(self.model.parameters()).device
-                moved = prepared.run(agree, group=self._carriers(), device=torch.device(device.type))
+                moved = prepared.run(agree, group=self._carriers(), device=self._device)
                 self._pace = made.pace.after(
                     prepared.freight, wiring_seconds=moved.wiring_seconds, moving_seconds=moved.moving_seconds
                 )
@@ -172,6 +171,11 @@ class Spread:
                 recompute(self._blocks, made.new.ratio)
         self.plan = made.new
         return moved
+
+    def wait(self) -> None:
+        """Return once the model's device has done what it was told to."""
+        if self._device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self._device)
 
     def close(self) -> None:
         """Leave the group that carries what is moved."""
@@ -201,14 +205,19 @@ class Spread:
 
     # --- doing it -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def _mesh(self, degrees: Degrees) -> DeviceMesh:
         """One for each way to share ranks out, made once: its groups are never given back."""
         if degrees not in self._meshes:
-            kind = next(self.model.parameters()).device.type
             sizes = {"replicate": degrees.replicate, "shard": degrees.shard}
             if degrees.replicate == 1:
                 del sizes["replicate"]
-            self._meshes[degrees] = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            self._meshes[degrees] = init_device_mesh(
+                self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+            )
         return self._meshes[degrees]
 
     def _carriers(self) -> dist.ProcessGroup:

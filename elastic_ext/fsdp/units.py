@@ -32,6 +32,8 @@ class Settings:
     sums_only: bool = False
     shares_unused: bool = False
     reshards_after_backward: bool = True
+    num_scatter_buffers: int = 1
+    """How many units' gradients may be on their way at once."""
 
 
 @dataclass(frozen=True, eq=False)

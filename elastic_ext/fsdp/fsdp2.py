@@ -1,0 +1,124 @@
+"""FSDP2: which versions of torch are known, and where each keeps what others keep elsewhere, for rewire.py.
+
+What all known versions keep in one place is said there. ``found`` looks for a part, and says what is missing where
+torch has moved it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic_ext.errors import ElasticError
+
+from .units import Settings
+
+__all__ = [
+    "books",
+    "drop_groups",
+    "found",
+    "groups_of",
+    "has_own_scatter_group",
+    "make_sure_of_torch",
+    "set_on",
+    "settings_of",
+    "unknown",
+]
+
+_KNOWN = ((2, 11), (2, 13))
+_IN_WORDS = " or ".join(".".join(map(str, version)) for version in _KNOWN)
+
+
+def make_sure_of_torch() -> None:
+    """Raise ElasticError where this torch is not one of those whose private parts these are."""
+    if _version() not in _KNOWN:
+        raise ElasticError(
+            f"torch {torch.__version__} is not known here; sharding is changed in place with torch {_IN_WORDS}, and "
+            "otherwise by a restart from a checkpoint"
+        )
+    books()
+
+
+def books() -> tuple[Any, Any, Any]:
+    """Where torch notes what is put on a module: the key of its states, that of their names, and of all modules."""
+    try:
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+        from torch.distributed._composable_state import _module_state_mapping
+    except ImportError as error:  # here, so that this file can be imported with any torch
+        raise unknown(str(error)) from None
+    return STATE_KEY, REGISTRY_KEY, _module_state_mapping
+
+
+def found(holder: Any, name: str) -> Any:
+    """A part of what torch keeps; ElasticError names it where it is not there."""
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        raise unknown(f"{name} of a {type(holder).__name__}") from None
+
+
+def unknown(name: str) -> ElasticError:
+    """What to raise where a part is missing."""
+    return ElasticError(
+        f"torch {torch.__version__} keeps {name} in another place than the versions that this library knows "
+        f"({_IN_WORDS}); change the sharding by a restart from a checkpoint"
+    )
+
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The groups of parameters that a unit gathers: none or one; torch 2.13 has a list of them."""
+    if _is_2_11():
+        group = found(state, "_fsdp_param_group")
+        return [] if group is None else [group]
+    return list(found(state, "_fsdp_param_groups"))
+
+
+def drop_groups(state: Any) -> None:
+    """Have a unit keep none of them."""
+    if _is_2_11():
+        state._fsdp_param_group = None
+    else:
+        state._fsdp_param_groups.clear()
+
+
+def settings_of(group: Any) -> Settings:
+    """What its user has set on a unit; torch 2.11 has fewer that can be."""
+    is_2_11 = _is_2_11()
+    return Settings(
+        found(group, "gradient_divide_factor"),
+        found(group, "force_sum_reduction_for_comms"),
+        False if is_2_11 else found(group, "reduce_scatter_unused_params"),
+        found(group, "reshard_after_backward"),
+        1 if is_2_11 else found(group, "reduce_scatter_max_input_buffers"),
+    )
+
+
+def has_own_scatter_group(group: Any) -> bool:
+    """Whether gradients are shared on other process groups than parameters are gathered on."""
+    return not _is_2_11() and found(found(group, "mesh_info"), "reduce_scatter_process_group") is not None
+
+
+def set_on(unit: Any, settings: Settings) -> None:
+    """Set the same on a module that fully_shard has just been put on."""
+    if settings.divide_factor is not None:
+        unit.set_gradient_divide_factor(settings.divide_factor)
+    if settings.sums_only:
+        unit.set_force_sum_reduction_for_comms(True)
+    if settings.shares_unused:
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+    if not settings.reshards_after_backward:
+        unit.set_reshard_after_backward(False, recurse=False)
+    if settings.num_scatter_buffers > 1:
+        unit.set_reduce_scatter_max_input_buffers(settings.num_scatter_buffers, recurse=False)
+
+
+def _is_2_11() -> bool:
+    return _version() == (2, 11)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
