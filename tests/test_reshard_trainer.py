@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticError
+from elastic_ext.fsdp import rewire
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.leaving import EXIT_STATUS
 from tests.faults import PlantedFault
@@ -185,6 +186,34 @@ def test_a_plan_comes_by_the_config_file_by_one_rank_and_by_keys_and_is_told(ran
         assert told[0]["details"]["new"]["parallelism.strategy"] == "no_shard"
         assert told[0]["details"]["replaced"] == 25
         assert "full_shard, unit 1 -> no_shard" in told[0]["text"]
+
+
+def leave_to_torch(rank: int, folder: Path) -> None:
+    ahead, small = replace(FULL, prefetch=1), replace(WHOLE, bucket_cap_mb=0.01)
+    run = Retraining(rank, folder, ahead)
+    seen: dict[int, ParallelPlan] = {}
+    depths: list[int] = []
+
+    def ask(plan: ParallelPlan) -> Callable[[Retraining], None]:
+        def asking(run: Retraining) -> None:
+            units = rewire.survey(run.model).units
+            depths.append(max((len(unit.forward_prefetch) for unit in units), default=0))
+            seen[run.trainer.global_step] = run.plan
+            run.proposals.append(run.trainer.reshard(plan))
+
+        return asking
+
+    with run.trainer:
+        run.train(16, {1: ask(FULL), 4: ask(ahead), 7: ask(small), 10: ask(WHOLE), 13: ask(small)})
+        assert run.trainer.config.communication.bucket_cap_mb == 0.01
+        assert run.trainer.config.parallelism.prefetch == "torch"
+    assert are_in_force(run)
+    assert [*seen.values(), run.plan] == [ahead, FULL, ahead, small, WHOLE, small]
+    assert depths == [1, 0, 1, 0, 0]
+
+
+def test_what_a_plan_leaves_to_torch_is_left_to_torch_again(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, leave_to_torch, tmp_path)
 
 
 def refuse_on_one(rank: int, folder: Path) -> tuple[str, list[str]]:
