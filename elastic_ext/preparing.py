@@ -152,7 +152,10 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     )
     with ExitStack() as undo:
         undo.callback(follower.close)
-        session.checkpoints = checkpoints_for(training_state, follower, startup, setup.checkpoints, launched=launched)
+        told = {
+            path: value for path, value in startup.items() if path not in Parallelism.paths
+        }  # the script's plan wins
+        session.checkpoints = checkpoints_for(training_state, follower, told, setup.checkpoints, launched=launched)
         undo.pop_all()
     session.start(steps, setup.loaded_config)
     return Prepared(session=session, parallelism=parallelism, values=parts.values)
