@@ -8,6 +8,7 @@ import io
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from elastic_ext import CheckpointInterval, ElasticError
 from elastic_ext.fsdp.plan import ParallelPlan
 from tests.ranks import RankPool
 from tests.resharding import FULL, GRAD_OP, KEPT, WHOLE, Net
-from tests.retraining import RECOMPUTED, WIDTH, Retraining, are_in_force, differing, stayed
+from tests.retraining import MICRO_BATCH, RECOMPUTED, WIDTH, Retraining, are_in_force, differing, stayed
 from tests.test_accelerate import accelerate_forgotten
-from tests.training import make_data, trainer_of
+from tests.training import ResumableSlices, make_data, trainer_of
 
 # --- models and optimizers of many kinds ------------------------------------------------------------------------------
 
@@ -83,6 +84,55 @@ def change_the_users(rank: int, folder: Path, how: str) -> None:
 )
 def test_a_model_that_its_user_has_spread_changes_as_well(ranks: RankPool, tmp_path: Path, how: str) -> None:
     ranks.run(2, change_the_users, tmp_path, how)
+
+
+def change_static(rank: int, folder: Path, options: dict[str, Any], given: dict[str, Any]) -> None:
+    """DDP that records its graph shares every pass of its first step, and of the first after it has come back."""
+    given = {"num_micro_steps": 3, "averages": False, **given}
+
+    def wrapped(**options: Any) -> dict[str, Any]:
+        """In double precision, where rounding is far from what a pass that is shared wrongly would make."""
+        loader = ResumableSlices(make_data(64, torch.float64), MICRO_BATCH, is_endless=True)
+        return {**given, "loader": loader, "wrap": lambda model: DistributedDataParallel(model.double(), **options)}
+
+    losses, state = stayed(rank, folder, None, 15, **wrapped())
+    run = Retraining(rank, folder, None, **wrapped(static_graph=True, **options))
+    is_static: list[bool] = []
+
+    def ask(plan: ParallelPlan) -> Callable[[Retraining], None]:
+        def asking(run: Retraining) -> None:
+            engine = run.trainer._setup.spread.engine
+            is_static.append(engine is not None and engine.static_graph)
+            run.proposals.append(run.trainer.reshard(plan))
+
+        return asking
+
+    small = replace(WHOLE, bucket_cap_mb=0.001)
+    again = replace(small, activation_checkpoint="all")
+    plans = {1: FULL, 3: WHOLE, 5: small, 7: again, 9: KEPT, 11: again, 13: replace(again, activation_checkpoint=0)}
+    with run.trainer:
+        run.train(15, {step: ask(plan) for step, plan in plans.items()})
+        changed = run.state()
+    assert are_in_force(run)
+    assert is_static == [False, False, True, True, True, False, True]  # the user's own wrapper at first
+    assert run.losses == pytest.approx(losses, rel=1e-10)
+    assert state.keys() == changed.keys()
+    for name, whole in state.items():
+        torch.testing.assert_close(changed[name], whole, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, {}),
+        pytest.param({"gradient_as_bucket_view": True}, {"num_micro_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"find_unused_parameters": True}, {"sync_every_micro_step": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_ddp_with_a_static_graph_gathers_over_micro_steps_as_any_ddp_does(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], given: dict[str, Any]
+) -> None:
+    ranks.run(2, change_static, tmp_path, options, given)
 
 
 def refuse_flat(rank: int, folder: Path) -> str:
