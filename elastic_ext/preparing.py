@@ -86,6 +86,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         _check(setup, parts, scaler)
         settings = OptimizerSettings(parts.optimizers)
         startup = batches.startup_values(gradients.sharing.num_ranks) | settings.startup_values()
+        spread.look()
         if spread.plan is not None:
             startup |= values_of(spread.plan)
     except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it

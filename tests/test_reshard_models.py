@@ -27,6 +27,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW
 
 from elastic_ext import CheckpointInterval, ElasticError
 from elastic_ext.fsdp.plan import ParallelPlan
+from elastic_ext.fsdp.spread import Spread
 from tests.ranks import RankPool
 from tests.resharding import FULL, GRAD_OP, KEPT, WHOLE, Net
 from tests.retraining import MICRO_BATCH, RECOMPUTED, WIDTH, Retraining, are_in_force, differing, stayed
@@ -60,6 +61,7 @@ def change_the_users(rank: int, folder: Path, how: str) -> None:
     given: dict[str, Any] = {"wrap": WRAPS[how], "num_micro_steps": 2, "averages": False}
     losses, state = stayed(rank, folder, None, 11, **given)
     run = Retraining(rank, folder, None, **given)
+    assert run.plan.bucket_cap_mb == (1.0 if how == "DDP, by hand" else None)
     outer, names = run.model, list(run.model.state_dict())
     called = []
     outer.register_forward_hook(lambda *_: called.append("after"))
@@ -77,9 +79,9 @@ def change_the_users(rank: int, folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        "DDP",
+        "DDP, by hand",  # whose buckets are changed, before it is sharded
         "fully_shard",
-        *(pytest.param(how, marks=pytest.mark.slow) for how in WRAPS if how not in ("DDP", "fully_shard")),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in WRAPS if how not in ("DDP, by hand", "fully_shard")),
     ],
 )
 def test_a_model_that_its_user_has_spread_changes_as_well(ranks: RankPool, tmp_path: Path, how: str) -> None:
@@ -135,6 +137,29 @@ def test_ddp_with_a_static_graph_gathers_over_micro_steps_as_any_ddp_does(
     ranks.run(2, change_static, tmp_path, options, given)
 
 
+def refuse_what_ddp_was_told(rank: int) -> None:
+    def hooked() -> nn.Module:
+        model = DistributedDataParallel(Net(WIDTH))
+        model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+        return model
+
+    cases: dict[str, Callable[[], nn.Module]] = {
+        "a communication hook": hooked,
+        "buckets that are sized one by one": lambda: DistributedDataParallel(Net(WIDTH), bucket_cap_mb_list=[1, 2]),
+        "each by itself": lambda: nn.Sequential(*(DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2))),
+    }
+    for words, make in cases.items():
+        spread = Spread(make(), num_local=2)
+        made, told = spread.transition(FULL)
+        assert made is None
+        assert words in told
+        assert spread.plan is None
+
+
+def test_ddp_that_could_not_be_made_again_is_refused_with_what_it_was_told(ranks: RankPool) -> None:
+    ranks.run(2, refuse_what_ddp_was_told)
+
+
 def refuse_flat(rank: int, folder: Path) -> str:
     model = FullyShardedDataParallel(Net(WIDTH), use_orig_params=True, device_id=torch.device("cpu"))
     run = Retraining(rank, folder, None, model=model, averages=False)
@@ -149,6 +174,37 @@ def refuse_flat(rank: int, folder: Path) -> str:
 def test_fsdp1_is_refused_with_what_to_do(ranks: RankPool, tmp_path: Path) -> None:
     refusal = ranks.run(2, refuse_flat, tmp_path)[0]
     assert "start the job anew" in refusal
+
+
+def repair(rank: int, folder: Path) -> None:
+    """What a user has set on sharded modules stands against a change, until it is set back before prepare()."""
+    for is_repaired in (True, False):
+        torch.manual_seed(0)
+        model: Any = _by_blocks()(Net(WIDTH))
+        model.set_unshard_in_backward(False)
+        run_dir = folder / str(is_repaired)
+        run_dir.mkdir(exist_ok=True)
+        trainer = trainer_of(run_dir, model, rank=rank, micro_batch_size=4, global_batch_size=8)
+        if is_repaired:
+            for module in (model, *model.blocks):
+                module.set_unshard_in_backward(True)
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        inputs, targets = make_data(4, torch.float32)
+        answer = trainer.propose({"parallelism.strategy": "no_shard"}, "to see")
+        with trainer:
+            for _ in range(4):
+                with trainer.step():
+                    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert answer.outcome == ("in force" if is_repaired else "refused")
+        assert is_repaired or "has been told how to unshard" in answer.refusal
+
+
+def test_what_stands_against_a_change_is_looked_for_again_when_training_is_prepared(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, repair, tmp_path)
 
 
 def accelerated(rank: int, folder: Path, is_sharded: bool, plans: dict[int, ParallelPlan]) -> list[float]:
