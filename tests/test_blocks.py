@@ -301,6 +301,32 @@ def test_a_copy_of_a_model_that_is_computed_again_is_trained_by_itself() -> None
 
 def test_what_stands_against_computing_again_is_told() -> None:
     words = "activation_checkpoint is given, and no repeated blocks were found; name them with units="
-    assert why_not_recompute([], 0.5) == words
-    assert why_not_recompute([], 0.0) is None
-    assert why_not_recompute(_blocks(2), 0.5) is None
+    model = nn.Sequential(*_blocks(2))
+    assert why_not_recompute(model, [], 0.5) == words
+    assert why_not_recompute(model, [], 0.0) is None
+    assert why_not_recompute(model, blocks_of(model), 0.5) is None
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def _outer(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("compiled", [_in_place, _outer])
+def test_blocks_are_computed_again_where_each_is_compiled_and_not_all_in_one(
+    compiled: Callable[[nn.Module], nn.Module],
+) -> None:
+    words = "compiled as parts of a larger module, where torch cannot compute them again; compile each by itself"
+    whole = compiled(_transformers())
+    assert words in str(why_not_recompute(whole, blocks_of(whole), 0.5))
+    assert why_not_recompute(whole, blocks_of(whole), 0.0) is None
+    for each in (
+        nn.Sequential(nn.Linear(4, 4), *(compiled(block) for block in _blocks(2))),
+        nn.Sequential(compiled(nn.Sequential(nn.Linear(4, 4))), nn.Sequential(*_blocks(2))),
+    ):
+        assert len(blocks_of(each)) == 2
+        assert why_not_recompute(each, blocks_of(each), 0.5) is None

@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic_ext.errors import ElasticError
 
+from .internals import is_compiled
 from .plan import blocks_recomputed
 
 __all__ = ["Units", "blocks_of", "recompute", "why_not_recompute"]
@@ -62,15 +63,27 @@ def recompute(blocks: Sequence[nn.Module], ratio: float) -> None:
         state.enable_hook = is_chosen
 
 
-def why_not_recompute(blocks: Sequence[nn.Module], ratio: float) -> str | None:
-    """Why a share of the blocks cannot be computed again, None where it can."""
+def why_not_recompute(model: nn.Module, blocks: Sequence[nn.Module], ratio: float) -> str | None:
+    """Why a share of the model's blocks cannot be computed again, None where it can."""
     if ratio and not blocks:
         return "activation_checkpoint is given, and no repeated blocks were found; name them with units="
+    if ratio and _are_in_compiled(model, {id(block) for block in blocks}, is_within=False):
+        return (
+            "activation_checkpoint is given, and blocks are compiled as parts of a larger module, where torch cannot "
+            "compute them again; compile each by itself instead, with block.compile()"
+        )
     try:
         _composable()
     except ElasticError as error:
         return str(error) if ratio else None
     return None
+
+
+def _are_in_compiled(module: nn.Module, blocks: Collection[int], *, is_within: bool) -> bool:
+    if id(module) in blocks:
+        return is_within
+    is_within = is_within or is_compiled(module)
+    return any(_are_in_compiled(part, blocks, is_within=is_within) for part in module.children())
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:

@@ -83,7 +83,7 @@ class Spread:
         if self.plan is not None:
             raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
         degrees = plan.degrees(self.num_ranks, self._num_local)
-        _raise(why_not_recompute(self._blocks, plan.ratio) or why_not_called(self.model))
+        _raise(why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_called(self.model))
         if not plan.is_replicated:
             if not dist.is_initialized():
                 raise ValueError(_PLAIN)
@@ -102,7 +102,7 @@ class Spread:
         self.look()
         if self.why_not is not None or self.plan is None:
             return None, self.why_not or "the model is not spread; call trainer.parallelize(model, plan) first"
-        refusal = why_not_recompute(self._blocks, plan.ratio) or why_not_unit(plan, self._blocks)
+        refusal = why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_unit(plan, self._blocks)
         if refusal is not None:
             return None, refusal
         tensors = self._tensors(optimizers)
