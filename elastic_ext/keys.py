@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import Refusal
-from .rules import BlocksOrWhole, Boolean, Choice, Integer, Knobs, Number, Rule, Text, UserValueRule, nearest
+from .rules import BlocksOrWhole, Boolean, Choice, Integer, Knobs, Number, OrTorch, Rule, Text, UserValueRule, nearest
 from .strict_json import shown
 
 __all__ = [
@@ -49,8 +49,8 @@ _TUNABLE = (
     Key("parallelism.shard_degree", Integer(1), "ranks that share one copy of the sharded state"),
     Key("parallelism.unit", BlocksOrWhole(), "what is gathered at once"),
     Key("parallelism.activation_checkpoint", Number(at_least=0.0, at_most=1.0), "share of blocks recomputed"),
-    Key("parallelism.prefetch", Integer(0), "units gathered ahead"),
-    Key("communication.bucket_cap_mb", Number(above=0.0), "size of a gradient bucket in MiB"),
+    Key("parallelism.prefetch", OrTorch(Integer(0)), "units gathered ahead"),
+    Key("communication.bucket_cap_mb", OrTorch(Number(above=0.0)), "size of a gradient bucket in MiB"),
 )
 KEYS: Mapping[str, Key] = {
     key.path: key

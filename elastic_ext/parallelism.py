@@ -20,8 +20,9 @@ from .fsdp.live import Agree, Change, Moved
 from .fsdp.plan import ParallelPlan
 from .fsdp.spread import Spread
 from .fsdp.transition import Transition
+from .rules import TORCH
 
-__all__ = ["Parallelism", "ReshardReport", "values_of"]
+__all__ = ["Parallelism", "ReshardReport", "plan_of", "values_of"]
 
 _PATHS: Mapping[str, str] = {
     "strategy": "parallelism.strategy",
@@ -31,6 +32,7 @@ _PATHS: Mapping[str, str] = {
     "prefetch": "parallelism.prefetch",
     "bucket_cap_mb": "communication.bucket_cap_mb",
 }
+_LEFT_TO_TORCH = ("prefetch", "bucket_cap_mb")  # where a plan has None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +119,7 @@ class Parallelism:
         if not any(new.get(path) is not None for path in _PATHS.values()):
             return None
         try:
-            plan = _plan_of(new)
+            plan = plan_of(new)
             made, told = self._spread.transition(plan, self._optimizers)
             if made is None:
                 return told
@@ -132,7 +134,7 @@ class Parallelism:
     def apply(self, new: ElasticConfig) -> None:
         """Put it on; all ranks call this between two steps, after none has refused."""
         assert self._spread.plan is not None
-        if _plan_of(new) == self._spread.plan:
+        if plan_of(new) == self._spread.plan:
             return
         refusal = self.check(new) if self._prepared is None else None
         self._agree(None if refusal is None else ElasticError(refusal))
@@ -174,13 +176,16 @@ class _Section:
 
 
 def values_of(plan: ParallelPlan) -> dict[str, object]:
-    """A plan as dotted keys and values of a config."""
+    """A plan as dotted keys and values of a config: all that it says, whatever was in force before."""
     values: dict[str, Any] = {path: getattr(plan, name) for name, path in _PATHS.items()}
-    return {path: value for path, value in values.items() if value is not None}
+    values |= {_PATHS[name]: TORCH for name in _LEFT_TO_TORCH if getattr(plan, name) is None}
+    return {path: value for path, value in values.items() if value is not None}  # a degree goes with the strategy
 
 
-def _plan_of(config: ElasticConfig) -> ParallelPlan:
+def plan_of(config: ElasticConfig) -> ParallelPlan:
+    """The plan that a config names."""
     given = {name: config.get(path) for name, path in _PATHS.items()}
+    given |= {name: None for name in _LEFT_TO_TORCH if given[name] == TORCH}
     kept: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return ParallelPlan(**kept)
 

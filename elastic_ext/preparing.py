@@ -86,6 +86,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         _check(setup, parts, scaler)
         settings = OptimizerSettings(parts.optimizers)
         startup = batches.startup_values(gradients.sharing.num_ranks) | settings.startup_values()
+        spread.look()
         if spread.plan is not None:
             startup |= values_of(spread.plan)
     except (ValueError, TypeError) as error:  # on this rank at least: all are to hear of it
@@ -152,7 +153,10 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     )
     with ExitStack() as undo:
         undo.callback(follower.close)
-        session.checkpoints = checkpoints_for(training_state, follower, startup, setup.checkpoints, launched=launched)
+        told = {
+            path: value for path, value in startup.items() if path not in Parallelism.paths
+        }  # the script's plan wins
+        session.checkpoints = checkpoints_for(training_state, follower, told, setup.checkpoints, launched=launched)
         undo.pop_all()
     session.start(steps, setup.loaded_config)
     return Prepared(session=session, parallelism=parallelism, values=parts.values)

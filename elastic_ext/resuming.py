@@ -43,6 +43,7 @@ class Resuming:
         resumed = self._job.restore(self._state, falls_back=self._falls_back)
         if resumed is None:
             return None
+        self._state.let_go()  # before a config comes that spreads the model otherwise
         self._counts.load_state_dict(resumed.state["counts"])
         take_up(resumed.state["config"])
         if self._state.rank == 0:
@@ -60,7 +61,9 @@ class Resuming:
         into = _Earlier(self._state, replays=not skips, on_begin=on_begin)
         before = self._counts.global_step + is_torn  # what is torn was to come after it
         more = f"{', passing over the samples since' if skips else ''}{more}"
-        return self._job.go_back(into, step, before=before, more=more, falls_back=self._falls_back)
+        resumed = self._job.go_back(into, step, before=before, more=more, falls_back=self._falls_back)
+        self._state.let_go()
+        return resumed
 
     def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
         """Go on from what was loaded, under the config ``in_force``."""

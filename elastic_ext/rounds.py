@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from .appliers import Applied, Appliers
 from .config import ElasticConfig
-from .decide import Place, Report, choose
+from .decide import Choice, Place, Report, choose
 from .errors import ConfigError, RanksDisagreeError
 
 if TYPE_CHECKING:
@@ -99,12 +99,22 @@ class Rounds:
         return self._hold(self._unsettled_file(), place, at_start=True)
 
     def start_again(self, place: Place) -> Applied | None:
-        """After ``resume`` of a config once started: it comes into force now, and the file over it."""
+        """After ``resume`` of a config once started: the file comes into force over it, or else it does itself.
+
+        In one change: to leave the file for what is resumed, and to come back to it, may take long.
+        """
         self._settled.clear()
         self.scheduled = None
-        applied, reasons = self._put_in_force(self._base, place.step)
-        self._log_refusal(f"the resumed {self._base.label}", _in_words(reasons))
-        return self.start(place) or applied
+        choice, content = self._choose(self._unsettled_file(), place)
+        applied = None
+        if choice.kind == "file":
+            applied = self._consider_file(_file_in(content), place.step, at_start=True, otherwise=self._base)
+        if applied is None:
+            applied, reasons = self._put_in_force(self._base, place.step)
+            self._log_refusal(f"the resumed {self._base.label}", _in_words(reasons))
+        if choice.kind == "revision":
+            applied = self._consider_proposal(Report.from_bytes(content), place.step) or applied
+        return applied
 
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a revision of the config in force; ConfigError says at once what can never be allowed."""
@@ -184,6 +194,13 @@ class Rounds:
         return None if file is None or file.version <= self._newest_agreed.version else file
 
     def _hold(self, file: ElasticConfig | None, place: Place, *, at_start: bool) -> Applied | None:
+        choice, content = self._choose(file, place)
+        if choice.kind == "file":
+            return self._consider_file(_file_in(content), place.step, at_start=at_start)
+        return self._consider_proposal(Report.from_bytes(content), place.step) if choice.kind == "revision" else None
+
+    def _choose(self, file: ElasticConfig | None, place: Place) -> tuple[Choice, bytes]:
+        """What comes next of what the ranks bring, and its content."""
         proposal = self._proposals[0] if self._proposals else None
         report = Report(
             place=place,
@@ -203,26 +220,27 @@ class Rounds:
             self._log_refusal("a config file", choice.conflict)
         self._conflict = choice.conflict
         if choice.kind == "nothing":
-            return None
+            return choice, b""
         content = report.to_bytes()
         if choice.kind == "file" and file is not None:
             content = json.dumps(file.to_dict()).encode()
-        content = self._ranks.broadcast(content if self._ranks.rank == choice.source else b"", choice.source, doing)
-        if choice.kind == "file":
-            return self._consider_file(ElasticConfig.from_dict(json.loads(content)), place.step, at_start=at_start)
-        return self._consider_proposal(Report.from_bytes(content), place.step)
+        mine = content if self._ranks.rank == choice.source else b""
+        return choice, self._ranks.broadcast(mine, choice.source, doing)
 
-    def _consider_file(self, file: ElasticConfig, step: int, *, at_start: bool) -> Applied | None:
+    def _consider_file(
+        self, file: ElasticConfig, step: int, *, at_start: bool, otherwise: ElasticConfig | None = None
+    ) -> Applied | None:
+        """``otherwise`` is what the caller puts in force where the file is not; None is what is in force."""
         self._settled.add(_key(file))
         if file.apply_at_step is not None and file.apply_at_step < step and not at_start:
             advice = "give a later step or leave it out"
             passed = f"apply_at_step {file.apply_at_step} has passed, this is step {step}; {advice}"
-            self._log_refusal(file.label, passed)
+            self._log_refusal(file.label, passed, otherwise)
             return None
         try:
             new = file.over(self._base)
         except ConfigError as error:
-            self._log_refusal(file.label, f"with the start-up values: {error}")
+            self._log_refusal(file.label, f"with the start-up values: {error}", otherwise)
             return None
         displaced = self.scheduled
         applied: Applied | None = None
@@ -236,7 +254,7 @@ class Rounds:
                 _logger.info("%s is agreed and comes into force at step %d", new.label, file.apply_at_step)
         if displaced is not None and self.scheduled is not displaced and self._ranks.rank == 0:
             _logger.info("%s, agreed for step %s, gives way to it", displaced.label, displaced.apply_at_step)
-        self._log_refusal(file.label, _in_words(reasons))
+        self._log_refusal(file.label, _in_words(reasons), otherwise)
         return applied
 
     def _consider_proposal(self, report: Report, step: int) -> Applied | None:
@@ -276,10 +294,15 @@ class Rounds:
             _logger.info("%s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}
 
-    def _log_refusal(self, what: str, why: str) -> None:
+    def _log_refusal(self, what: str, why: str, otherwise: ElasticConfig | None = None) -> None:
         """Have rank 0 warn; nothing where there is no reason."""
         if why and self._ranks.rank == 0:
-            _logger.warning("%s was refused, %s stays in force: %s", what, self.config.label, why)
+            told = f"{self.config.label} stays in force" if otherwise is None else f"{otherwise.label} comes into force"
+            _logger.warning("%s was refused, %s: %s", what, told, why)
+
+
+def _file_in(content: bytes) -> ElasticConfig:
+    return ElasticConfig.from_dict(json.loads(content))
 
 
 def _key(file: ElasticConfig) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 from .strict_json import MAX_DEPTH, can_be_written, shown
 
 __all__ = [
+    "TORCH",
     "BlocksOrWhole",
     "Boolean",
     "Bounds",
@@ -19,6 +20,7 @@ __all__ = [
     "KnobBounds",
     "Knobs",
     "Number",
+    "OrTorch",
     "Rule",
     "Text",
     "UserValue",
@@ -27,6 +29,8 @@ __all__ = [
     "nearest",
 ]
 
+TORCH = "torch"
+"""The word for a setting that is left to torch."""
 LARGEST_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
 _MOST_LISTS = MAX_DEPTH - 2  # a user's value lies inside two objects
 _MOST_KNOBS_SHOWN = 5
@@ -155,6 +159,25 @@ class BlocksOrWhole:
             return "whole"
         try:
             return Integer(1).check(value)
+        except ValueError:
+            raise ValueError(self.allowed) from None
+
+
+@dataclass(frozen=True, slots=True)
+class OrTorch:
+    """What another rule allows, or the word that leaves it to torch, as where a script says nothing."""
+
+    number: Rule
+
+    @property
+    def allowed(self) -> str:
+        return f'{self.number.allowed}, or "{TORCH}"'
+
+    def check(self, value: object) -> Value:
+        if value == TORCH:
+            return TORCH
+        try:
+            return self.number.check(value)
         except ValueError:
             raise ValueError(self.allowed) from None
 

@@ -84,7 +84,7 @@ class ParallelismSection(Section):
     shard_degree: int | None = None
     unit: int | str | None = None
     activation_checkpoint: float | None = None
-    prefetch: int | None = None
+    prefetch: int | str | None = None
 
     def _refused_pairs(self) -> Iterator[Refusal]:
         if self.strategy == "no_shard" and type(self.shard_degree) is int and self.shard_degree > 1:
@@ -101,7 +101,7 @@ class CommunicationSection(Section):
     """How gradients travel."""
 
     section: ClassVar[str] = "communication"
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: float | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

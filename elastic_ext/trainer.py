@@ -202,8 +202,7 @@ class ElasticTrainer:
     def reshard(self, plan: ParallelPlan, reason: str = "trainer.reshard()") -> Proposal:
         """Ask for another plan; all ranks agree on it at one of the next boundaries. On one rank or on all.
 
-        What is given back says what becomes of it, ``reshard_report`` what it has cost. ``prefetch`` and
-        ``bucket_cap_mb`` stay as they are where the plan leaves them out.
+        What is given back says what becomes of it, ``reshard_report`` what it has cost.
         """
         if self._prepared and self._setup.spread.plan is None:
             raise ElasticError(self._setup.spread.why_not or NOT_SPREAD)

@@ -237,7 +237,6 @@ class TrainingState:
 
     def take_up(self, resumed: Resumed) -> None:
         """Go on where the checkpoint was: the last of all that is done to resume, so that nothing is drawn after it."""
-        self._let_go()
         why_anew = self._batches.positions.resume(resumed.position, resumed.own_position)
         if why_anew is not None and self.rank == 0:
             _logger.warning("%s", why_anew)
@@ -268,7 +267,6 @@ class TrainingState:
         Where they cannot go back within an epoch they go on, too, and the epoch with them. The last of all that is done
         to go back.
         """
-        self._let_go()
         is_in_epoch, can_go_back = self.counts.is_in_epoch, self._batches.positions.can_go_back(resumed.position)
         stays = skips or (is_in_epoch and not can_go_back)
         if stays:
@@ -285,8 +283,8 @@ class TrainingState:
             self._pass_rest(resumed)
         self._restore_random(resumed, with_loader=not skips)
 
-    def _let_go(self) -> None:
-        """Hold no parameter, which may become another object."""
+    def let_go(self) -> None:
+        """Hold no parameter, which may become another object; called once a checkpoint is loaded."""
         del self._loader
         self._wanted = []
 

@@ -38,8 +38,8 @@ KNOB_VALUES: Mapping[str, st.SearchStrategy[object]] = {
     "parallelism.shard_degree": _counts,
     "parallelism.unit": _counts | st.just("whole"),
     "parallelism.activation_checkpoint": st.floats(0, 1),
-    "parallelism.prefetch": st.integers(0, LARGEST),
-    "communication.bucket_cap_mb": _above_zero,
+    "parallelism.prefetch": st.integers(0, LARGEST) | st.just("torch"),
+    "communication.bucket_cap_mb": _above_zero | st.just("torch"),
 }
 VALUES: Mapping[str, st.SearchStrategy[object]] = {
     **KNOB_VALUES,

@@ -79,7 +79,7 @@ def _resnet() -> nn.Module:
     [
         (_transformers, ["model.layers.0", "model.layers.1", "model.layers.2"]),
         (_nano_gpt, ["transformer.h.0", "transformer.h.1"]),
-        (_resnet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2"]),
+        (_resnet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "layer3.0"]),
         (
             lambda: _model(encoder=_model(layers=nn.ModuleList(_blocks(2))), decoder=nn.ModuleList(_blocks(2, Other))),
             ["encoder.layers.0", "encoder.layers.1", "decoder.0", "decoder.1"],
@@ -124,7 +124,9 @@ def test_lists_of_several_experts_within_blocks_are_part_of_these() -> None:
         lambda: nn.Linear(3, 3),
         lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
         lambda: _model(heads=nn.ModuleList(nn.Linear(3, 3) for _ in range(4))),
-        lambda: _model(layers=nn.ModuleList(_blocks(1))),
+        lambda: nn.Sequential(nn.Embedding(9, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 9)),
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
+        lambda: nn.Sequential(nn.Embedding(9, 4), Block(), Other(), nn.Linear(4, 9)),
         lambda: _model(layers=nn.ModuleList([Block(), Other()])),
         lambda: _model(drops=nn.ModuleList(nn.Sequential(nn.Dropout(), nn.ReLU()) for _ in range(3))),
         lambda: _model(first=Block(), second=Block()),
@@ -132,6 +134,49 @@ def test_lists_of_several_experts_within_blocks_are_part_of_these() -> None:
 )
 def test_what_repeats_nothing_has_no_blocks(model: Callable[[], nn.Module]) -> None:
     assert blocks_of(model()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (lambda: nn.Sequential(nn.Embedding(9, 4), Block(), nn.Linear(4, 9)), ["1"]),
+        (lambda: nn.Sequential(nn.Embedding(9, 4), Block(), Block(), nn.Linear(4, 9)), ["1", "2"]),
+        (lambda: _model(layers=nn.ModuleList(_blocks(1)), head=nn.Linear(4, 9)), ["layers.0"]),
+        (
+            lambda: _model(transformer=nn.ModuleDict({"wte": nn.Embedding(9, 4), "h": nn.ModuleList(_blocks(1))})),
+            ["transformer.h.0"],
+        ),
+        (
+            lambda: _model(encoder=nn.ModuleList(_blocks(1)), decoder=nn.ModuleList([Other()])),
+            [
+                "encoder.0",
+                "decoder.0",
+            ],
+        ),
+        (
+            lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False),
+            ["layers.0"],
+        ),
+        # A list of one that holds a list of several, or of one, is no block; what it holds is.
+        (lambda: nn.Sequential(_model(layers=nn.ModuleList(_blocks(2)))), ["0.layers.0", "0.layers.1"]),
+        (lambda: nn.ModuleDict({"net": _model(layers=nn.ModuleList(_blocks(1)))}), ["net.layers.0"]),
+        # Beside repeated ones, one of another class is a head, say.
+        (lambda: _model(layers=nn.ModuleList(_blocks(2)), head=nn.Sequential(Other())), ["layers.0", "layers.1"]),
+    ],
+)
+def test_one_block_of_its_class_in_a_list_is_found_too(model: Callable[[], nn.Module], names: list[str]) -> None:
+    made = model()
+    assert _names(made, blocks_of(made)) == names
+
+
+def test_a_block_that_several_others_are_like_counts_with_what_it_holds() -> None:
+    def block() -> nn.Module:
+        return nn.TransformerEncoderLayer(4, 2, 8)
+
+    lone = block()
+    lone.add_module("experts", nn.ModuleList(_blocks(1)))
+    model = _model(stage1=nn.ModuleList([block(), block()]), stage2=nn.ModuleList([lone]))
+    assert _names(model, blocks_of(model)) == ["stage1.0", "stage1.1", "stage2.0"]
 
 
 def test_what_has_no_parameters_does_not_keep_a_list_from_being_one_of_blocks() -> None:
@@ -159,6 +204,8 @@ def test_a_class_gives_all_of_it_but_what_lies_within_another() -> None:
     assert _names(model, blocks_of(model, Other)) == ["rest.0.0"]
     nested = _model(outer=nn.Sequential(nn.Sequential(nn.Linear(2, 2))))
     assert _names(nested, blocks_of(nested, nn.Sequential)) == ["outer"]
+    single = nn.Sequential(nn.Embedding(9, 4), Block(), nn.Linear(4, 9))
+    assert _names(single, blocks_of(single, Block)) == _names(single, blocks_of(single, ["1"])) == ["1"]
 
 
 def test_names_give_those_modules_in_the_order_of_the_model() -> None:
@@ -254,6 +301,32 @@ def test_a_copy_of_a_model_that_is_computed_again_is_trained_by_itself() -> None
 
 def test_what_stands_against_computing_again_is_told() -> None:
     words = "activation_checkpoint is given, and no repeated blocks were found; name them with units="
-    assert why_not_recompute([], 0.5) == words
-    assert why_not_recompute([], 0.0) is None
-    assert why_not_recompute(_blocks(2), 0.5) is None
+    model = nn.Sequential(*_blocks(2))
+    assert why_not_recompute(model, [], 0.5) == words
+    assert why_not_recompute(model, [], 0.0) is None
+    assert why_not_recompute(model, blocks_of(model), 0.5) is None
+
+
+def _in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def _outer(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("compiled", [_in_place, _outer])
+def test_blocks_are_computed_again_where_each_is_compiled_and_not_all_in_one(
+    compiled: Callable[[nn.Module], nn.Module],
+) -> None:
+    words = "compiled as parts of a larger module, where torch cannot compute them again; compile each by itself"
+    whole = compiled(_transformers())
+    assert words in str(why_not_recompute(whole, blocks_of(whole), 0.5))
+    assert why_not_recompute(whole, blocks_of(whole), 0.0) is None
+    for each in (
+        nn.Sequential(nn.Linear(4, 4), *(compiled(block) for block in _blocks(2))),
+        nn.Sequential(compiled(nn.Sequential(nn.Linear(4, 4))), nn.Sequential(*_blocks(2))),
+    ):
+        assert len(blocks_of(each)) == 2
+        assert why_not_recompute(each, blocks_of(each), 0.5) is None

@@ -6,8 +6,10 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
+
 from elastic_ext import ElasticConfig, ParallelPlan, ReshardReport
-from elastic_ext.parallelism import Parallelism, values_of
+from elastic_ext.parallelism import Parallelism, plan_of, values_of
 from tests.ranks import RankPool
 from tests.resharding import FULL, KEPT, WHOLE, agreeing, make, take_step
 
@@ -75,3 +77,13 @@ def _forget(rank: int) -> None:
 
 def test_a_change_that_is_not_made_keeps_no_tensors(ranks: RankPool) -> None:
     ranks.run(1, _forget)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"])
+def test_a_plan_in_a_config_says_all_of_it_whatever_was_in_force(strategy: Any) -> None:
+    before = ParallelPlan(strategy="hybrid_shard", shard_degree=2, unit=3, prefetch=2, bucket_cap_mb=4.0)
+    config = ElasticConfig.from_values({"global_batch_size": 8, **values_of(before)})
+    for plan in (ParallelPlan(strategy=strategy), ParallelPlan(strategy=strategy, prefetch=0, bucket_cap_mb=0.5)):
+        assert plan_of(config.revise(values_of(plan), "another one")) == plan
+        assert plan_of(ElasticConfig.from_values(values_of(plan)).over(config)) == plan
+    assert plan_of(config) == before

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticError
+from elastic_ext.fsdp import rewire
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.leaving import EXIT_STATUS
 from tests.faults import PlantedFault
@@ -175,9 +176,7 @@ def ask_in_every_way(rank: int, folder: Path) -> tuple[list[str], list[Any]]:
             assert run.plan == ParallelPlan(strategy="hybrid_shard", shard_degree=1, unit="whole")
         assert are_in_force(run) == (rank == 1) or rank == 0
         assert at_step == [(7, "full_shard"), (8, "no_shard"), (12, "full_shard"), (15, "hybrid_shard")]
-    lines = (run.folder / str(rank) / f"events-{rank}.jsonl").read_text().splitlines()
-    events = [event for event in map(json.loads, lines) if event["kind"] == "resharded"]
-    return [line for line in seen.log if " -> " in line and " in 0." in line], events
+    return [line for line in seen.log if " -> " in line and " in 0." in line], resharded(run.folder, rank)
 
 
 def test_a_plan_comes_by_the_config_file_by_one_rank_and_by_keys_and_is_told(ranks: RankPool, tmp_path: Path) -> None:
@@ -194,6 +193,34 @@ def test_a_plan_comes_by_the_config_file_by_one_rank_and_by_keys_and_is_told(ran
         assert told[0]["details"]["new"]["parallelism.strategy"] == "no_shard"
         assert told[0]["details"]["replaced"] == 25
         assert "full_shard, unit 1 -> no_shard" in told[0]["text"]
+
+
+def leave_to_torch(rank: int, folder: Path) -> None:
+    ahead, small = replace(FULL, prefetch=1), replace(WHOLE, bucket_cap_mb=0.01)
+    run = Retraining(rank, folder, ahead)
+    seen: dict[int, ParallelPlan] = {}
+    depths: list[int] = []
+
+    def ask(plan: ParallelPlan) -> Callable[[Retraining], None]:
+        def asking(run: Retraining) -> None:
+            units = rewire.survey(run.model).units
+            depths.append(max((len(unit.forward_prefetch) for unit in units), default=0))
+            seen[run.trainer.global_step] = run.plan
+            run.proposals.append(run.trainer.reshard(plan))
+
+        return asking
+
+    with run.trainer:
+        run.train(16, {1: ask(FULL), 4: ask(ahead), 7: ask(small), 10: ask(WHOLE), 13: ask(small)})
+        assert run.trainer.config.communication.bucket_cap_mb == 0.01
+        assert run.trainer.config.parallelism.prefetch == "torch"
+    assert are_in_force(run)
+    assert [*seen.values(), run.plan] == [ahead, FULL, ahead, small, WHOLE, small]
+    assert depths == [1, 0, 1, 0, 0]
+
+
+def test_what_a_plan_leaves_to_torch_is_left_to_torch_again(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, leave_to_torch, tmp_path)
 
 
 def refuse_on_one(rank: int, folder: Path) -> tuple[str, list[str]]:
@@ -414,6 +441,44 @@ def test_the_file_wins_over_the_script_and_the_script_over_what_was_saved(ranks:
     assert first == "hybrid_shard"
     (_, _, seen), _ = ranks.run(2, go_on_by_file, tmp_path, "file", 7)
     assert seen == ["no_shard", "hybrid_shard"]  # and what a file leaves out is what the script says
+
+
+def resharded(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What this rank has told of changes of plan."""
+    lines = (folder / str(rank) / f"events-{rank}.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == "resharded"]
+
+
+def go_on_told(rank: int, folder: Path, told: dict[str, Any], until: int) -> tuple[list[Any], str, list[str]]:
+    """The changes of plan of a run that is resumed beneath a file: after how many steps, and to what."""
+    (folder / "told" / str(rank)).mkdir(parents=True)
+    put(folder / "told", rank, told)
+    with seen_by() as seen:
+        run = Retraining(rank, folder, FULL, name="told", shared_storage_path=folder / "kept", save_on_signals=False)
+        with run.trainer:
+            run.train(until)
+    changes = [(e["step"], e["details"]["new"]["parallelism.strategy"]) for e in resharded(run.folder, rank)]
+    return changes, run.plan.strategy, seen.log
+
+
+@pytest.mark.parametrize(
+    ("told", "changes"),
+    [
+        ({"version": 1, "parallelism": {"strategy": "no_shard"}}, [(0, "no_shard")]),
+        ({"version": 1, "parallelism": {"strategy": "shard_grad_op", "unit": "whole"}}, [(0, "shard_grad_op")]),
+        ({"version": 1, "parallelism": {"strategy": "no_shard"}, "apply_at_step": 5}, [(5, "no_shard")]),
+        ({"version": 1, "parallelism": {"strategy": "hybrid_shard", "shard_degree": 5}}, []),
+        ({"version": 1, "user": {"mixup": 1}}, []),
+    ],
+)
+def test_a_run_that_is_resumed_beneath_a_file_changes_once_to_the_plan_of_that(
+    ranks: RankPool, tmp_path: Path, told: dict[str, Any], changes: list[Any]
+) -> None:
+    ranks.run(2, go_on_by_file, tmp_path, "first", 2)  # under a plan that is neither the script's nor the file's
+    for made, strategy, log in ranks.run(2, go_on_told, tmp_path, told, 7):
+        assert made == changes, log
+        assert strategy == (changes[-1][1] if changes else "full_shard")
+        assert not any("parallelism" in line for line in log if "resuming from" in line)
 
 
 def go_on_plain(rank: int, folder: Path) -> None:

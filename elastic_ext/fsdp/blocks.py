@@ -6,13 +6,14 @@ is first asked for, and from then on only told whether to act.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from elastic_ext.errors import ElasticError
 
+from .internals import is_compiled
 from .plan import blocks_recomputed
 
 __all__ = ["Units", "blocks_of", "recompute", "why_not_recompute"]
@@ -20,11 +21,13 @@ __all__ = ["Units", "blocks_of", "recompute", "why_not_recompute"]
 Units: TypeAlias = type[nn.Module] | Sequence[str] | None
 """A class of modules, their names, or None for the repeated blocks that are found."""
 
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
 
 def blocks_of(model: nn.Module, units: Units = None) -> list[nn.Module]:
     """The model's blocks, in its order; ValueError where what was given names none."""
     if units is None:
-        return list(_repeated(model))
+        return _repeated(model)
     if isinstance(units, type) and issubclass(units, nn.Module):
         found = [module for module in _outermost(model, units) if any(True for _ in module.parameters())]
         if not found:
@@ -60,10 +63,15 @@ def recompute(blocks: Sequence[nn.Module], ratio: float) -> None:
         state.enable_hook = is_chosen
 
 
-def why_not_recompute(blocks: Sequence[nn.Module], ratio: float) -> str | None:
-    """Why a share of the blocks cannot be computed again, None where it can."""
+def why_not_recompute(model: nn.Module, blocks: Sequence[nn.Module], ratio: float) -> str | None:
+    """Why a share of the model's blocks cannot be computed again, None where it can."""
     if ratio and not blocks:
         return "activation_checkpoint is given, and no repeated blocks were found; name them with units="
+    if ratio and _are_in_compiled(model, {id(block) for block in blocks}, is_within=False):
+        return (
+            "activation_checkpoint is given, and blocks are compiled as parts of a larger module, where torch cannot "
+            "compute them again; compile each by itself instead, with block.compile()"
+        )
     try:
         _composable()
     except ElasticError as error:
@@ -71,17 +79,60 @@ def why_not_recompute(blocks: Sequence[nn.Module], ratio: float) -> str | None:
     return None
 
 
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """What lies in lists of two or more modules of one class, each of several parts; the outermost of them."""
-    parts = [part for part in module.children() if any(True for _ in part.parameters())]
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-    if is_list and len(parts) > 1 and len({type(part) for part in parts}) == 1:
-        is_of_lists = isinstance(parts[0], (nn.ModuleList, nn.ModuleDict))  # which nobody calls
-        if not is_of_lists and all(any(True for _ in part.children()) for part in parts):
-            yield from parts
-            return
-    for part in parts:
-        yield from _repeated(part)
+def _are_in_compiled(module: nn.Module, blocks: Collection[int], *, is_within: bool) -> bool:
+    if id(module) in blocks:
+        return is_within
+    is_within = is_within or is_compiled(module)
+    return any(_are_in_compiled(part, blocks, is_within=is_within) for part in module.children())
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """What lists of modules repeat; and what a list has one of, where others repeat it, or nothing is repeated."""
+    several = list(_several(model))
+    found = several + list(_lone(model, {type(block) for block in several}))
+    chosen = {id(block) for block in found}
+    return [module for module in model.modules() if id(module) in chosen]
+
+
+def _several(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost lists' candidates, where there are several in one."""
+    chosen = _candidates(module)
+    for part in _parts(module):
+        if len(chosen) > 1 and any(part is each for each in chosen):
+            yield part
+        else:
+            yield from _several(part)
+
+
+def _lone(module: nn.Module, kinds: Collection[type[nn.Module]]) -> Iterator[nn.Module]:
+    """Of lists with one candidate: those of these kinds; where there are none, those that hold no other."""
+    chosen = _candidates(module)
+    for part in _parts(module):
+        is_chosen = any(part is each for each in chosen)
+        if is_chosen and (len(chosen) > 1 or type(part) in kinds):
+            yield part
+            continue
+        inner = list(_lone(part, kinds))
+        yield from inner
+        if is_chosen and not kinds and not inner:
+            yield part
+
+
+def _candidates(module: nn.Module) -> list[nn.Module]:
+    """What may be blocks of a list: modules of one class, each of several parts, beside whatever has none."""
+    if not isinstance(module, _LISTS):
+        return []
+    parts = _parts(module)
+    if len(parts) == 1 or len({type(part) for part in parts}) > 1:
+        parts = [part for part in parts if not isinstance(part, _LISTS)]
+    else:
+        parts = [part for part in parts if not isinstance(part, (nn.ModuleList, nn.ModuleDict))]  # nobody calls these
+    parts = [part for part in parts if any(True for _ in part.children())]
+    return parts if len({type(part) for part in parts}) == 1 else []
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.children() if any(True for _ in part.parameters())]
 
 
 def _outermost(model: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:

@@ -17,7 +17,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from elastic_ext.errors import ElasticError
 
-__all__ = ["FlatPart", "flat_parts", "num_outer", "reshard_flat", "sharded_dim", "transient_buffers", "version_of"]
+__all__ = [
+    "FlatPart",
+    "flat_parts",
+    "is_compiled",
+    "num_outer",
+    "reshard_flat",
+    "sharded_dim",
+    "transient_buffers",
+    "version_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,11 @@ class FlatPart:
     """FSDP1 spreads it over ranks, rather than keep replicas of it."""
     fault: str | None
     """Why that cannot be said of it, None if it can."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """What is called in its place is compiled: by ``module.compile()``, or as what ``torch.compile`` has given."""
+    return _found(module, "_compiled_call_impl") is not None or "_orig_mod" in dict(module.named_children())
 
 
 def transient_buffers(module: nn.Module) -> frozenset[str]:

@@ -50,7 +50,9 @@ def recognise(model: nn.Module, blocks: Sequence[nn.Module], *, num_ranks: int) 
     (wrapper,) = wrappers
     replica = Replica(wrapper.module, wrapper.process_group, arguments_of(wrapper))
     replica.wrapper = wrapper
-    return Recognised(ParallelPlan(strategy="no_shard", bucket_cap_mb=wrapper.bucket_bytes_cap / _MIB), replica)
+    is_torchs_own = getattr(wrapper, "bucket_bytes_cap_default", False)  # where the first bucket is a smaller one
+    cap = None if is_torchs_own else wrapper.bucket_bytes_cap / _MIB
+    return Recognised(ParallelPlan(strategy="no_shard", bucket_cap_mb=cap), replica)
 
 
 def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> Recognised:

@@ -82,6 +82,7 @@ def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
         ("mixed_precision", "mixed precision of its own"),
         ("_comm_hooks", "a communication hook"),
         ("_delay_all_reduce_params", "parameters whose sharing is delayed"),
+        ("bucket_bytes_cap_list", "buckets that are sized one by one"),
     ):
         if getattr(replica, name, None):
             raise ValueError(f"the model is in DDP with {what}; its sharding has to stay")
@@ -96,6 +97,7 @@ def set_aside(wrapper: DistributedDataParallel) -> None:
     wrapper.forward = Hook(_straight_through, wrapper.module)  # type: ignore[method-assign]
     if hasattr(wrapper, "reducer"):
         del wrapper.reducer  # which would keep parameters that are replaced
+    wrapper._module_parameters = []  # and so would this
 
 
 def _straight_through(module: nn.Module, *arguments: Any, **options: Any) -> Any:

@@ -49,14 +49,23 @@ class Spread:
         self._group: dist.ProcessGroup | None = None
         self._root = root_of(model)
         self._blocks = blocks_of(model, units)
-        found = Recognised()
+        self.plan = None
+        self._replica: Replica | None = None
+        self._meshes: dict[Degrees, DeviceMesh] = {}
+        self.look()
+
+    def look(self) -> None:
+        """See how the model lies, where that could not be told: its user may have changed what stood against it."""
+        if self.plan is not None:
+            return
+        found, self.why_not = Recognised(), None
         try:
-            found = recognise(model, self._blocks, num_ranks=self.num_ranks)
+            found = recognise(self.model, self._blocks, num_ranks=self.num_ranks)
         except (ValueError, ElasticError) as error:
             self.why_not = str(error)
-        self.plan = found.plan
-        self._replica = found.replica
-        self._meshes: dict[Degrees, DeviceMesh] = {} if found.mesh is None else dict([found.mesh])
+        self.plan, self._replica = found.plan, found.replica
+        if found.mesh is not None:
+            self._meshes = dict([found.mesh])
 
     @property
     def num_ranks(self) -> int:
@@ -70,11 +79,12 @@ class Spread:
 
     def put_on(self, plan: ParallelPlan) -> None:
         """Spread a model that is not: all ranks take rank 0's values. All of them call this."""
+        self.look()
         _raise(self.why_not)
         if self.plan is not None:
             raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
         degrees = plan.degrees(self.num_ranks, self._num_local)
-        _raise(why_not_recompute(self._blocks, plan.ratio) or why_not_called(self.model))
+        _raise(why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_called(self.model))
         if not plan.is_replicated:
             if not dist.is_initialized():
                 raise ValueError(_PLAIN)
@@ -90,9 +100,10 @@ class Spread:
 
     def transition(self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = ()) -> tuple[Transition | None, str]:
         """What a change to another plan takes, or None and why it cannot be; nothing is changed."""
+        self.look()
         if self.why_not is not None or self.plan is None:
             return None, self.why_not or "the model is not spread; call trainer.parallelize(model, plan) first"
-        refusal = why_not_recompute(self._blocks, plan.ratio) or why_not_unit(plan, self._blocks)
+        refusal = why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_unit(plan, self._blocks)
         if refusal is not None:
             return None, refusal
         tensors = self._tensors(optimizers)
