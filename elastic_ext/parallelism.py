@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -126,6 +126,7 @@ class Parallelism:
             change = None
             if "spread" in made.steps:
                 change = self._spread.prepare(plan, self._optimizers, self._registered(), self._known())
+                made = replace(made, items=tuple(change.freight.items))  # with what is registered
         except (ValueError, ElasticError) as error:
             return str(error)
         self._prepared = plan, made, change

@@ -102,7 +102,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         parallelism = Parallelism(
             spread,
             [each.inner for each in parts.optimizers],
-            lambda: list(registered.values()),
+            lambda: [registered[name] for name in sorted(registered)],
             known=gradients.holders,
             agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
             fence=lambda: session.fence(),  # which is made below

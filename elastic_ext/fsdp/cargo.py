@@ -98,11 +98,6 @@ def carried_with(
         _refuse_hidden(optimizer)
     for at, each in enumerate(parameters):
         parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
-        if not parameter.is_contiguous():
-            raise ValueError(
-                f"{name} does not lie in memory in the order of its dimensions, as with memory_format=channels_last or "
-                "t(), and fully_shard takes no such parameter; make it contiguous() before the model is spread"
-            )
         carrying.add(name, parameter, dim, parameter=at)
         if parameter.grad is not None:
             carrying.add(f"{name} (gradient)", parameter.grad, dim, _PutGradient(each), may_share=True)

@@ -103,7 +103,8 @@ class Change:
         self._wake_again = wake_again
         self._parameters = list(parameters_of(model, self._survey))
         managed = {id(each.tensor) for each in self._parameters}
-        self._left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
+        self.left_out = {parameter for parameter in model.parameters() if id(parameter) not in managed}
+        """Of fully_shard, by its user."""
         degrees = self._after.degrees if isinstance(self._after, Sharded) else None
         carried = carried_with(model, self._parameters, optimizers, registered, degrees)
         self._carried: list[Carried | None] = [*carried]  # None: where it shall be
@@ -124,7 +125,7 @@ class Change:
     @property
     def holders(self) -> list[object]:
         """What of this change refers to parameters."""
-        own: list[object] = [self._left_out, *self._parameters, *self._carried]
+        own: list[object] = [self.left_out, *self._parameters, *self._carried]
         own += [module._flat_weights for module in self._model.modules() if isinstance(module, nn.RNNBase)]
         if self._survey is not None:
             own += [*self._survey.slots, *(slot.keeper for slot in self._survey.slots)]
@@ -220,7 +221,7 @@ class Change:
 
     def _put_on(self, units: Sequence[Unit], mesh: DeviceMesh | None) -> list[Slot]:
         dims = {each.places[0]: each.dim for each in self._parameters}
-        rewire.put_on(units, mesh, dims, self._left_out)
+        rewire.put_on(units, mesh, dims, self.left_out)
         by_place = {place: slot for slot in rewire.slots_of(self._model) for place in slot.places}
         return [by_place[each.places[0]] for each in self._parameters]
 

@@ -8,7 +8,6 @@ model.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -16,6 +15,7 @@ from .layout import Box, Layout
 from .placements import Cut, box_after
 
 __all__ = [
+    "MOST_MIB",
     "UNEVEN",
     "Degrees",
     "Layouts",
@@ -25,6 +25,9 @@ __all__ = [
     "parts_of",
     "units_of_blocks",
 ]
+
+MOST_MIB = 1 << 20
+"""Of a bucket: a tebibyte."""
 
 Strategy: TypeAlias = Literal["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"]
 
@@ -69,7 +72,7 @@ def parts_of(shape: tuple[int, ...], dim: int, num_parts: int) -> tuple[Box, ...
     return tuple(box for box in boxes if box is not None)  # a single cut leaves one block
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ParallelPlan:
     """How a model is to be spread; the strategies are named as torch's are, in either case.
 
@@ -97,8 +100,10 @@ class ParallelPlan:
         if self.unit != "whole":
             _check_count("unit", self.unit, 1, also=' or "whole"')
         cap = self.bucket_cap_mb
-        if cap is not None and not (_is_number(cap) and 0 < cap < math.inf):
-            raise ValueError(f"bucket_cap_mb is {cap!r}; allowed: a number above 0, in MiB, or None for torch's own")
+        if cap is not None and not (_is_number(cap) and 0 < cap <= MOST_MIB):
+            raise ValueError(
+                f"bucket_cap_mb is {cap!r}; allowed: a number above 0 and up to {MOST_MIB}, in MiB, or None for torch's own"
+            )
         if self.strategy == "no_shard" and (self.shard_degree or 1) > 1:
             raise ValueError(
                 f"shard_degree is {self.shard_degree} with the strategy no_shard, where nothing is sharded; choose "

@@ -48,6 +48,8 @@ def recognise(model: nn.Module, blocks: Sequence[nn.Module], *, num_ranks: int) 
     if not wrappers:
         return Recognised()
     (wrapper,) = wrappers
+    if {*model.parameters()} - {*wrapper.parameters()}:
+        raise ValueError("some of the model's parameters lie outside of the part that is in DDP; wrap it as a whole")
     replica = Replica(wrapper.module, wrapper.process_group, arguments_of(wrapper))
     replica.wrapper = wrapper
     is_torchs_own = getattr(wrapper, "bucket_bytes_cap_default", False)  # where the first bucket is a smaller one

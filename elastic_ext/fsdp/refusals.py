@@ -5,11 +5,13 @@ What the plans themselves say against it is in transition.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import rewire
@@ -17,7 +19,16 @@ from .holders import strangers
 from .plan import ParallelPlan
 from .units import Modules, Settings, Unit
 
-__all__ = ["why_not_called", "why_not_cut", "why_not_replace", "why_not_tied", "why_not_unit", "why_not_whole"]
+__all__ = [
+    "why_not_called",
+    "why_not_cut",
+    "why_not_leave_ddp",
+    "why_not_mixed",
+    "why_not_replace",
+    "why_not_tied",
+    "why_not_unit",
+    "why_not_whole",
+]
 
 _KEEPS = (
     'which DDP does not know of; choose the strategy "hybrid_shard" with shard_degree=1 instead of no_shard, which '
@@ -49,10 +60,7 @@ def why_not_unit(plan: ParallelPlan, blocks: Sequence[nn.Module]) -> str | None:
 
 def why_not_tied(root: nn.Module, groups: Sequence[Modules]) -> str | None:
     """One parameter would lie in two of the units, which are given innermost first."""
-    owner: dict[int, int] = {}
-    for at, modules in reversed(list(enumerate(groups))):  # the outermost first, then what lies within it
-        for module in modules:
-            owner.update((id(part), at) for part in module.modules())
+    owner = _owners(groups)
     seen: dict[int, tuple[int, str]] = {}
     for prefix, module in root.named_modules():
         for name, parameter in module._parameters.items():
@@ -69,15 +77,56 @@ def why_not_tied(root: nn.Module, groups: Sequence[Modules]) -> str | None:
 
 
 def why_not_cut(model: nn.Module) -> str | None:
-    """A parameter has nothing that could be shared out."""
+    """A parameter has nothing that could be shared out, or gets gradients that could not be."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             return f"{name} has no dimension that fully_shard could cut; give it the shape (1,)"
+        if parameter.numel() == 0:
+            return f"{name} is of shape {tuple(parameter.shape)}, which has nothing to share out; leave it out"
+        if not parameter.is_contiguous():
+            return (
+                f"{name} does not lie in memory in the order of its dimensions, as with memory_format=channels_last or "
+                "t(), and fully_shard takes no such parameter; make it contiguous() before the model is spread"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            return f"{name} has sparse gradients, which fully_shard does not share out; make it with sparse=False"
     return None
 
 
-def why_not_whole(model: nn.Module, units: Sequence[Unit]) -> str | None:
+def why_not_mixed(root: nn.Module, groups: Sequence[Modules]) -> str | None:
+    """A unit would gather trained parameters of several types, at which fully_shard fails in the next pass."""
+    owner = _owners(groups)
+    first: dict[int, tuple[torch.dtype, str]] = {}
+    for prefix, module in root.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or id(module) not in owner:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            dtype, other = first.setdefault(owner[id(module)], (parameter.dtype, full))
+            if dtype != parameter.dtype:
+                return (
+                    f"{other} is {dtype} and {full} is {parameter.dtype}, and one unit would gather both; choose units "
+                    "whose trained parameters are of one type, or convert them"
+                )
+    return None
+
+
+def why_not_leave_ddp(options: Mapping[str, Any]) -> str | None:
+    """DDP was told that ranks may use different parts of the model, whose gathering would be taken for one another."""
+    if not options.get("find_unused_parameters"):
+        return None
+    return (
+        "the model is in DDP with find_unused_parameters=True: a sharded plan gathers parameters in the forward pass, "
+        "and where ranks do not use the same ones, in the same order, wrong values would come to them; wrap it without "
+        "where they do"
+    )
+
+
+def why_not_whole(model: nn.Module, units: Sequence[Unit], left_out: Collection[torch.Tensor]) -> str | None:
     """Something is set on its units that would be lost: whole parameters are trained as they are."""
+    if left_out:
+        return f"{len(left_out)} parameters were left out of fully_shard with ignored_params, {_KEEPS}"
     for unit in units:
         if unit.precision != MixedPrecisionPolicy() or type(unit.offload) is not OffloadPolicy:
             return f"the model is sharded with a policy for mixed precision or offloading, {_KEEPS}"
@@ -92,6 +141,8 @@ def why_not_replace(
 ) -> str | None:
     """Hooks on parameters that become other objects, or somebody who has one and is not ``known`` to let go of it."""
     for tensor in parameters:
+        if type(tensor) not in (nn.Parameter, DTensor):
+            return f"a parameter of shape {tuple(tensor.shape)} is a {type(tensor).__qualname__}, {_BECOMES}"
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             return f"a parameter of shape {tuple(tensor.shape)} has hooks, {_BECOMES}"
     found = strangers(model, optimizers, parameters, known)
@@ -99,3 +150,12 @@ def why_not_replace(
         return None
     more = f", and {len(found) - 3} more" if len(found) > 3 else ""
     return f"a parameter is also held by {', '.join(found[:3])}{more}, {_BECOMES}"
+
+
+def _owners(groups: Sequence[Modules]) -> dict[int, int]:
+    """Which unit has each module, by identity; units are given innermost first."""
+    owner: dict[int, int] = {}
+    for at, modules in reversed(list(enumerate(groups))):  # the outermost first, then what lies within it
+        for module in modules:
+            owner.update((id(part), at) for part in module.modules())
+    return owner

@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from elastic_ext.errors import ElasticError
 from elastic_ext.hooks import Hook
 
-__all__ = ["Replica", "arguments_of", "set_aside"]
+__all__ = ["Replica", "arguments_of", "make_sure_of_ddp", "set_aside"]
 
-_PARTS = ("_pre_forward", "_post_forward", "reducer")
+_PARTS = ("_pre_forward", "_post_forward")
 _TAKEN_OVER = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
 
 
@@ -48,9 +48,6 @@ class Replica:
             bucket_cap_mb=bucket_cap_mb,
             **self.options,
         )
-        missing = [name for name in _PARTS if not hasattr(engine, name)]
-        if missing:
-            raise ElasticError(f"torch {torch.__version__} has no {', '.join(missing)} in DistributedDataParallel")
         self._handles = [
             self.module.register_forward_pre_hook(Hook(_before, engine), with_kwargs=True, prepend=True),
             self.module.register_forward_hook(Hook(_after, engine)),
@@ -76,12 +73,23 @@ class Replica:
         self.engine = None
 
 
+def make_sure_of_ddp() -> None:
+    """Raise where this torch has no such DDP."""
+    missing = [name for name in _PARTS if not hasattr(DistributedDataParallel, name)]
+    if missing:
+        raise ElasticError(
+            f"torch {torch.__version__} has no {', '.join(missing)} in DistributedDataParallel, by which gradients are "
+            "averaged beneath a model; use a sharded plan, or another torch"
+        )
+
+
 def arguments_of(replica: DistributedDataParallel) -> dict[str, Any]:
     """What a user has told DDP; ValueError where it could not be told again."""
     for name, what in (
         ("mixed_precision", "mixed precision of its own"),
         ("_comm_hooks", "a communication hook"),
         ("_delay_all_reduce_params", "parameters whose sharing is delayed"),
+        ("parameters_to_ignore", "parameters that it ignores"),
         ("bucket_bytes_cap_list", "buckets that are sized one by one"),
     ):
         if getattr(replica, name, None):

@@ -17,12 +17,22 @@ from elastic_ext.errors import ElasticError
 
 from . import rewire
 from .blocks import Units, blocks_of, recompute, why_not_recompute
+from .cargo import parameters_of
 from .companions import Tensors
 from .live import Agree, Change, Moved, Sharded, Whole
 from .plan import Degrees, ParallelPlan
 from .recognise import Recognised, recognise, root_of
-from .refusals import why_not_called, why_not_cut, why_not_replace, why_not_tied, why_not_unit, why_not_whole
-from .replica import Replica
+from .refusals import (
+    why_not_called,
+    why_not_cut,
+    why_not_leave_ddp,
+    why_not_mixed,
+    why_not_replace,
+    why_not_tied,
+    why_not_unit,
+    why_not_whole,
+)
+from .replica import Replica, make_sure_of_ddp
 from .transition import BUCKET_BYTES, Pace, Tensor, Transition, transition
 from .units import Survey, Unit, modules_by_unit, prefetching, units_for
 
@@ -84,6 +94,7 @@ class Spread:
         if self.plan is not None:
             raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
         degrees = plan.degrees(self.num_ranks, self._num_local)
+        list(parameters_of(self.model, None))  # raises where they are cut already
         _raise(why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_called(self.model))
         if not plan.is_replicated:
             if not dist.is_initialized():
@@ -116,10 +127,13 @@ class Spread:
             pace=self._pace,
             bucket_bytes=self._bucket_bytes,
         )
-        if made is None or not {"spread", "gather", "prefetch"} & {*made.steps}:
+        if made is None or not {"spread", "gather", "prefetch", "buckets"} & {*made.steps}:
             return made, told
         try:
-            rewire.make_sure_of(self.model)
+            if plan.is_replicated:
+                make_sure_of_ddp()
+            if made.steps[0] != "buckets":
+                rewire.make_sure_of(self.model)
         except (ValueError, ElasticError) as error:
             return None, str(error)
         return made, told
@@ -137,6 +151,9 @@ class Spread:
         """
         assert self.plan is not None
         before = self.plan
+        if not plan.is_replicated:
+            refusal = None if self._replica is None else why_not_leave_ddp(self._replica.options)
+            _raise(refusal or why_not_cut(self.model))
         if plan.is_replicated:
             wake: Callable[[], object] = lambda: self._wake(plan.bucket_cap_mb)  # noqa: E731
             after: Callable[[Survey | None], Sharded | Whole] = lambda _: Whole(wake)  # noqa: E731
@@ -153,7 +170,7 @@ class Spread:
             bucket_bytes=self._bucket_bytes,
         )
         if plan.is_replicated:
-            _raise(why_not_whole(self.model, change.units_before))
+            _raise(why_not_whole(self.model, change.units_before, change.left_out))
         if change.replaced:
             own = [] if self._replica is None else self._replica.holders
             held = [*registered, *known, *change.holders, *own]
@@ -211,7 +228,8 @@ class Spread:
             groups = [unit.modules for unit in survey.units]
         else:
             groups = modules_by_unit(plan, self._root, self._blocks, survey)
-        _raise(why_not_unit(plan, self._blocks) or why_not_tied(self._root, groups))
+        refusal = why_not_unit(plan, self._blocks) or why_not_tied(self._root, groups)
+        _raise(refusal or why_not_mixed(self._root, groups))
         return units_for(plan, groups, survey)
 
     # --- doing it -----------------------------------------------------------------------------------------------------
