@@ -102,7 +102,7 @@ class ParallelPlan:
         cap = self.bucket_cap_mb
         if cap is not None and not (_is_number(cap) and 0 < cap <= MOST_MIB):
             raise ValueError(
-                f"bucket_cap_mb is {cap!r}; allowed: a number above 0 and up to {MOST_MIB}, in MiB, or None for torch's own"
+                f"bucket_cap_mb is {cap!r}; allowed: a number above 0, up to {MOST_MIB}, in MiB, or None for torch's"
             )
         if self.strategy == "no_shard" and (self.shard_degree or 1) > 1:
             raise ValueError(
