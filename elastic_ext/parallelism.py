@@ -34,6 +34,11 @@ _PATHS: Mapping[str, str] = {
 }
 _LEFT_TO_TORCH = ("prefetch", "bucket_cap_mb")  # where a plan has None
 
+_HALF = (
+    "a change of how the model is spread failed halfway, and parts of it lie by either plan: start the job again, "
+    "which resumes from a checkpoint"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardReport:
@@ -87,12 +92,13 @@ class Parallelism:
         agree: Agree,
         fence: Callable[[], None],
         on_spread: Callable[[], None],
+        give_up: Callable[[str], None],
         tell: Callable[[ReshardReport], None],
     ) -> None:
         """Of a model with a plan. ``known`` lets go of what it can, and gives what else of ours refers to parameters.
 
         ``fence`` returns once none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell``
-        what that has cost.
+        what that has cost, and ``give_up`` why training cannot go on with it.
         """
         self.report: ReshardReport | None = None
         """Of the last change."""
@@ -106,6 +112,7 @@ class Parallelism:
         self._agree = agree
         self._fence = fence
         self._on_spread = on_spread
+        self._give_up = give_up
         self._tell = tell
         self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
 
@@ -146,6 +153,10 @@ class Parallelism:
         began, old = time.perf_counter(), self._spread.plan
         try:
             moved = self._spread.change(made, change, self._agree)
+        except BaseException:
+            if change is None or change.has_begun:
+                self._give_up(_HALF)
+            raise
         finally:
             self._on_spread()  # also where it has gone back: DDP is another object by then
         self._spread.wait()

@@ -107,6 +107,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
             fence=lambda: session.fence(),  # which is made below
             on_spread=lambda: gradients.take_up(spread.engine),
+            give_up=lambda why: session.steps.give_up(why),
             tell=lambda report: session.tell_resharded(report),
         )
     follower.compare_schedules(lambda: state.num_scheduled)

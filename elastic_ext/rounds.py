@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -310,4 +310,16 @@ def _key(file: ElasticConfig) -> tuple[int, str]:
 
 
 def _in_words(reasons: Mapping[int, list[str]]) -> str:
-    return "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in sorted(reasons.items()))
+    """Each reason once, with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, texts in sorted(reasons.items()):
+        ranks.setdefault(", ".join(texts), []).append(rank)
+    return "; ".join(f"{_ranks_in_words(having)}: {text}" for text, having in ranks.items())
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

@@ -251,6 +251,12 @@ class Steps:
             "have all ranks call trainer.rewind() for another one"
         )
 
+    def give_up(self, why: str) -> None:
+        """Between two steps: nothing goes on from here."""
+        self.can_mend, self.num_torn = False, 0
+        self._is_like_before = False
+        self.torn = TornStepError(why)
+
     def start_over(self, *, passes_over: bool) -> None:
         """All is as a checkpoint has it: nothing of a step is under way, nor left of the last one.
 

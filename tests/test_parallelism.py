@@ -23,6 +23,7 @@ def _parallelism(spread: Any, optimizer: Any, told: list[Any]) -> Parallelism:
         agree=agreeing,
         fence=lambda: told.append("fence"),
         on_spread=lambda: told.append("taken up"),
+        give_up=told.append,
         tell=told.append,
     )
 

@@ -110,6 +110,8 @@ class Change:
         self._carried: list[Carried | None] = [*carried]  # None: where it shall be
         self.freight = Freight([each.item for each in carried], 2 * bucket_bytes)
         """What has to be moved."""
+        self.has_begun = False
+        """Whether something has been moved, so that there is no way back."""
 
     @property
     def replaced(self) -> list[torch.Tensor]:
@@ -195,6 +197,7 @@ class Change:
         assert carrier is not None
         locals_before.clear()
         self._survey = None  # which keeps what was there
+        self.has_begun = True
         for bucket in buckets:
             if bucket.first and error is None:
                 try:

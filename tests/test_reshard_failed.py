@@ -1,0 +1,87 @@
+"""Trainings in which a change of plan fails halfway: all ranks stop, and a new start goes on from the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_ext import ApplyError, CheckpointInterval, TornStepError
+from elastic_ext.fsdp.plan import ParallelPlan
+from tests.ranks import RankPool
+from tests.resharding import FULL, KEPT, WHOLE
+from tests.retraining import Retraining, differing, stayed
+
+LAST = 9
+
+
+def _with_little_memory(run: Retraining, num_left: int) -> Any:
+    """From now on rank 1 can take so much more memory for what is moved, in buckets of one tensor each."""
+    run.trainer._setup.spread._bucket_bytes = 1
+    real, taken = torch.Tensor.new_empty, [0]
+
+    def failing(tensor: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        if run.rank == 1 and tensor.device.type != "meta":
+            taken[0] += 1
+            if taken[0] > num_left:
+                raise torch.OutOfMemoryError("no memory is left")
+        return real(tensor, *given, **options)
+
+    return failing
+
+
+def _without_chance(model: nn.Module) -> nn.Module:
+    """A Retraining seeds itself after it has resumed."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _fail(rank: int, folder: Path, old: ParallelPlan, new: ParallelPlan) -> tuple[int, int]:
+    """How many steps were kept when it failed, and in the end."""
+    losses, state = stayed(rank, folder, old, LAST, wrap=_without_chance)
+    kept: dict[str, Any] = {
+        "wrap": _without_chance,
+        "shared_storage_path": folder / "kept",
+        "checkpoint_interval": CheckpointInterval(steps=1),
+        "agree_every_steps": 1,
+    }
+    run = Retraining(rank, folder, old, **kept)
+    with pytest.MonkeyPatch().context() as patched:
+
+        def ask(run: Retraining) -> None:
+            patched.setattr(torch.Tensor, "new_empty", _with_little_memory(run, 12))
+            run.trainer.reshard(new)
+
+        with pytest.raises(ApplyError, match="no memory is left"):
+            run.train(LAST, {3: ask})
+    for refused in (
+        run.trainer.save_checkpoint,
+        run.trainer.rewind,
+        lambda: run.train(LAST),
+    ):
+        with pytest.raises(TornStepError, match=r"failed halfway.*start the job again"):
+            refused()
+    run.trainer.close()
+    again = Retraining(rank, folder, old, **kept)
+    num_kept = again.trainer.global_step
+    with again.trainer:
+        again.train(LAST, {num_kept: new})
+        assert again.plan == new
+        after = again.state()
+    assert differing(after, state) == []
+    assert again.losses == losses[num_kept:]
+    return num_kept, again.trainer.global_step
+
+
+@pytest.mark.parametrize(("old", "new"), [(FULL, KEPT), (FULL, WHOLE), (WHOLE, FULL)])
+def test_training_ends_and_a_new_start_goes_on_from_the_checkpoint(
+    ranks: RankPool, tmp_path: Path, old: ParallelPlan, new: ParallelPlan
+) -> None:
+    for num_kept, num_steps in ranks.run(2, _fail, tmp_path, old, new):
+        assert num_kept in (3, 4)
+        assert num_steps == LAST
