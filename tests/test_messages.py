@@ -21,7 +21,7 @@ OF_COMMANDS = re.compile(  # what these refuse is of the command that was typed,
     "casting|convert|dcp.*|export.*|parts|pickled|removing|retain|shardstream|streamed|todcp|verifying|visiting"
 )
 OF_PLANS = re.compile(  # docs/parallelism.md tells of these
-    "blocks|cargo|carrier|companions|freight|holders|live|plan|recognise|refusals|replica|rewire|spread|transition|units"
+    "blocks|cargo|carrier|companions|freight|fsdp2|holders|live|plan|recognise|refusals|replica|rewire|spread|transition|units"
 )
 MODULES = [
     *(

@@ -45,12 +45,12 @@ def strangers(
     wanted = set(map(id, suspects))
     with _all_tracked():
         found = [each for each in gc.get_referrers(*suspects) if id(each) not in by_id and each is not suspects]
-    return [words for each in found if (words := _in_words(each, wanted)) is not None]
+        return [words for each in found if (words := _in_words(each, wanted)) is not None]
 
 
 @contextmanager
 def _all_tracked() -> Iterator[None]:
-    """Python's collector does not find what was frozen."""
+    """Python's collector does not find what was frozen; garbage since then is not to be kept with it."""
     has_frozen = gc.get_freeze_count() > 0
     if has_frozen:
         gc.unfreeze()
@@ -58,6 +58,7 @@ def _all_tracked() -> Iterator[None]:
         yield
     finally:
         if has_frozen:
+            gc.collect()
             gc.freeze()
 
 
