@@ -36,11 +36,25 @@ class Parameter:
     tensor: nn.Parameter
     places: tuple[Place, ...]
     dim: int
+    is_there: bool = False
+    """It lies as it shall, and may have a gradient that does."""
+    _gradient: torch.Tensor | None = None  # that came before it
 
     def register(self) -> None:
         """Have the model have it there."""
         for module, name in self.places:
             setattr(module, name, self.tensor)  # as torch does, for modules that note it elsewhere too
+
+    def put_gradient(self, new: torch.Tensor) -> None:
+        """Give it another gradient, now or once it is there; and let go of the present one."""
+        self.tensor.grad = new if self.is_there else None
+        self._gradient = None if self.is_there else new
+
+    def arrive(self) -> None:
+        """It lies as it shall from now on."""
+        self.is_there = True
+        if self._gradient is not None:
+            self.put_gradient(self._gradient)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +69,7 @@ class Carried:
     puts: tuple[Callable[[torch.Tensor], None], ...]
     """Each puts another object in one of its places, but for a parameter's in the model."""
     item: Item
+    is_gradient: bool = False
 
     def put(self, new: torch.Tensor) -> None:
         """Have another object in all its places."""
@@ -100,7 +115,7 @@ def carried_with(
         parameter, name, dim = each.tensor, names[id(each.tensor)], each.dim
         carrying.add(name, parameter, dim, parameter=at)
         if parameter.grad is not None:
-            carrying.add(f"{name} (gradient)", parameter.grad, dim, _PutGradient(each), may_share=True)
+            carrying.add(f"{name} (gradient)", parameter.grad, dim, each.put_gradient, is_gradient=True)
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
@@ -111,7 +126,17 @@ def carried_with(
     for companion in companions_in(registered, by_name, was_sharded=was_sharded, is_sharded=degrees is not None):
         carrying.add(companion.name, companion.tensor, companion.dim, companion.put)
     carrying.refuse_shared(model)
-    return carrying.found
+    return _gradients_aside(carrying.found)
+
+
+def _gradients_aside(found: Sequence[Carried]) -> list[Carried]:
+    """The same in the order in which the least memory is taken.
+
+    Gradients of a unit lie in one memory, which goes when the last of them has moved: so they are the first to go where
+    there will be more of everything, and the last where there will be less.
+    """
+    grows = sum(sum(each.item.taken) - sum(each.item.given_back) for each in found) > 0
+    return sorted(found, key=lambda each: each.is_gradient is not grows)
 
 
 def _by_any_name(model: nn.Module, parameters: Sequence[Parameter]) -> Iterator[tuple[str, tuple[nn.Parameter, int]]]:
@@ -148,12 +173,9 @@ class _Carrying:
         put: Callable[[torch.Tensor], None] | None = None,
         *,
         parameter: int | None = None,
-        may_share: bool = False,
+        is_gradient: bool = False,
     ) -> None:
-        """One that is to lie elsewhere; ``dim`` counts where it is whole, and one that is cut says it itself.
-
-        ``may_share`` says that its memory may be that of others as well.
-        """
+        """One that is to lie elsewhere; ``dim`` counts where it is whole, and one that is cut says it itself."""
         known = self._found.get(id(tensor))
         puts = () if put is None else (put,)
         if known is not None:
@@ -179,8 +201,8 @@ class _Carrying:
                 raise ValueError(UNEVEN.format(name, dim, shape[dim], self._degrees.shard))
             new = self._after.of(shape, dim)
         item = self._router.item(name, old, new, tensor.element_size())
-        self._found[id(tensor)] = Carried(tensor, dim, parameter, puts, item)
-        if not may_share:
+        self._found[id(tensor)] = Carried(tensor, dim, parameter, puts, item, is_gradient)
+        if not is_gradient:  # those of a unit lie in one memory
             self._refuse_memory_of_another(name, tensor)
 
     def refuse_shared(self, model: nn.Module) -> None:
@@ -219,16 +241,6 @@ def _parts_by_rank(mesh: DeviceMesh) -> tuple[int, ...]:
             "meshes of all ranks"
         )
     return tuple(part_of[rank] for rank in range(len(part_of)))
-
-
-class _PutGradient:
-    """Puts a gradient where its parameter is, whichever object that is by then."""
-
-    def __init__(self, parameter: Parameter) -> None:
-        self._parameter = parameter
-
-    def __call__(self, new: torch.Tensor) -> None:
-        self._parameter.tensor.grad = new
 
 
 class _PutIn:

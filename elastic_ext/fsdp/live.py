@@ -279,8 +279,9 @@ class Change:
 
     def _bind(self, each: Carried, local: torch.Tensor, slots: Sequence[Slot], mesh: DeviceMesh | None) -> None:
         if each.parameter is not None:
-            slot = slots[each.parameter] if slots else None
-            self._bind_parameter(self._parameters[each.parameter], local, slot, mesh)
+            parameter = self._parameters[each.parameter]
+            self._bind_parameter(parameter, local, slots[each.parameter] if slots else None, mesh)
+            parameter.arrive()
         elif mesh is None:
             if each.tensor is not local:
                 each.put(local)
