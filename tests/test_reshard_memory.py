@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext.fsdp.plan import ParallelPlan
 from tests.ranks import RankPool
-from tests.resharding import KEPT, WHOLE, change, make
+from tests.resharding import FULL, KEPT, WHOLE, change, make
 
 WIDTH, NUM_BLOCKS = 64, 8
 LARGEST = WIDTH * WIDTH * 4  # bytes of a tensor
