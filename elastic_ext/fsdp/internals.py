@@ -20,6 +20,7 @@ from elastic_ext.errors import ElasticError
 __all__ = [
     "FlatPart",
     "flat_parts",
+    "has_hooks",
     "is_compiled",
     "num_outer",
     "reshard_flat",
@@ -53,6 +54,11 @@ def is_compiled(module: nn.Module) -> bool:
 def transient_buffers(module: nn.Module) -> frozenset[str]:
     """The names of its own buffers that ``state_dict()`` leaves out."""
     return frozenset(_found(module, "_non_persistent_buffers_set"))
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody is called when its gradient comes."""
+    return bool(_found(tensor, "_backward_hooks") or _found(tensor, "_post_accumulate_grad_hooks"))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from . import rewire
 from .holders import strangers
+from .internals import has_hooks
 from .plan import ParallelPlan
 from .units import Modules, Settings, Unit
 
@@ -143,7 +144,7 @@ def why_not_replace(
     for tensor in parameters:
         if type(tensor) not in (nn.Parameter, DTensor):
             return f"a parameter of shape {tuple(tensor.shape)} is a {type(tensor).__qualname__}, {_BECOMES}"
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        if has_hooks(tensor):
             return f"a parameter of shape {tuple(tensor.shape)} has hooks, {_BECOMES}"
     found = strangers(model, optimizers, parameters, known)
     if not found:
