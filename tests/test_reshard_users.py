@@ -49,12 +49,20 @@ def change_the_users(rank: int, folder: Path, how: str) -> None:
     called = []
     outer.register_forward_hook(lambda *_: called.append("after"))
     outer.register_forward_pre_hook(lambda *_: called.append("before"))
+    engines: list[Any] = []
+
+    def ask(run: Retraining) -> None:
+        engines.append(run.trainer._setup.spread.engine)
+        run.proposals.append(run.trainer.reshard(RECOMPUTED))
+
     with run.trainer:
-        run.train(11, {1: WHOLE, 3: KEPT, 5: WHOLE, 7: RECOMPUTED})
+        run.train(11, {1: WHOLE, 3: KEPT, 5: WHOLE, 7: ask})
         assert run.model is outer
         assert differing(run.state(), state) == []
     assert are_in_force(run)
     assert run.losses == losses
+    if how == "DDP, by hand":
+        assert (engines[0].gradient_as_bucket_view, engines[0].broadcast_buffers) == (True, False)
     assert list(outer.state_dict()) == names
     assert called == ["before", "after"] * 22
 
@@ -234,18 +242,18 @@ def test_a_model_that_accelerate_has_prepared_changes_as_well(
         assert losses == pytest.approx(plain, rel=1e-5)
 
 
+TOLD = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+MIXED = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+
+
 def _users_own(rank: int, how: str) -> None:
     torch.manual_seed(0)
     model: Any = Net()
     outer = model
     if how == "DDP":
-        outer = DistributedDataParallel(model, find_unused_parameters=True)
+        outer = DistributedDataParallel(model, **TOLD)
     else:
-        policy = (
-            MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-            if how == "mixed"
-            else MixedPrecisionPolicy()
-        )
+        policy = MIXED if how == "mixed" else MixedPrecisionPolicy()
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model)
@@ -272,7 +280,10 @@ def _users_own(rank: int, how: str) -> None:
     if how != "DDP":
         states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
         groups = [group for state in states for group in groups_of(state)]
-        assert groups
+        policies = {id(group): group.mp_policy for group in groups}
+        blocks = [group for part in model.blocks for group in groups_of(part._get_fsdp_state())]
+        assert {policies.pop(id(group)) for group in blocks} == {policy}
+        assert set(policies.values()) == {MixedPrecisionPolicy()}
         assert {(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in groups} == {
             (4.0, True)
         }
@@ -281,8 +292,11 @@ def _users_own(rank: int, how: str) -> None:
         with pytest.raises(ValueError, match="DDP does not know of"):
             change(spread, WHOLE, optimizer)
     else:
-        change(spread, WHOLE, optimizer)
-        take_step(spread, optimizer, 9)
+        for cap in (None, 0.01):  # the second one makes DDP anew by itself
+            change(spread, ParallelPlan(strategy="no_shard", bucket_cap_mb=cap), optimizer)
+            assert spread.engine is not None
+            assert {name: getattr(spread.engine, name) for name in TOLD} == TOLD
+            take_step(spread, optimizer, 9)
     spread.close()
 
 
