@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from elastic_ext.fsdp.plan import ParallelPlan
+from tests import retraining
 from tests.ranks import RankPool
 from tests.resharding import (
     FULL,
@@ -196,30 +197,44 @@ def _keep_users_things(rank: int) -> None:
     spread, optimizer = make(FULL)
     model: Any = spread.model
     seen: list[str] = []
-    model.embed.weight.register_hook(lambda gradient: seen.append("gradient"))
+    unused = model.embed.weight.register_hook(lambda gradient: seen.append("gradient"))
+    model.embed.weight.register_post_accumulate_grad_hook(lambda part: seen.append("accumulated"))
     model.blocks[0].register_forward_hook(lambda *_: seen.append("forward"))
     model.blocks[0].up.weight.of_the_user = "a note"
     average = {name: part.detach().clone() for name, part in model.named_parameters()}
+
+    def values() -> dict[str, torch.Tensor]:
+        return {name: retraining.whole(tensor) for name, tensor in average.items()}
+
+    def go_to(plan: ParallelPlan) -> None:
+        before = values()
+        change(spread, plan, optimizer, registered=[average])
+        after = values()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        assert model.blocks[0].up.weight.of_the_user == "a note"
+        for name, part in model.named_parameters():
+            assert isinstance(average[name], DTensor) is not plan.is_replicated
+            average[name].lerp_(part.detach(), 0.5)
+
     take_step(spread, optimizer, 0)
-    change(spread, HYBRID if dist.get_world_size() > 2 else KEPT, optimizer, registered=[average])
-    for name, part in model.named_parameters():
-        average[name].lerp_(part.detach(), 0.5)
-    assert model.blocks[0].up.weight.of_the_user == "a note"
+    calls = sorted(seen)
+    assert set(calls) == {"accumulated", "forward"}  # torch calls no hook of a sharded gradient itself
+    go_to(HYBRID if dist.get_world_size() > 2 else KEPT)
     seen.clear()
     take_step(spread, optimizer, 1)
-    assert seen.count("forward") == 1
-    model.embed.weight._backward_hooks.clear()
-    change(spread, WHOLE, optimizer, registered=[average])
-    assert model.blocks[0].up.weight.of_the_user == "a note"
-    for name, part in model.named_parameters():
-        assert not isinstance(average[name], DTensor)
-        average[name].lerp_(part.detach(), 0.5)
+    assert sorted(seen) == calls
+    assert len(model.embed.weight._backward_hooks) == 1
+    unused.remove()
+    model.embed.weight._post_accumulate_grad_hooks.clear()
+    go_to(WHOLE)
     saved = model.state_dict()
-    change(spread, FULL, optimizer, registered=[])
-    model.load_state_dict(
-        {name: part.to_dense() if part.is_sparse else part for name, part in model.state_dict().items()}
+    go_to(FULL)
+    again = model.state_dict()
+    assert saved.keys() == again.keys()
+    model.load_state_dict(again)
+    assert all(
+        torch.equal(retraining.whole(again[name]), retraining.whole(part)) for name, part in model.state_dict().items()
     )
-    assert saved.keys() == model.state_dict().keys()
     spread.close()
 
 

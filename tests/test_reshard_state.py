@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from elastic_ext import ElasticError
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.fsdp.spread import Spread
 from tests.ranks import RankPool
-from tests.resharding import FULL, KEPT, WHOLE, Net, all_of_it, change, make, take_step
+from tests.resharding import FULL, GRAD_OP, KEPT, WHOLE, Net, all_of_it, change, make, take_step
 from tests.retraining import whole
 
 SMALL, LARGE = 64, 8 << 20
@@ -79,11 +78,11 @@ def train(
         if plan != spread.plan:
             registered = [] if before is None else before(spread, optimizer)
             values = all_of_it(spread.model, optimizer)
-            held = [{key: whole(tensor) for key, tensor in each.items()} for each in registered]
+            held = [all_of(each) for each in registered]
             change(spread, plan, optimizer, registered=registered)
             assert differing(values, all_of_it(spread.model, optimizer)) == []
             for one, other in zip(held, registered, strict=True):
-                assert differing(one, {key: whole(tensor) for key, tensor in other.items()}) == []
+                assert differing(one, all_of(other)) == []
         optimizer.zero_grad()
         losses.append(take_step(spread, optimizer, number, clears=False))
     state = all_of_it(spread.model, optimizer)
@@ -94,6 +93,11 @@ def train(
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def all_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies, whole; ranks may have them in other orders."""
+    return {key: whole(tensor) for key, tensor in sorted(tensors.items())}
 
 
 def is_as_if_it_never_changed(plans: Sequence[ParallelPlan], how: str = "", **given: Any) -> None:
@@ -120,7 +124,7 @@ def go_turned(rank: int) -> None:
             assert part.grad is not None
             part.grad = turned(part.grad)
         if spread.plan == WHOLE:
-            assert not spread.model.embed.weight.grad.is_contiguous()  # type: ignore[union-attr]
+            assert not spread.model.embed.weight.grad.is_contiguous()  # type: ignore[union-attr, operator]
         return []
 
     is_as_if_it_never_changed(TOUR, "turned", before=turn)
@@ -161,7 +165,7 @@ def go_with_one_in_several_places(rank: int, how: str) -> None:
             is_one(spread, optimizer)
             return result
 
-        spread.change = changing  # type: ignore[method-assign]
+        spread.change = changing  # type: ignore[method-assign, assignment]
         return [held, more]
 
     is_as_if_it_never_changed(TOUR, how, before=look)
@@ -170,3 +174,102 @@ def go_with_one_in_several_places(rank: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["registered", "two keys", "gradient"])
 def test_one_tensor_in_several_places_moves_once_and_stays_one(ranks: RankPool, how: str) -> None:
     ranks.run(2, go_with_one_in_several_places, how)
+
+
+# --- what ranks have registered -------------------------------------------------------------------------------------
+
+
+def go_in_another_order(rank: int) -> None:
+    def registered(spread: Spread, optimizer: Optimizer) -> list[dict[str, torch.Tensor]]:
+        values = {name: part.detach() * 2 for name, part in trained_of(spread)}
+        return [dict(sorted(values.items(), reverse=bool(rank)))]
+
+    is_as_if_it_never_changed(TOUR, before=registered)
+
+
+def test_what_ranks_have_registered_in_another_order_moves_right(ranks: RankPool) -> None:
+    ranks.run(2, go_in_another_order)
+
+
+def go_on_after_another_set(rank: int) -> None:
+    def registered(spread: Spread, optimizer: Optimizer) -> list[dict[str, torch.Tensor]]:
+        values = {name: part.detach() * 2 for name, part in trained_of(spread)}
+        for_all, own = dict(list(values.items())[:3]), dict(list(values.items())[3 + rank : 4 + rank])
+        before = all_of_it(spread.model, optimizer)
+        objects, engine = [id(part) for part in spread.model.parameters()], spread.engine
+        for others in ([own], [values] if rank else [], [for_all, own]):
+            with pytest.raises(ElasticError, match="ranks would not move the same"):
+                change(spread, KEPT if spread.plan != KEPT else FULL, optimizer, registered=others)
+        assert differing(before, all_of_it(spread.model, optimizer)) == []
+        assert [id(part) for part in spread.model.parameters()] == objects
+        assert spread.engine is engine
+        return [for_all]
+
+    is_as_if_it_never_changed([FULL, FULL, KEPT, WHOLE, WHOLE, FULL], before=registered)
+
+
+def test_another_set_on_one_rank_is_refused_on_all_and_training_goes_on(ranks: RankPool) -> None:
+    ranks.run(2, go_on_after_another_set)
+
+
+# --- models of other kinds ------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Torch keeps the weights of an LSTM in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(7, 5, num_layers=2)
+        self.out = nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.out(self.lstm(x[None])[0][0])
+        return result
+
+
+class OfTwoTypes(nn.Module):
+    """Blocks in bfloat16, the rest not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()).bfloat16() for _ in range(2))
+        self.last = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).bfloat16()
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.last(x.float())
+        return result
+
+
+def go_with_a_model(rank: int, make_model: Callable[[], nn.Module], plans: Sequence[ParallelPlan]) -> None:
+    is_as_if_it_never_changed(plans, make_model=make_model)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "plans"),
+    [
+        (Recurrent, TOUR),
+        (OfTwoTypes, [KEPT, WHOLE, KEPT, WHOLE]),  # gradients of bfloat16 are added up otherwise where they are sharded
+        (OfTwoTypes, [FULL, GRAD_OP, FULL]),
+    ],
+)
+def test_models_of_other_kinds_change_as_well(
+    ranks: RankPool, make_model: Callable[[], nn.Module], plans: Sequence[ParallelPlan]
+) -> None:
+    ranks.run(2, go_with_a_model, make_model, plans)
+
+
+def go_between_all_plans(rank: int) -> None:
+    torch.manual_seed(0)
+    losses, _ = train([FULL] * len(TOUR), model=OfTwoTypes())
+    torch.manual_seed(0)
+    changed, _ = train(TOUR, model=OfTwoTypes())  # which sees that no change alters a value
+    assert changed == pytest.approx(losses, rel=1e-2)
+
+
+def test_units_of_one_type_each_change_between_all_plans(ranks: RankPool) -> None:
+    ranks.run(2, go_between_all_plans)

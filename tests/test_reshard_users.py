@@ -242,7 +242,7 @@ def test_a_model_that_accelerate_has_prepared_changes_as_well(
         assert losses == pytest.approx(plain, rel=1e-5)
 
 
-TOLD = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+TOLD: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
 MIXED = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
 
 
