@@ -45,7 +45,7 @@ def strangers(
     wanted = set(map(id, suspects))
     with _all_tracked():
         found = [each for each in gc.get_referrers(*suspects) if id(each) not in by_id and each is not suspects]
-    return [words for each in found if (words := _in_words(each, wanted)) is not None]
+        return [words for each in found if (words := _in_words(each, wanted)) is not None]
 
 
 @contextmanager
