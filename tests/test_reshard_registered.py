@@ -67,7 +67,7 @@ def test_registered_parameters_are_those_that_are_trained(ranks: RankPool, tmp_p
 def register_in_other_orders(rank: int, folder: Path) -> None:
     """Ranks give their names, and the tensors of each, in another order."""
     values: list[list[dict[str, torch.Tensor]]] = []
-    for name, plans in (("stayed", {}), ("changed", {1: WHOLE, 3: KEPT, 5: FULL})):
+    for name, plans in (("stayed", {}), ("changed", {1: WHOLE, 3: FULL, 5: KEPT})):
         run = Retraining(rank, folder, FULL, name=name, averages=False)
         with torch.no_grad():
             own = {
