@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
@@ -29,6 +30,7 @@ __all__ = [
     "Net",
     "agreeing",
     "all_of_it",
+    "by_blocks",
     "change",
     "hash_of",
     "in_rank_order",
@@ -90,6 +92,17 @@ def make(
     spread = Spread(model, num_local=dist.get_world_size(), bucket_bytes=bucket_bytes)
     spread.put_on(plan)
     return spread, AdamW([part for part in model.parameters() if part.requires_grad], lr=1e-2)
+
+
+def by_blocks(**options: Any) -> Callable[[Any], Any]:
+    """Has fully_shard make a unit of each block, and of the rest."""
+
+    def wrap(model: Any) -> Any:
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    return wrap
 
 
 def take_step(spread: Spread, optimizer: Optimizer, number: int, *, clears: bool = True) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "are_in_force",
     "differing",
     "needs_passes_taken_back",
+    "resharded",
     "stayed",
     "whole",
 ]
@@ -171,3 +173,9 @@ def are_in_force(run: Retraining) -> bool:
     """Every plan that was asked for."""
     assert [each.refusal for each in run.proposals if each.outcome != "in force"] == []
     return bool(run.proposals)
+
+
+def resharded(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What this rank has told of changes of plan."""
+    lines = (folder / str(rank) / f"events-{rank}.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == "resharded"]

@@ -54,11 +54,12 @@ def test_strategies_are_named_as_torch_names_them_in_either_case(named: Any, str
         ({"activation_checkpoint": True}, "activation_checkpoint is True; allowed"),
         ({"prefetch": -1}, "prefetch is -1; allowed: an integer >= 0"),
         ({"prefetch": 1.0}, "prefetch is 1.0; allowed: an integer >= 0"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0; allowed: a number above 0, in MiB"),
-        ({"bucket_cap_mb": math.inf}, "bucket_cap_mb is inf; allowed: a number above 0, in MiB"),
-        ({"bucket_cap_mb": math.nan}, "bucket_cap_mb is nan; allowed: a number above 0, in MiB"),
-        ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; allowed: a number above 0, in MiB"),
-        ({"bucket_cap_mb": True}, "bucket_cap_mb is True; allowed: a number above 0, in MiB"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb is 0; allowed: a number above 0, up to 1048576, in MiB"),
+        ({"bucket_cap_mb": math.inf}, "bucket_cap_mb is inf; allowed: a number above 0, up to 1048576, in MiB"),
+        ({"bucket_cap_mb": math.nan}, "bucket_cap_mb is nan; allowed: a number above 0, up to 1048576, in MiB"),
+        ({"bucket_cap_mb": 1e300}, "bucket_cap_mb is 1e+300; allowed: a number above 0, up to 1048576, in MiB"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; allowed: a number above 0, up to 1048576, in MiB"),
+        ({"bucket_cap_mb": True}, "bucket_cap_mb is True; allowed: a number above 0, up to 1048576, in MiB"),
     ],
 )
 def test_what_no_plan_may_say_is_refused_with_what_is_allowed(fields: dict[str, Any], words: str) -> None:
@@ -71,6 +72,11 @@ def test_activation_checkpoint_is_a_share_whichever_way_it_was_given(share: Any,
     plan = ParallelPlan(strategy="full_shard", activation_checkpoint=share)
     assert plan.ratio == ratio
     assert plan == ParallelPlan(strategy="full_shard", activation_checkpoint=ratio)
+
+
+def test_the_strategy_goes_without_its_name() -> None:
+    assert ParallelPlan("full_shard") == ParallelPlan(strategy="full_shard")
+    assert ParallelPlan("hybrid_shard", 2, 3) == ParallelPlan(strategy="hybrid_shard", shard_degree=2, unit=3)
 
 
 def test_plans_are_values() -> None:

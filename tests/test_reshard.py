@@ -6,26 +6,18 @@ import gc
 import itertools
 import os
 import random
-import re
-import signal
-import sys
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
 
-from elastic_ext.fsdp.fsdp2 import groups_of
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from tests import retraining
 from tests.ranks import RankPool
 from tests.resharding import (
     FULL,
@@ -35,7 +27,6 @@ from tests.resharding import (
     PLANS,
     WHOLE,
     Net,
-    agreeing,
     all_of_it,
     change,
     hash_of,
@@ -206,368 +197,49 @@ def _keep_users_things(rank: int) -> None:
     spread, optimizer = make(FULL)
     model: Any = spread.model
     seen: list[str] = []
-    model.embed.weight.register_hook(lambda gradient: seen.append("gradient"))
+    unused = model.embed.weight.register_hook(lambda gradient: seen.append("gradient"))
+    model.embed.weight.register_post_accumulate_grad_hook(lambda part: seen.append("accumulated"))
     model.blocks[0].register_forward_hook(lambda *_: seen.append("forward"))
     model.blocks[0].up.weight.of_the_user = "a note"
     average = {name: part.detach().clone() for name, part in model.named_parameters()}
+
+    def values() -> dict[str, torch.Tensor]:
+        return {name: retraining.whole(tensor) for name, tensor in average.items()}
+
+    def go_to(plan: ParallelPlan) -> None:
+        before = values()
+        change(spread, plan, optimizer, registered=[average])
+        after = values()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        assert model.blocks[0].up.weight.of_the_user == "a note"
+        for name, part in model.named_parameters():
+            assert isinstance(average[name], DTensor) is not plan.is_replicated
+            average[name].lerp_(part.detach(), 0.5)
+
     take_step(spread, optimizer, 0)
-    change(spread, HYBRID if dist.get_world_size() > 2 else KEPT, optimizer, registered=[average])
-    for name, part in model.named_parameters():
-        average[name].lerp_(part.detach(), 0.5)
-    assert model.blocks[0].up.weight.of_the_user == "a note"
+    calls = sorted(seen)
+    assert set(calls) == {"accumulated", "forward"}  # torch calls no hook of a sharded gradient itself
+    go_to(HYBRID if dist.get_world_size() > 2 else KEPT)
     seen.clear()
     take_step(spread, optimizer, 1)
-    assert seen.count("forward") == 1
-    model.embed.weight._backward_hooks.clear()
-    change(spread, WHOLE, optimizer, registered=[average])
-    assert model.blocks[0].up.weight.of_the_user == "a note"
-    for name, part in model.named_parameters():
-        assert not isinstance(average[name], DTensor)
-        average[name].lerp_(part.detach(), 0.5)
+    assert sorted(seen) == calls
+    assert len(model.embed.weight._backward_hooks) == 1
+    unused.remove()
+    model.embed.weight._post_accumulate_grad_hooks.clear()
+    go_to(WHOLE)
     saved = model.state_dict()
-    change(spread, FULL, optimizer, registered=[])
-    model.load_state_dict(
-        {name: part.to_dense() if part.is_sparse else part for name, part in model.state_dict().items()}
+    go_to(FULL)
+    again = model.state_dict()
+    assert saved.keys() == again.keys()
+    model.load_state_dict(again)
+    assert all(
+        torch.equal(retraining.whole(again[name]), retraining.whole(part)) for name, part in model.state_dict().items()
     )
-    assert saved.keys() == model.state_dict().keys()
     spread.close()
 
 
 def test_hooks_notes_and_registered_tensors_stay(ranks: RankPool) -> None:
     ranks.run(2, _keep_users_things)
-
-
-# --- models that others have spread ---------------------------------------------------------------------------------
-
-
-def _users_own(rank: int, how: str) -> None:
-    torch.manual_seed(0)
-    model: Any = Net()
-    outer = model
-    if how == "DDP":
-        outer = DistributedDataParallel(model, find_unused_parameters=True)
-    else:
-        policy = (
-            MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-            if how == "mixed"
-            else MixedPrecisionPolicy()
-        )
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model)
-        for part in (*model.blocks, model):
-            part.set_gradient_divide_factor(4.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide by itself
-            if hasattr(part, "set_reduce_scatter_max_input_buffers"):  # from torch 2.13 on
-                part.set_reduce_scatter_max_input_buffers(3)
-                part.set_reduce_scatter_unused_params(True)
-    optimizer = AdamW([part for part in outer.parameters() if part.requires_grad], lr=1e-2)
-    spread = Spread(outer, num_local=2)
-    assert spread.why_not is None
-    assert spread.plan is not None
-    assert spread.plan.strategy == ("no_shard" if how == "DDP" else "full_shard")
-    take_step(spread, optimizer, 0)
-    names = list(outer.state_dict())
-    for number, plan in enumerate((KEPT, GRAD_OP, FULL)):
-        before = all_of_it(outer, optimizer)
-        change(spread, plan, optimizer)
-        after = all_of_it(outer, optimizer)
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        take_step(spread, optimizer, number + 1)
-    assert list(outer.state_dict()) == names
-    if how != "DDP":
-        states = [part._get_fsdp_state() for part in model.modules() if isinstance(part, FSDPModule)]
-        groups = [group for state in states for group in groups_of(state)]
-        assert groups
-        assert {(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in groups} == {
-            (4.0, True)
-        }
-        for name, value in (("reduce_scatter_max_input_buffers", 3), ("reduce_scatter_unused_params", True)):
-            assert all(getattr(group, name, value) == value for group in groups)
-        with pytest.raises(ValueError, match="DDP does not know of"):
-            change(spread, WHOLE, optimizer)
-    else:
-        change(spread, WHOLE, optimizer)
-        take_step(spread, optimizer, 9)
-    spread.close()
-
-
-@pytest.mark.parametrize("how", ["DDP", "fully_shard", "mixed"])
-def test_a_model_that_its_user_has_spread_is_known_and_changed(ranks: RankPool, how: str) -> None:
-    ranks.run(2, _users_own, how)
-
-
-# --- what is refused, before anything is touched --------------------------------------------------------------------
-
-
-def _only(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not hasattr(FSDPModule, name), reason=f"this torch has no {name}()")
-
-
-def _refused(rank: int, why: str, said: str) -> None:
-    if why == "a machine's ranks":
-        spread, optimizer = make(FULL)
-        spread._num_local = 3
-        plan = ParallelPlan(strategy="hybrid_shard")
-    elif why == "no dimension":
-        plain: Any = Net()
-        plain.register_parameter("number", nn.Parameter(torch.ones(())))
-        spread, optimizer = make(WHOLE, model=plain)
-        plan = FULL
-    elif why == "tied across units":
-        plain = Net()
-        plain.blocks[0].tied = plain.embed.weight
-        spread, optimizer = make(WHOLE, model=plain)
-        plan = FULL
-    else:
-        spread, optimizer = make(FULL if why != "a hook" else WHOLE)
-        plan = KEPT
-    model: Any = spread.model
-    if why not in ("no gradients shared", "no dimension"):
-        take_step(spread, optimizer, 0)
-    held = []
-    if why == "a stranger":
-        held.append(model.embed.weight)
-        plan = WHOLE
-    elif why == "a hook":
-        model.embed.weight.register_hook(lambda gradient: gradient)
-        plan = FULL
-    elif why == "no gradients shared":
-        model.set_requires_gradient_sync(False)
-        model(torch.ones(2, 7)).sum().backward()
-        model.set_requires_gradient_sync(True)
-    elif why == "shared by some":
-        change(spread, KEPT, optimizer)
-        model.set_requires_all_reduce(False)
-        model(torch.ones(2, 7)).sum().backward()
-        model.set_requires_all_reduce(True)
-        plan = FULL
-    elif why == "own communication":
-        model.set_all_reduce_hook(lambda tensor: None)
-    elif why == "own group":
-        model.set_separate_reduce_scatter_group()
-    elif why == "state of its own":
-        optimizer.state[model.embed.weight]["rows"] = torch.ones(5)
-    elif why == "a method":
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        register_fsdp_forward_method(model.blocks[0], "extra_repr")
-        plan = WHOLE
-    before = all_of_it(model, optimizer)
-    objects = list(map(id, model.parameters()))
-    with pytest.raises(ValueError, match=re.escape(said)):
-        change(spread, plan, optimizer)
-    assert objects == list(map(id, model.parameters()))
-    after = all_of_it(model, optimizer)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    if why not in ("no gradients shared", "shared by some", "own communication", "no dimension"):
-        take_step(spread, optimizer, 1)
-    del held
-    spread.close()
-
-
-@pytest.mark.parametrize(
-    ("why", "said"),
-    [
-        ("a machine's ranks", "3 does not divide the 2 ranks; allowed: 1, 2"),
-        ("no dimension", "give it the shape (1,)"),
-        ("tied across units", "are one parameter, and would lie in two units"),
-        ("a stranger", "also held by a list of 1"),
-        ("a hook", "has hooks"),
-        ("no gradients shared", "the change waits for the next step"),
-        ("shared by some", "the change waits for the next step"),
-        ("own communication", "all-reduce hook of your own"),
-        pytest.param(
-            "own group", "a group of its own for reduce-scatter", marks=_only("set_separate_reduce_scatter_group")
-        ),
-        ("state of its own", "embed.weight/rows is of shape (5,)"),
-        ("a method", "extra_repr was registered as a forward method"),
-    ],
-)
-def test_what_cannot_be_changed_is_refused_with_the_reason_and_stays(ranks: RankPool, why: str, said: str) -> None:
-    ranks.run(2, _refused, why, said)
-
-
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
-def _run_out(rank: int, old: ParallelPlan, new: ParallelPlan, at: str) -> str:
-    """Memory is exhausted on one rank: in the first bucket, or later."""
-    model = Net(width=7, num_blocks=2)
-    spread, optimizer = make(old, model=model, bucket_bytes=200 if at == "a later one" else 8 << 20)
-    take_step(spread, optimizer, 0, clears=False)
-    before = all_of_it(model, optimizer)
-    num_agreed = [0]
-    real = torch.Tensor.new_empty
-
-    def failing(tensor: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
-        has_begun = num_agreed[0] == 2  # on the wiring, and on the first bucket
-        if tensor.device.type != "meta" and has_begun is (at == "a later one"):
-            raise torch.OutOfMemoryError("no memory is left")
-        return real(tensor, *given, **options)
-
-    def agree(error: BaseException | None) -> None:
-        num_agreed[0] += 1
-        agreeing(error)
-
-    made, _ = spread.transition(new, [optimizer])
-    assert made is not None
-    assert len(made.freight.buckets) > 2 or at == "the first"
-    prepared = spread.prepare(new, [optimizer], [], [])
-    if rank == 1:
-        torch.Tensor.new_empty = failing  # type: ignore[method-assign, assignment]
-    try:
-        with pytest.raises(RuntimeError, match="a rank has failed"):
-            spread.change(made, prepared, agree)
-    finally:
-        torch.Tensor.new_empty = real  # type: ignore[method-assign]
-    assert num_agreed == [2 if at == "the first" else 3]
-    del prepared
-    if at == "the first":
-        after = all_of_it(model, optimizer)
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        optimizer.zero_grad()
-        take_step(spread, optimizer, 1)
-        alike = [torch.empty(()) for _ in range(dist.get_world_size())]
-        own = all_of_it(model, optimizer)["embed.weight"].sum()
-        dist.all_gather(alike, own)
-        assert all(torch.equal(own, other) for other in alike), "gradients are averaged as before"
-        change(spread, new, optimizer)
-        take_step(spread, optimizer, 2)
-    spread.close()
-    return "went on"
-
-
-@pytest.mark.parametrize(("old", "new"), [(FULL, KEPT), (FULL, WHOLE), (WHOLE, FULL)])
-def test_memory_that_runs_out_before_anything_moved_leaves_everything_as_it_was(
-    ranks: RankPool, old: ParallelPlan, new: ParallelPlan
-) -> None:
-    assert ranks.run(2, _run_out, old, new, "the first") == ["went on"] * 2
-
-
-@pytest.mark.parametrize(("old", "new"), [(FULL, KEPT), (FULL, WHOLE), (WHOLE, FULL)])
-def test_memory_that_runs_out_later_is_an_error_on_all_ranks(
-    ranks: RankPool, old: ParallelPlan, new: ParallelPlan
-) -> None:
-    assert ranks.run(2, _run_out, old, new, "a later one") == ["went on"] * 2
-
-
-def _die(rank: int, folder: Path) -> str:
-    spread, optimizer = make(FULL, bucket_bytes=200)
-    take_step(spread, optimizer, 0)
-    num_exchanged, real = [0], dist.all_to_all_single
-
-    def exchange(*given: Any, **options: Any) -> Any:
-        num_exchanged[0] += 1
-        if rank == 1 and num_exchanged[0] == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*given, **options)
-
-    with pytest.MonkeyPatch().context() as patched:
-        patched.setattr(dist, "all_to_all_single", exchange)
-        try:
-            change(spread, KEPT, optimizer)
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def test_a_rank_that_dies_in_the_middle_of_a_change_is_an_error_on_the_others(ranks: RankPool, tmp_path: Path) -> None:
-    outcomes = ranks.run_outcomes(2, _die, tmp_path)
-    assert outcomes[1].exit_signal == signal.SIGKILL
-    assert outcomes[0].ok, outcomes[0]
-    assert "nothing" not in outcomes[0].value
-
-
-def _estimated_again(rank: int) -> tuple[float, float]:
-    spread, optimizer = make(FULL)
-    take_step(spread, optimizer, 0)
-    first, _ = spread.transition(KEPT, [optimizer])
-    change(spread, KEPT, optimizer)
-    then, _ = spread.transition(FULL, [optimizer])
-    assert first is not None
-    assert then is not None
-    return first.pace.seconds_per_tensor, then.pace.seconds_per_tensor
-
-
-def test_what_a_change_took_is_what_the_next_is_thought_to_take(ranks: RankPool) -> None:
-    for first, then in ranks.run(2, _estimated_again):
-        assert then not in (0, first)
-
-
-# --- a torch that is not known ----------------------------------------------------------------------------------------
-
-
-def _another_torch(rank: int, what: str) -> str | None:
-    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
-    fully_shard(model[0])
-    fully_shard(model)
-    patch = pytest.MonkeyPatch()
-    with patch.context() as patched:
-        if what == "a version":
-            patched.setattr(torch, "__version__", "2.99.0")
-        elif what in ("groups", "a setting"):
-            state = model._get_fsdp_state() if what == "groups" else groups_of(model[0]._get_fsdp_state())[0]
-            names = ("_fsdp_param_group", "_fsdp_param_groups", "force_sum_reduction_for_comms")
-            for name in vars(state).keys() & names:
-                patched.delattr(state, name)
-        elif what == "a part":
-            patched.delattr("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param")
-        else:
-            patched.delattr(sys.modules["torch.distributed._composable.contract"], "REGISTRY_KEY")
-        spread = Spread(model, num_local=2)
-    model(torch.ones(1, 4)).sum().backward()
-    assert spread.plan is None
-    return spread.why_not
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("a version", "torch 2.99.0 is not known here; sharding is changed in place with torch 2.11 or 2.13,"),
-        ("a part", "keeps reset_sharded_param of a FSDPParam in another place"),
-        ("groups", "keeps _fsdp_param_group"),
-        ("a setting", "keeps force_sum_reduction_for_comms of a FSDPParamGroup"),
-        ("a name", "REGISTRY_KEY"),
-    ],
-)
-def test_a_torch_that_is_not_known_leaves_training_as_it_is(ranks: RankPool, what: str, words: str) -> None:
-    for why in ranks.run(2, _another_torch, what):
-        assert why is not None
-        assert words in why
-
-
-def _then_another_torch(rank: int, old: ParallelPlan, new: ParallelPlan) -> tuple[bool, str]:
-    spread, optimizer = make(old)
-    take_step(spread, optimizer, 0)
-    if new == GRAD_OP:
-        spread.model.set_all_reduce_hook(lambda tensor: None)  # type: ignore[operator]
-    patch = pytest.MonkeyPatch()
-    with patch.context() as patched:
-        if new != GRAD_OP:
-            patched.setattr(torch, "__version__", "2.99.0")
-        made, told = spread.transition(new, [optimizer])
-    spread.close()
-    return made is None, told
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        (FULL, ParallelPlan(strategy="full_shard", prefetch=1), "torch 2.99.0 is not known here"),
-        (FULL, WHOLE, "torch 2.99.0 is not known here"),
-        (WHOLE, FULL, "torch 2.99.0 is not known here"),
-        (WHOLE, ParallelPlan(strategy="no_shard", bucket_cap_mb=1.0), "buckets"),
-        (FULL, ParallelPlan(strategy="full_shard", activation_checkpoint=1), "recompute"),
-        (FULL, GRAD_OP, "has an all-reduce hook of your own"),
-    ],
-)
-def test_what_cannot_be_reached_is_refused_before_ranks_agree(
-    ranks: RankPool, old: ParallelPlan, new: ParallelPlan, words: str
-) -> None:
-    for is_refused, told in ranks.run(2, _then_another_torch, old, new):
-        assert is_refused is (words not in ("buckets", "recompute"))
-        assert words in told
 
 
 def _all_blocks(rank: int) -> None:
