@@ -6,7 +6,7 @@ a module and the name that it has a parameter under; tied parameters have severa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -16,12 +16,27 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .plan import ParallelPlan, units_of_blocks
 
-__all__ = ["Modules", "Place", "Settings", "Slot", "Survey", "Unit", "modules_by_unit", "prefetching", "units_for"]
+__all__ = [
+    "Ahead",
+    "Modules",
+    "Place",
+    "Settings",
+    "Slot",
+    "Survey",
+    "Unit",
+    "modules_by_unit",
+    "prefetching",
+    "units_for",
+]
 
 Place: TypeAlias = tuple[nn.Module, str]
 
 Modules: TypeAlias = tuple[nn.Module, ...]
 """Of one unit, in order."""
+
+
+Ahead: TypeAlias = Mapping[nn.Module, tuple[frozenset[int], frozenset[int]]]
+"""The hooks of a module that are called before those of fully_shard, by number: ahead of a pass, and after it."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,8 @@ class Survey:
     units: tuple[Unit, ...]
     """Innermost first, so that they can be made again in this order."""
     slots: tuple[Slot, ...]
+    ahead: Ahead
+    """Of each module that fully_shard has put hooks on."""
 
 
 def modules_by_unit(
