@@ -109,6 +109,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             on_spread=lambda: gradients.take_up(spread.engine),
             tell=lambda report: session.tell_resharded(report),
         )
+        gradients.before_step = lambda: gradients.take_up(spread.engine) if spread.keep_up() else None
     follower.compare_schedules(lambda: state.num_scheduled)
     session = Session(
         follower,

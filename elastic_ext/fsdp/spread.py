@@ -203,6 +203,14 @@ class Spread:
         self.plan = made.new
         return moved
 
+    def keep_up(self) -> bool:
+        """Make DDP anew where others of its parameters are trained now; whether it was. All ranks call this."""
+        if self._replica is None or self.plan is None or not self._replica.is_outdated:
+            return False
+        self._rest()
+        self._wake(self.plan.bucket_cap_mb)
+        return True
+
     def wait(self) -> None:
         """Return once the model's device has done what it was told to."""
         if self._device.type not in ("cpu", "meta"):
