@@ -76,6 +76,8 @@ class Gradients:
         self.shares_first = self.sharing.shares_first
         self.awaited: list[torch.Tensor] = []
         """Outputs of a forward pass; its backward pass, which has not begun, shares gradients: other ranks wait."""
+        self.before_step: Callable[[], None] | None = None
+        """Called on all ranks as a step begins, when the model may have to be taken up anew."""
         self.on_shared_buffers: Callable[[], None] | None = None
         """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
         self._has_shared_buffers = False  # in the step under way

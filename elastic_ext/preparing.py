@@ -110,6 +110,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             give_up=lambda why: session.steps.give_up(why),
             tell=lambda report: session.tell_resharded(report),
         )
+        gradients.before_step = lambda: gradients.take_up(spread.engine) if spread.keep_up() else None
     follower.compare_schedules(lambda: state.num_scheduled)
     session = Session(
         follower,

@@ -285,6 +285,8 @@ class Steps:
         if self._to_do_first is not None:
             self._do_first(self._to_do_first)
         self.catch_up()
+        if self._gradients.before_step is not None:
+            self._gradients.before_step()
         step = self._batches.next_step(keep_batch=keep_batch)
         if step is None:
             raise StepError(_OVER)

@@ -15,11 +15,15 @@ from elastic_ext.errors import ElasticError
 from .units import Settings
 
 __all__ = [
+    "HOOK_HANDLES",
+    "OF_MEMORY",
     "books",
     "drop_groups",
     "found",
     "groups_of",
     "has_own_scatter_group",
+    "hooks_of",
+    "make_memory",
     "make_sure_of_torch",
     "set_on",
     "settings_of",
@@ -28,6 +32,11 @@ __all__ = [
 
 _KNOWN = ((2, 11), (2, 13))
 _IN_WORDS = " or ".join(".".join(map(str, version)) for version in _KNOWN)
+
+HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
+"""Of a unit's state: by which its hooks are taken off its modules."""
+OF_MEMORY = ("init_all_gather_outputs", "init_unsharded_param", "free_unsharded_param", "_sharded_local_tensor")
+"""Of a parameter's keeper: what ``make_memory`` needs."""
 
 
 def make_sure_of_torch() -> None:
@@ -64,6 +73,26 @@ def unknown(name: str) -> ElasticError:
         f"torch {torch.__version__} keeps {name} in another place than the versions that this library knows "
         f"({_IN_WORDS}); change the sharding by a restart from a checkpoint"
     )
+
+
+def hooks_of(state: Any) -> frozenset[int]:
+    """The numbers of a unit's hooks, on all of its modules."""
+    given = [found(state, name) for name in HOOK_HANDLES]
+    handles = [handle for each in given for handle in getattr(each, "handles", (each,))]  # of several modules
+    return frozenset(found(handle, "id") for handle in handles)
+
+
+def make_memory(group: Any) -> None:
+    """Have each parameter know where it is gathered, as from its first pass on; the memory itself is given back."""
+    group.lazy_init()  # says in which dtype
+    for keeper in group.fsdp_params:
+        if hasattr(keeper._sharded_local_tensor, "fsdp_post_all_gather"):
+            continue  # a subclass's own way, which needs what was gathered
+        num_elements = keeper._sharded_param_data.numel()
+        dtype = keeper.param_dtype or keeper.orig_dtype
+        keeper.init_all_gather_outputs([num_elements], [dtype], group.mesh_info.shard_mesh_size, group.device)
+        keeper.init_unsharded_param()
+        keeper.free_unsharded_param()
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------

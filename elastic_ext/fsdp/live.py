@@ -211,6 +211,11 @@ class Change:
                 self._take_over(bucket, new, slots, mesh)
             elif bucket.num_sent:
                 break  # all ranks know that one is not well
+        try:
+            if error is None:
+                rewire.settle(self._model)
+        except Exception as caught:
+            error = caught.with_traceback(None)
         agree(error)
 
     def _wire(self, mesh: DeviceMesh | None) -> list[Slot]:
@@ -225,6 +230,7 @@ class Change:
     def _put_on(self, units: Sequence[Unit], mesh: DeviceMesh | None) -> list[Slot]:
         dims = {each.places[0]: each.dim for each in self._parameters}
         rewire.put_on(units, mesh, dims, self.left_out)
+        rewire.place_hooks(self._model, {} if self._survey is None else self._survey.ahead)
         by_place = {place: slot for slot in rewire.slots_of(self._model) for place in slot.places}
         return [by_place[each.places[0]] for each in self._parameters]
 

@@ -23,6 +23,10 @@ __all__ = ["Replica", "arguments_of", "make_sure_of_ddp", "set_aside"]
 
 _PARTS = ("_pre_forward", "_post_forward")
 _TAKEN_OVER = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
+_OTHERS_TRAINED = (
+    "requires_grad of parameters was set within a step, and DDP would average the gradients of those that were trained "
+    "when the step began; set it between two steps, before `with trainer.step()`, on all ranks alike"
+)
 
 
 class Replica:
@@ -38,6 +42,8 @@ class Replica:
         """A user's own, which averages gradients until the first change, and then only calls its module."""
         self._group = group
         self._handles: list[RemovableHandle] = []
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []  # of each of them, when DDP was made, which averages these alone
 
     def wake(self, bucket_cap_mb: float | None) -> DistributedDataParallel:
         """Average the module's gradients over the ranks from now on; all of them call this, with equal parameters."""
@@ -49,18 +55,43 @@ class Replica:
             **self.options,
         )
         self._handles = [
-            self.module.register_forward_pre_hook(Hook(_before, engine), with_kwargs=True, prepend=True),
+            self.module.register_forward_pre_hook(Hook(_before, self, engine), with_kwargs=True, prepend=True),
             self.module.register_forward_hook(Hook(_after, engine)),
         ]
         self.engine = engine
+        self._parameters = list(self.module.parameters())
+        self._trained = [part.requires_grad for part in self._parameters]
         return engine
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether others of its parameters are trained than DDP was made for, and it has to be made anew."""
+        if self.engine is None:
+            return False
+        trained = [part.requires_grad for part in self._parameters]
+        if trained == self._trained or not any(trained):
+            return False
+        is_thawed = any(now and not then for now, then in zip(trained, self._trained, strict=True))
+        return is_thawed or not self.engine.find_unused_parameters  # which does without those that are frozen
+
+    def check(self, engine: DistributedDataParallel) -> None:
+        """Before a pass: DDP's part is around what users have hooked; ValueError where it would average others."""
+        before, after = self._handles
+        pre_hooks: Any = self.module._forward_pre_hooks
+        hooks: Any = self.module._forward_hooks
+        if next(iter(pre_hooks)) != before.id:
+            pre_hooks.move_to_end(before.id, last=False)
+        if next(reversed(hooks)) != after.id:
+            hooks.move_to_end(after.id)
+        if torch.is_grad_enabled() and engine.require_backward_grad_sync and self.is_outdated:
+            raise ValueError(_OTHERS_TRAINED)
 
     @property
     def holders(self) -> list[object]:
         """What of it refers to parameters, and goes with it."""
         wrappers = [each for each in (self.engine, self.wrapper) if each is not None]
         found = [part for each in wrappers for part in (vars(each), *vars(each).values())]
-        return [part for part in found if isinstance(part, (list, dict, set, tuple))]
+        return [self._parameters, *(part for part in found if isinstance(part, (list, dict, set, tuple)))]
 
     def rest(self) -> None:
         """Leave the module as it was."""
@@ -70,6 +101,7 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._parameters = []
         self.engine = None
 
 
@@ -112,7 +144,11 @@ def _straight_through(module: nn.Module, *arguments: Any, **options: Any) -> Any
     return module(*arguments, **options)
 
 
-def _before(engine: Any, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _before(
+    replica: Replica, engine: Any, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    if not torch.compiler.is_compiling():
+        replica.check(engine)
     return engine._pre_forward(*arguments, **options)
 
 

@@ -9,7 +9,8 @@ What units, slots and places are is said in units.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,17 +20,22 @@ from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from .fsdp2 import (
+    HOOK_HANDLES,
+    OF_MEMORY,
     books,
     drop_groups,
     found,
     groups_of,
     has_own_scatter_group,
+    hooks_of,
+    make_memory,
     make_sure_of_torch,
     set_on,
     settings_of,
     unknown,
 )
-from .units import Modules, Place, Settings, Slot, Survey, Unit
+from .hook_order import before, put_after, registered_ahead
+from .units import Ahead, Modules, Place, Settings, Slot, Survey, Unit
 
 __all__ = [
     "bind",
@@ -39,9 +45,11 @@ __all__ = [
     "noted_on",
     "padded_size",
     "patched_methods",
+    "place_hooks",
     "put_on",
     "rebind",
     "set_prefetch",
+    "settle",
     "slots_of",
     "stand_in",
     "survey",
@@ -51,14 +59,14 @@ __all__ = [
 _NOT_SHARED = "gradients were gathered that no rank has shared; the change waits for the next step"
 _DEFAULT_COMMUNICATION = ("DefaultAllGather", "DefaultReduceScatter")
 _OF_A_STATE = (
-    "_pre_forward_hook_handle",
-    "_post_forward_hook_handle",
     "_is_root",
+    "_lazy_init",
     "_training_state",
     "_state_ctx",
     "_comm_ctx",
 )
 _OF_A_GROUP = ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle")
+_RECOMPUTES = "torch.distributed._composable.checkpoint_activation"  # whose hook ends a pass before all others
 _AFTER_LOADING = "FSDPParam."  # hooks of the class that keeps a parameter
 _LEFT_ON_MODULES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -89,7 +97,7 @@ def survey(model: nn.Module) -> Survey:
         units.append(_unit(model, state, groups[0]) if groups else _empty_unit(state))
         for group in groups:
             slots += [_slot(keeper) for keeper in found(group, "fsdp_params")]
-    return Survey(tuple(reversed(units)), tuple(slots))
+    return Survey(tuple(reversed(units)), tuple(slots), {module: ahead for module, _, ahead in _hooked(model)})
 
 
 def take_off(model: nn.Module) -> None:
@@ -108,7 +116,7 @@ def take_off(model: nn.Module) -> None:
                 for handle in handles.values():
                     handle.remove()
             group.__dict__.clear()
-        for name in ("_pre_forward_hook_handle", "_post_forward_hook_handle"):
+        for name in HOOK_HANDLES:
             if hasattr(state, name):
                 getattr(state, name).remove()
         drop_groups(state)
@@ -131,7 +139,8 @@ def stand_in(parameters: Iterable[tuple[nn.Parameter, Sequence[Place]]]) -> None
 def put_on(units: Sequence[Unit], mesh: DeviceMesh | None, dims: dict[Place, int], left_out: set[nn.Parameter]) -> None:
     """Have fully_shard make these units, innermost first, on ``mesh``, or on their own where it is None.
 
-    Parameters are cut along ``dims`` (0 where not named), but for those that are ``left_out``.
+    Parameters are cut along ``dims`` (0 where not named), but for those that are ``left_out``. Its hooks come after
+    those that were there; ``place_hooks`` has them elsewhere.
     """
     own = next((unit.mesh for unit in units if unit.mesh is not None), None)
     for unit in units:
@@ -153,6 +162,39 @@ def put_on(units: Sequence[Unit], mesh: DeviceMesh | None, dims: dict[Place, int
         )
         set_on(unit.modules[0], unit.settings)
     set_prefetch(units)
+
+
+def place_hooks(model: nn.Module, ahead: Ahead) -> None:
+    """Have fully_shard's hooks, which it has just registered, after those that were ``ahead`` of them before.
+
+    On other modules they come to where they would be if all others had been registered later.
+    """
+    for module, own, _ in _hooked(model):
+        before_pass, after_pass = _hooks(module)
+        default = (
+            registered_ahead(_without(before_pass, own), lambda hook: False),
+            registered_ahead(_without(after_pass, own), lambda hook: getattr(hook, "__module__", "") == _RECOMPUTES),
+        )
+        for hooks, first in zip((before_pass, after_pass), ahead.get(module, default), strict=True):
+            for number in own & hooks.keys():
+                put_after(hooks, number, first)
+
+
+def settle(model: nn.Module) -> None:
+    """Do what fully_shard leaves for the first pass, so that it does not matter which pass comes first.
+
+    In one under ``torch.inference_mode()``, what is gathered would lie in memory that training cannot use later on; one
+    through a part of the model alone would have that part be the outermost.
+    """
+    states = _states(model)
+    if not states or any(part.is_meta for part in model.parameters()):
+        return
+    with torch.inference_mode(mode=False):
+        if len(states[0]._modules) == 1:
+            states[0]._lazy_init()
+        for state in states:
+            for group in groups_of(state):
+                make_memory(group)
 
 
 def set_prefetch(units: Sequence[Unit]) -> None:
@@ -235,6 +277,25 @@ def _states(model: nn.Module) -> list[Any]:
     return list(dict.fromkeys(states))
 
 
+def _hooked(model: nn.Module) -> Iterator[tuple[nn.Module, frozenset[int], tuple[frozenset[int], frozenset[int]]]]:
+    """Each module on which fully_shard has hooks, their numbers, and those of the hooks that are called before them."""
+    for state in _states(model):
+        own = hooks_of(state)
+        for module in found(state, "_modules"):
+            before_pass, after_pass = _hooks(module)
+            yield module, own, (before(before_pass, own), before(after_pass, own))
+
+
+def _hooks(module: nn.Module) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    pre: Any = module._forward_pre_hooks
+    post: Any = module._forward_hooks
+    return pre, post
+
+
+def _without(hooks: OrderedDict[int, Any], own: frozenset[int]) -> dict[int, Any]:
+    return {number: hook for number, hook in hooks.items() if number not in own}
+
+
 def _unit(model: nn.Module, state: Any, group: Any) -> Unit:
     modules = tuple(found(state, "_modules"))
     who = _called(model, state)
@@ -308,6 +369,7 @@ def _slot(keeper: Any) -> Slot:
 def _make_sure_of(keeper: Any) -> None:
     """Look for all that is read and written of a parameter's keeper; refuse what cannot be made again."""
     for name in (
+        *OF_MEMORY,
         "_post_load_hook_handle",
         "_sharding_spec",
         "_sharded_param_data",

@@ -34,7 +34,7 @@ from .refusals import (
 )
 from .replica import Replica, make_sure_of_ddp
 from .transition import BUCKET_BYTES, Pace, Tensor, Transition, transition
-from .units import Survey, Unit, modules_by_unit, prefetching, units_for
+from .units import Survey, Told, Unit, modules_by_unit, prefetching, units_for
 
 __all__ = ["Spread"]
 
@@ -62,6 +62,7 @@ class Spread:
         self.plan = None
         self._replica: Replica | None = None
         self._meshes: dict[Degrees, DeviceMesh] = {}
+        self._told: Told | None = None  # to the units that were there before parameters became whole
         self.look()
 
     def look(self) -> None:
@@ -183,6 +184,8 @@ class Spread:
         for step in made.steps:
             if step == "spread":
                 assert prepared is not None
+                if made.new.is_replicated:
+                    self._told = Told(made.old, tuple(prepared.units_before))
                 moved = prepared.run(agree, group=self._carriers(), device=self._device)
                 self._pace = made.pace.after(
                     prepared.freight, wiring_seconds=moved.wiring_seconds, moving_seconds=moved.moving_seconds
@@ -199,6 +202,14 @@ class Spread:
                 recompute(self._blocks, made.new.ratio)
         self.plan = made.new
         return moved
+
+    def keep_up(self) -> bool:
+        """Make DDP anew where others of its parameters are trained now; whether it was. All ranks call this."""
+        if self._replica is None or self.plan is None or not self._replica.is_outdated:
+            return False
+        self._rest()
+        self._wake(self.plan.bucket_cap_mb)
+        return True
 
     def wait(self) -> None:
         """Return once the model's device has done what it was told to."""
@@ -230,7 +241,8 @@ class Spread:
             groups = modules_by_unit(plan, self._root, self._blocks, survey)
         refusal = why_not_unit(plan, self._blocks) or why_not_tied(self._root, groups)
         _raise(refusal or why_not_mixed(self._root, groups))
-        return units_for(plan, groups, survey)
+        told = self._told if survey is None or self.plan is None else Told(self.plan, survey.units)
+        return units_for(plan, groups, survey, told)
 
     # --- doing it -----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ a module and the name that it has a parameter under; tied parameters have severa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -16,12 +16,28 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .plan import ParallelPlan, units_of_blocks
 
-__all__ = ["Modules", "Place", "Settings", "Slot", "Survey", "Unit", "modules_by_unit", "prefetching", "units_for"]
+__all__ = [
+    "Ahead",
+    "Modules",
+    "Place",
+    "Settings",
+    "Slot",
+    "Survey",
+    "Told",
+    "Unit",
+    "modules_by_unit",
+    "prefetching",
+    "units_for",
+]
 
 Place: TypeAlias = tuple[nn.Module, str]
 
 Modules: TypeAlias = tuple[nn.Module, ...]
 """Of one unit, in order."""
+
+
+Ahead: TypeAlias = Mapping[nn.Module, tuple[frozenset[int], frozenset[int]]]
+"""The hooks of a module that are called before those of fully_shard, by number: ahead of a pass, and after it."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,16 @@ class Survey:
     units: tuple[Unit, ...]
     """Innermost first, so that they can be made again in this order."""
     slots: tuple[Slot, ...]
+    ahead: Ahead
+    """Of each module that fully_shard has put hooks on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What units were told that their plan does not say: in the plan's own terms, and one by one."""
+
+    plan: ParallelPlan
+    units: tuple[Unit, ...]
 
 
 def modules_by_unit(
@@ -80,11 +106,17 @@ def modules_by_unit(
     return [*inner, outer[0] if outer else (root,)]
 
 
-def units_for(plan: ParallelPlan, groups: Sequence[Modules], survey: Survey | None) -> list[Unit]:
+def units_for(
+    plan: ParallelPlan, groups: Sequence[Modules], survey: Survey | None, told: Told | None = None
+) -> list[Unit]:
     """The units that fully_shard is to make of these modules; ValueError where it is not clear what to set on them."""
     like = _like(survey)
     keeps = False if plan.strategy == "shard_grad_op" else None
     units = [replace(like(modules), modules=modules, mesh=None, reshard_after_forward=keeps) for modules in groups]
+    if told is not None and plan.reshards_after_forward and told.plan.reshards_after_forward:
+        units = _resharding(units, told)
+    if told is not None and plan.prefetch is None and told.plan.prefetch is None:
+        return _gathering(units, told)
     return prefetching(units, plan.prefetch)
 
 
@@ -104,6 +136,41 @@ def prefetching(units: Sequence[Unit], depth: int | None) -> list[Unit]:
     last = tuple(unit.modules for unit in reversed(inner[len(inner) - (depth or 0) :]))
     back = () if depth is None else last or (outermost.modules,)
     return [*chosen, replace(outermost, forward_prefetch=first, backward_prefetch=back)]
+
+
+def _resharding(units: Sequence[Unit], told: Told) -> list[Unit]:
+    """Each as the user had it keep what it gathers for the backward pass; ValueError where it is not there any more."""
+    *inner, outermost = units
+    by_modules = {unit.modules: unit.reshard_after_forward for unit in told.units}
+    within = {part for unit in inner for module in unit.modules for part in module.modules()}
+    kept = {unit.modules for unit in inner} | {outermost.modules}
+    for unit in told.units:
+        if unit.reshard_after_forward is False and unit.modules not in kept and within & {*unit.modules}:
+            raise ValueError(
+                "some units were told reshard_after_forward=False and others were not, and the plan makes other units; "
+                "keep their number of blocks (unit), call model.set_reshard_after_forward() for all of them alike, or "
+                'choose the strategy "shard_grad_op"'
+            )
+    return [replace(unit, reshard_after_forward=by_modules.get(unit.modules)) for unit in units]
+
+
+def _gathering(units: Sequence[Unit], told: Told) -> list[Unit]:
+    """Each gathering ahead what the user had it gather; ValueError where that is not there any more."""
+    known = {unit.modules for unit in units}
+    by_modules = {unit.modules: unit for unit in told.units if unit.forward_prefetch or unit.backward_prefetch}
+    named = {each for unit in by_modules.values() for each in (*unit.forward_prefetch, *unit.backward_prefetch)}
+    if not {*by_modules, *named} <= known:
+        raise ValueError(
+            "units have others gathered ahead, as set_modules_to_forward_prefetch() or "
+            "set_modules_to_backward_prefetch() was told, and the plan makes other units; give it a prefetch depth "
+            "(prefetch=0 for none), or keep the number of blocks in a unit"
+        )
+    plain = prefetching(units, None)
+    ahead = [by_modules.get(unit.modules, unit) for unit in plain]
+    return [
+        replace(unit, forward_prefetch=each.forward_prefetch, backward_prefetch=each.backward_prefetch)
+        for unit, each in zip(plain, ahead, strict=True)
+    ]
 
 
 def _like(survey: Survey | None) -> Callable[[Modules], Unit]:
