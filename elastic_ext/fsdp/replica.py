@@ -22,7 +22,14 @@ from elastic_ext.hooks import Hook
 __all__ = ["Replica", "arguments_of", "make_sure_of_ddp", "set_aside"]
 
 _PARTS = ("_pre_forward", "_post_forward")
-_TAKEN_OVER = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
+_TAKEN_OVER = (
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "broadcast_buffers",
+    "batched_grad_copy",
+    "skip_all_reduce_unused_params",
+)
 _OTHERS_TRAINED = (
     "requires_grad of parameters was set within a step, and DDP would average the gradients of those that were trained "
     "when the step began; set it between two steps, before `with trainer.step()`, on all ranks alike"

@@ -105,6 +105,7 @@ class Spread:
             self._give_all_the_first()
             rewire.put_on(units, self._mesh(degrees), {}, set())
         else:
+            make_sure_of_ddp()
             self._give_all_the_first()
             self._wake(plan.bucket_cap_mb)
         recompute(self._blocks, plan.ratio)
