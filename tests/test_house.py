@@ -86,6 +86,7 @@ LAYERS: Mapping[str, int] = {
     "step_state": 1,
     "fsdp.layout": 1,
     "fsdp.freight": 1,
+    "fsdp.hook_order": 1,
     "fsdp.moves": 1,
     "fsdp.packed": 1,
     "fsdp.placements": 1,
