@@ -192,8 +192,6 @@ def _told(rank: int, what: str, plans: list[ParallelPlan]) -> tuple[list[Any], s
 
 
 def _look(model: Any, what: str) -> list[Any]:
-    if not any(isinstance(module, FSDPModule) for module in [model]):
-        return []
     states = [block._get_fsdp_state() for block in model.blocks if isinstance(block, FSDPModule)]
     if what == "kept":
         return [groups_of(state)[0].post_forward_mesh_info is not None for state in states]

@@ -211,11 +211,12 @@ class Change:
                 self._take_over(bucket, new, slots, mesh)
             elif bucket.num_sent:
                 break  # all ranks know that one is not well
-        try:
-            if error is None:
-                rewire.settle(self._model)
-        except Exception as caught:
-            error = caught.with_traceback(None)
+        else:
+            try:
+                if error is None:
+                    rewire.settle(self._model)
+            except Exception as caught:
+                error = caught.with_traceback(None)
         agree(error)
 
     def _wire(self, mesh: DeviceMesh | None) -> list[Slot]:
@@ -251,6 +252,7 @@ class Change:
                 slots = self._put_on(self._survey.units, None)
                 for slot, each, local in zip(slots, self._parameters, locals_before, strict=True):
                     rewire.bind(slot, each.tensor, local)
+                rewire.settle(self._model)
             raise
 
     def _carried_in(self, bucket: Bucket) -> list[Carried]:
