@@ -380,4 +380,5 @@ def leak_nothing(rank: int, folder: Path, num_changes: int) -> list[tuple[int, .
 @pytest.mark.parametrize("num_changes", [18, pytest.param(120, marks=pytest.mark.slow)])
 def test_many_changes_in_one_training_leave_nothing_behind(ranks: RankPool, tmp_path: Path, num_changes: int) -> None:
     for counts in ranks.run(2, leak_nothing, tmp_path, num_changes, deadline_seconds=300):
-        assert all(last <= first for last, first in zip(counts[-1], counts[1], strict=True)), counts
+        in_the_end = map(min, zip(*counts[-max(1, len(counts) // 4) :], strict=True))  # a copy may be under way in one
+        assert all(last <= first for last, first in zip(in_the_end, counts[1], strict=True)), counts
