@@ -249,7 +249,7 @@ def _refuse_state(rank: int) -> None:
         (views, "blocks.0.up.weight/shown and blocks.0.up.weight/exp_avg share memory"),
         (attribute, "'slow' of AdamW has tensors, and only those in its state would move"),
         (group, "'ema' of AdamW has tensors, and only those in its state would move"),
-        (registered, "blocks.0.up.weight and blocks.0.up.weight/exp_avg share memory"),
+        (registered, "blocks.0.up.weight (registered) and blocks.0.up.weight/exp_avg share memory"),
     ]
     for do, said in cases:
         for old, new in ((WHOLE, FULL), (FULL, KEPT), (FULL, WHOLE)):

@@ -124,7 +124,7 @@ def carried_with(
     was_sharded = any(isinstance(each.tensor, DTensor) for each in parameters)
     by_name = dict(_by_any_name(model, parameters))
     for companion in companions_in(registered, by_name, was_sharded=was_sharded, is_sharded=degrees is not None):
-        carrying.add(companion.name, companion.tensor, companion.dim, companion.put)
+        carrying.add(f"{companion.name} (registered)", companion.tensor, companion.dim, companion.put)
     carrying.refuse_shared(model)
     return _gradients_aside(carrying.found)
 
@@ -158,7 +158,7 @@ class _Carrying:
         self._before: dict[tuple[DeviceMesh, tuple[int, ...], int], Layout] = {}
         self._parts: dict[DeviceMesh, tuple[int, ...]] = {}
         self._found: dict[int, Carried] = {}
-        self._own_memory: dict[int, tuple[str, torch.Tensor]] = {}
+        self._own_memory: dict[int, list[tuple[str, int, int]]] = {}  # by the address of what it is a part of
 
     @property
     def found(self) -> list[Carried]:
@@ -209,16 +209,23 @@ class _Carrying:
         """Raise where a buffer shows what is to lie elsewhere."""
         for name, buffer in model.named_buffers():
             if id(buffer) not in self._found:
-                self._refuse_memory_of_another(name, buffer)
+                self._refuse_memory_of_another(name, buffer, is_moved=False)
 
-    def _refuse_memory_of_another(self, name: str, tensor: torch.Tensor) -> None:
-        memory = local_of(tensor).untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
-        other, _ = self._own_memory.setdefault(memory, (name, tensor))
-        if memory and other != name:
-            raise ValueError(
-                f"{name} and {other} share memory, and would no longer when it moves; make one of them a clone(), or "
-                "have both be one parameter"
-            )
+    def _refuse_memory_of_another(self, name: str, tensor: torch.Tensor, *, is_moved: bool = True) -> None:
+        local = local_of(tensor)
+        if local.device.type == "meta" or not local.numel():
+            return
+        start = local.data_ptr()
+        end = start + (sum(map(_reach, local.shape, local.stride())) + 1) * local.element_size()
+        others = self._own_memory.setdefault(local.untyped_storage().data_ptr(), [])
+        for other, low, high in others:
+            if low < end and start < high:
+                raise ValueError(
+                    f"{name} and {other} share memory, and would no longer when it moves; make one of them a clone(), "
+                    "or have both be one tensor"
+                )
+        if is_moved:
+            others.append((name, start, end))
 
     def _layout_on(self, mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> Layout:
         """Where a tensor lies that the last dimension of a mesh cuts along ``dim``, by global rank."""
@@ -229,6 +236,10 @@ class _Carrying:
             boxes = parts_of(shape, dim, 1 + max(self._parts[mesh]))
             self._before[key] = Layout(shape, tuple(boxes[part] for part in self._parts[mesh]))
         return self._before[key]
+
+
+def _reach(size: int, stride: int) -> int:
+    return (size - 1) * stride
 
 
 def _parts_by_rank(mesh: DeviceMesh) -> tuple[int, ...]:

@@ -51,8 +51,8 @@ class Carrier:
         """This rank exchanges so much in a bucket, at most. ``device`` is where the group's collectives take place."""
         self._group = group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        size = most_bytes + 2 * self._num_ranks * _GRAIN if most_bytes else 0
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        tails = 2 * self._num_ranks * _GRAIN  # which ranks exchange that have nothing else to
+        self._memory = torch.empty(most_bytes + tails, dtype=torch.uint8, device=device)
 
     def carry(self, bucket: Bucket, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor] | None) -> bool:
         """Fill ``new`` from the ranks' ``old``, one tensor each per item; gives whether all ranks could.

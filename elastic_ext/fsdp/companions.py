@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .state import local_of
+
 __all__ = ["Companion", "Tensors", "companions_in", "replace_parameter"]
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -56,7 +58,7 @@ def companions_in(
             is_like = parameter is not None and parameter.shape == tensor.shape and parameter.device == tensor.device
             if id(tensor) in own or not (isinstance(tensor, DTensor) or (is_sharded and not was_sharded and is_like)):
                 continue
-            if hasattr(holder, "_metadata"):  # what torch puts on them
+            if hasattr(holder, "_metadata") and _is_memory_of(parameter, tensor):  # what torch puts on them
                 raise ValueError(
                     f"{key} was registered in a module's state_dict(), and the module would not follow when it moves; "
                     "register a dict of tensors, and update these"
@@ -73,6 +75,12 @@ def companions_in(
             places.setdefault(id(tensor), []).append((holder, key))
     for name, tensor, dim in found.values():
         yield Companion(name, tensor, dim, tuple(places[id(tensor)]))
+
+
+def _is_memory_of(parameter: nn.Parameter | None, tensor: torch.Tensor) -> bool:
+    if parameter is None:
+        return False
+    return local_of(parameter).untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr()
 
 
 def replace_parameter(registered: Sequence[Tensors], old: torch.Tensor, new: torch.Tensor) -> None:

@@ -77,9 +77,11 @@ def why_not_tied(root: nn.Module, groups: Sequence[Modules]) -> str | None:
     return None
 
 
-def why_not_cut(model: nn.Module) -> str | None:
-    """A parameter has nothing that could be shared out, or gets gradients that could not be."""
+def why_not_cut(model: nn.Module, left_out: Collection[torch.Tensor] = ()) -> str | None:
+    """A parameter has nothing that could be shared out, or gets gradients that could not be; but for those left out."""
     for name, parameter in model.named_parameters():
+        if parameter in left_out:
+            continue
         if parameter.dim() == 0:
             return f"{name} has no dimension that fully_shard could cut; give it the shape (1,)"
         if parameter.numel() == 0:
@@ -90,7 +92,7 @@ def why_not_cut(model: nn.Module) -> str | None:
                 "t(), and fully_shard takes no such parameter; make it contiguous() before the model is spread"
             )
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             return f"{name} has sparse gradients, which fully_shard does not share out; make it with sparse=False"
     return None
 

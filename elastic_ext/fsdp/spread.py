@@ -154,8 +154,7 @@ class Spread:
         assert self.plan is not None
         before = self.plan
         if not plan.is_replicated:
-            refusal = None if self._replica is None else why_not_leave_ddp(self._replica.options)
-            _raise(refusal or why_not_cut(self.model))
+            _raise(None if self._replica is None else why_not_leave_ddp(self._replica.options))
         if plan.is_replicated:
             wake: Callable[[], object] = lambda: self._wake(plan.bucket_cap_mb)  # noqa: E731
             after: Callable[[Survey | None], Sharded | Whole] = lambda _: Whole(wake)  # noqa: E731
@@ -173,6 +172,8 @@ class Spread:
         )
         if plan.is_replicated:
             _raise(why_not_whole(self.model, change.units_before, change.left_out))
+        else:
+            _raise(why_not_cut(self.model, change.left_out))
         if change.replaced:
             own = [] if self._replica is None else self._replica.holders
             held = [*registered, *known, *change.holders, *own]
