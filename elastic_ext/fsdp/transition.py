@@ -39,9 +39,9 @@ class Tensor:
 class Pace:
     """How fast changes are: at first as ``benchmarks/RESULTS.md`` has them of four ranks on two cores."""
 
-    bytes_per_second: float = 7e8
+    bytes_per_second: float = 9e8
     """Sent, received and newly taken by a rank."""
-    seconds_per_tensor: float = 5e-4
+    seconds_per_tensor: float = 4e-4
 
     def seconds(self, freight: Freight) -> float:
         """What moving it takes: the estimate."""
