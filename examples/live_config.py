@@ -159,7 +159,7 @@ def show(training: Training) -> list[tuple[int, list[int]]]:
     training.wait_for_line(r"^step \d+: .* learning rate 0\.002, \d+ windows in 2 micro-steps")
 
     edit(training, "set", "global_batch_size=1", "--reason", "too small: every rank refuses it")
-    training.wait_for_line(r"version 4 was refused, version 3 stays in force: rank 0: .*; rank 1: ")
+    training.wait_for_line(r"version 4 was refused, version 3 stays in force: ranks 0 to 1: ")
     edit(training, "undo")
     expect(5)
     training.config_file.write_text('{"version": 6, "optimizer": {"learning_rate": ')
