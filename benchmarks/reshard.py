@@ -6,7 +6,8 @@ on, and made. The peer saves with torch.distributed.checkpoint, with those of it
 new processes that import torch, make the model under the other plan and its optimizer, and load; that time ends when
 all ranks have the state. What a launcher takes, and the processes that end, is not in it, the model gets no values but
 those that are loaded, and files are in the page cache. The full state, told by digests, is the same before and after
-each change and after each restart. Both take turns: a change is made in each round, and restarted in one of them.
+each change and after each restart. Both take turns: a change is made in each round, and restarted in three of five;
+both count by their medians.
 
 What is sent is what all_to_all_single is handed for other ranks; the least is what of its new rows each rank lacks.
 More than that may be 16 bytes for each rank in each exchange, by which ranks say that they are well.
@@ -90,6 +91,8 @@ class Plan:
     """Of the changes."""
     tour: tuple[Way, ...]
     num_rounds: int
+    num_restarts: int
+    """Of each change: in so many of the rounds."""
     num_memory_rounds: int
     stepping: Task
     arrivals: tuple[tuple[Way, Way], ...]
@@ -103,6 +106,7 @@ LARGE = Plan(
     task=Task(num_blocks=12, width=512, num_words=4099),
     tour=TOUR,
     num_rounds=5,
+    num_restarts=3,
     num_memory_rounds=2,
     stepping=Task(num_blocks=6, width=256, num_words=1021),
     arrivals=((FULL, WHOLE), (WHOLE, GRAD_OP), (HYBRID, FULL), (GRAD_OP, HYBRID)),
@@ -148,7 +152,7 @@ def started(task: Task, way: Way, storage: Path, *, gives_back: bool = False) ->
 
 @dataclass(kw_only=True, slots=True)
 class ChangeRow:
-    """One change, made live in each round and by a restart in one of them."""
+    """One change, made live in each round and by a restart in some of them."""
 
     name: str
     live: list[float] = field(default_factory=list)
@@ -161,13 +165,13 @@ class ChangeRow:
     least_bytes: int = 0
     tail_bytes: int = 0
     """By all ranks; tails, at most."""
-    save_seconds: float = 0.0
-    restart_seconds: float = 0.0
-    """With loading."""
+    saves: list[float] = field(default_factory=list)
+    restarts: list[float] = field(default_factory=list)
+    """Seconds, with loading."""
 
     @property
     def peer_seconds(self) -> float:
-        return self.save_seconds + self.restart_seconds
+        return median(map(sum, zip(self.saves, self.restarts, strict=True)))
 
     @property
     def decided(self) -> tuple[Verdict, str]:
@@ -202,7 +206,7 @@ class ChangeTable:
         ]
         for row in self.rows:
             live, wiring, moving = (shown_value(median(each), "seconds") for each in (row.live, row.wiring, row.moving))
-            peer = f"{shown_value(row.save_seconds, 'seconds')} + {shown_value(row.restart_seconds, 'seconds')}"
+            peer = " + ".join(shown_value(median(each), "seconds") for each in (row.saves, row.restarts))
             over = f"{row.sent_bytes / row.least_bytes:.3f}" if row.least_bytes else "none is needed"
             lines.append(
                 f"| {row.name} | {live} | {wiring}, {moving} | {peer} | {row.peer_seconds / median(row.live):.1f} "
@@ -213,21 +217,21 @@ class ChangeTable:
 
 
 def measure_changes(ranks: Ranks, plan: Plan) -> ChangeTable:
-    """Go the whole tour in each round; one restart in each place of it."""
+    """Go the whole tour in each round, with some restarts in each, so that every place of it has as many."""
     rows = _rows(plan)
     for number in range(plan.num_rounds):
         for at, (row, (_, way)) in enumerate(zip(rows, pairwise(plan.tour), strict=True)):
             _ask(ranks, Train(1, goes_on=True))
-            is_restarted = at % plan.num_rounds == number
+            is_restarted = (at + number) % plan.num_rounds < plan.num_restarts
             saved = _ask(ranks, Keep()) if is_restarted else []
             digest = _change(ranks, row, way)
             if saved:
-                row.save_seconds = max(done.seconds for done in saved)
-                row.restart_seconds = _restart(plan.task, way, saved[0].path, digest)
+                row.saves.append(max(done.seconds for done in saved))
+                row.restarts.append(_restart(plan.task, way, saved[0].path, digest))
     state = f"{shown_value(_state_bytes(plan.task), 'bytes')} of state"
-    parts = [row.restart_seconds for row in rows]
+    parts = [seconds for row in rows for seconds in row.restarts]
     note = f"a restart took {shown_value(median(parts), 'seconds')} in the median of all, and its save "
-    note += shown_value(median(row.save_seconds for row in rows), "seconds")
+    note += shown_value(median(seconds for row in rows for seconds in row.saves), "seconds")
     largest = max(rows, key=lambda row: max(row.live) / median(row.live))
     return ChangeTable(
         title=f"A change of plan, {NUM_RANKS} ranks, {state}",

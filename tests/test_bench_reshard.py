@@ -27,7 +27,8 @@ from tests.ranks import RankPool
 SMALL = Plan(
     task=Task(num_blocks=2, width=16, num_words=11, length=4),
     tour=(FULL, HYBRID),
-    num_rounds=1,
+    num_rounds=2,
+    num_restarts=1,
     num_memory_rounds=1,
     stepping=Task(num_blocks=2, width=16, num_words=11, length=4),
     arrivals=((FULL, WHOLE), (WHOLE, HYBRID), (HYBRID, GRAD_OP)),
@@ -43,7 +44,7 @@ def test_changes_and_restarts_come_to_the_same_state_and_send_no_more_than_they_
     assert isinstance(changes, ChangeTable)
     assert [row.sent_bytes > 0 for row in changes.rows] == [True, True, False, False]
     assert all(row.sent_bytes - row.least_bytes in range(row.tail_bytes + 1) for row in changes.rows)
-    assert all(row.save_seconds and row.restart_seconds for row in changes.rows)
+    assert all(len(row.live) == 2 and len(row.saves) == len(row.restarts) == 1 for row in changes.rows)
     assert isinstance(memory, QuantileTable)
     assert [len(row.occasions[0]) for row in memory.rows] == [4] * 4
     assert [len(each.verdicts) for each in steps] == [2, 2, 2]
@@ -114,8 +115,8 @@ def test_change_is_claimed_to_be_ten_times_faster_and_to_send_the_least() -> Non
         moving=[0.2] * 3,
         sent_bytes=8,
         least_bytes=8,
-        save_seconds=2.0,
-        restart_seconds=10.0,
+        saves=[2.0, 1.0, 3.0],
+        restarts=[10.0, 9.0, 90.0],
     )
     shown = ChangeTable(title="Changes", rows=(row,))
     assert shown.verdicts == ("pass",)
