@@ -25,6 +25,11 @@ class StepPlan:
     def num_micro_steps(self) -> int:
         return len(self.micro_batches[0])
 
+    @property
+    def largest(self) -> int:
+        """The most samples that a rank takes at once."""
+        return max(map(max, self.micro_batches))
+
     def weight(self, rank: int, micro_step: int) -> float:
         """What a mean loss of that micro-batch counts, for gradients that are averaged over the ranks."""
         return self.micro_batches[rank][micro_step] * len(self.micro_batches) / self.global_batch

@@ -43,6 +43,7 @@ _DOING = {
     Purpose.END: "waiting for the others at the end",
     Purpose.FINISH: "waiting for the others at the end",
     Purpose.REWIND: "waiting for the others to go back to a checkpoint",
+    Purpose.SMALLER: "waiting for the others to take a step again that ran out of memory",
 }
 _RETRYING = "going on after a step that failed here, when ranks may have been exchanging its gradients"
 
@@ -254,6 +255,32 @@ class Agreement:
             raise
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
+
+    def hear_all(self, failed: str, brings: str) -> AgreedWord | None:
+        """Within a step: hear of ranks whose memory ran out in it, and that bring other gradients; None of neither.
+
+        All ranks call this, whichever of them ``failed``.
+        """
+        self._raise_if_unusable()
+        word = replace(self._make_word(Purpose.SHARE), failed=failed, brings=brings)
+        try:
+            return self._exchange.compare(word, "sharing the gradients of a step")
+        except RanksError as error:
+            self._broken = error
+            raise
+
+    def revise(self, changes: Mapping[str, object], reason: str) -> str:
+        """Put a revision in force now, with all ranks, which bring the same; gives why it was refused, if it was.
+
+        Where a step is taken again, after ``end``.
+        """
+        try:
+            applied, refusal = self._rounds.revise(changes, reason, self.step)
+        except RanksError as error:
+            self._broken = error
+            raise
+        self._take(applied)
+        return refusal
 
     def close(self) -> None:
         """Give up the agreement under way: as long as it is held, its connections stay open and peers wait."""

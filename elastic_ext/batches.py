@@ -27,6 +27,8 @@ class RankStep:
     """What each micro-batch counts."""
     num_samples: int | None
     """Over all ranks, where that is known."""
+    largest: int | None = None
+    """The most that a rank takes at once, of a loader that can be told another size."""
 
     @property
     def num_micro_steps(self) -> int:
@@ -87,6 +89,11 @@ class Batches:
     def global_batch(self) -> int | None:
         """Samples per step over all ranks; None where every micro-step commits."""
         return self._global_batch
+
+    @property
+    def largest(self) -> int:
+        """The most samples of a full step that a rank takes at once; 0 where that is not known."""
+        return 0 if self._full is None else self._full[0].largest
 
     @property
     def num_steps(self) -> int | None:
@@ -300,4 +307,5 @@ class Batches:
 
     def _for_this_rank(self, plan: StepPlan) -> RankStep:
         weights = tuple(plan.weight(self._rank, index) for index in range(plan.num_micro_steps))
-        return RankStep(weights=weights, num_samples=plan.global_batch)
+        largest = plan.largest if self.source is not None else None
+        return RankStep(weights=weights, num_samples=plan.global_batch, largest=largest)

@@ -38,6 +38,10 @@ class Purpose(IntEnum):
     """The same, where it was rolled back between a forward pass and the backward pass that shares gradients."""
     REWIND = 8
     """Before training goes back to a checkpoint."""
+    SHARE = 9
+    """Within a guarded step, before its gradients are shared."""
+    SMALLER = 10
+    """Before a step for which memory did not suffice is taken again."""
 
     def __str__(self) -> str:
         return _PURPOSES[self.value]
@@ -52,6 +56,8 @@ _PURPOSES = {
     6: "going on after a step that failed after the model was called",
     7: "going on after a step that failed before the backward pass",
     8: "going back to a checkpoint",
+    9: "sharing the gradients of a step",
+    10: "taking a step again that ran out of memory",
 }
 
 # What should be the same on all ranks, and how to name it to a person.
@@ -103,6 +109,10 @@ class ControlWord:
     """Its wanted interval is another than it last told."""
     refusal: str = ""
     """Why it holds nothing newer, where a file was refused."""
+    failed: str = ""
+    """How memory ran out in the step under way."""
+    brings: str = ""
+    """Which gradients it has for the others, in short."""
 
     @property
     def progress(self) -> str:
@@ -116,18 +126,18 @@ class ControlWord:
     def has_news(self) -> bool:
         """Whether the others should read this word."""
         asks = self.stop or self.save or self.leave or self.copy
-        return asks or self.fresh or self.proposing or self.asking or self.pacing
+        return asks or self.fresh or self.proposing or self.asking or self.pacing or bool(self.failed)
 
     @property
     def pulse(self) -> int:
         """A number that is the same on ranks which agree and have nothing to say."""
-        said = [*(str(getattr(self, name)) for name in _SAME), str(self.has_news)]
+        said = [*(str(getattr(self, name)) for name in _SAME), str(self.has_news), self.brings]
         digest = hashlib.blake2b(" ".join(said).encode(), digest_size=_PULSE_BYTES).digest()
         return int.from_bytes(digest, "big")
 
     def to_bytes(self) -> bytes:
         """The word as the other ranks read it."""
-        return json.dumps(asdict(self) | {"refusal": self.refusal[:_MOST_TEXT]}).encode()
+        return json.dumps(asdict(self) | {"refusal": self.refusal[:_MOST_TEXT], "failed": self.failed[:_MOST_TEXT]}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ControlWord:
@@ -159,6 +169,11 @@ class AgreedWord:
             for name, word in zip(names, self.words, strict=True)
             if word.held_version < self.highest_held
         ]
+
+    @property
+    def failures(self) -> dict[int, str]:
+        """How memory ran out, by rank."""
+        return {rank: word.failed for rank, word in enumerate(self.words) if word.failed}
 
     @property
     def lowest_held(self) -> int:

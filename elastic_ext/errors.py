@@ -134,6 +134,17 @@ class TornStepError(StepError):
     """A step failed where it can neither go on nor be taken back: resume from a checkpoint."""
 
 
+class StepUndone(BaseException):
+    """Leaves a step that all ranks take again, since memory ran out in it; ``failures`` says how, by rank.
+
+    Within the library: ``trainer.run()`` catches it, and nothing before that is meant to.
+    """
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        self.failures = dict(failures)
+        super().__init__("; ".join(f"rank {rank} {text}" for rank, text in self.failures.items()))
+
+
 class WorkerDiedError(ElasticError):
     """Worker processes that died one after another, over the samples of ``indices`` or, with none, before any."""
 

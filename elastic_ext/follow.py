@@ -27,7 +27,7 @@ from typing import Any, TypeVar, overload
 from .agree import Agreement, Boundary, Every
 from .appliers import Applied, Applier, FunctionApplier
 from .config import ElasticConfig
-from .control_word import Purpose
+from .control_word import AgreedWord, Purpose
 from .errors import ElasticError, RanksError
 from .knobs import Knobs
 from .peers import Trouble
@@ -258,6 +258,22 @@ class ConfigFollower:
         self._raise_if_closed()
         with self._waiting(is_doubtful=True):
             self._agreement.end(purpose, exchanges, lost)
+
+    def hear_all(self, *, failed: str = "", brings: str = "") -> AgreedWord | None:
+        """Within a step, with all ranks: hear of those whose memory ran out in it, and that bring other gradients."""
+        self._raise_if_closed()
+        return self._agreement.hear_all(failed, brings)
+
+    def meet_to_shrink(self) -> None:
+        """As ``end_epoch``, before a step is taken again for which memory did not suffice; ``revise`` may come after."""
+        self._raise_if_closed()
+        with self._waiting(is_doubtful=True):
+            self._agreement.end(Purpose.SMALLER)
+
+    def revise(self, changes: Mapping[str, object], reason: str) -> str:
+        """Put a revision in force now, which all ranks bring alike; gives why it was refused, if it was."""
+        self._raise_if_closed()
+        return self._agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
     def meet_to_go_back(self, *, is_doubtful: bool = False) -> None:
         """As ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""

@@ -81,6 +81,9 @@ class Gradients:
         self.on_shared_buffers: Callable[[], None] | None = None
         """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
         self._has_shared_buffers = False  # in the step under way
+        self.share_guarded: Callable[[], None] = lambda: None
+        """Called after the passes of a guarded step's last micro-step, on all ranks."""
+        self._will_share = False  # once the pass under way has ended
         self.optimizers: list[torch.optim.Optimizer] = []
         self._guard = Guard()
         self._num_items: torch.Tensor | None = None
@@ -184,6 +187,8 @@ class Gradients:
         state.has_backward = True
         if is_gathering:
             self._guard.note(self._trained())
+        if state.is_guarded and state.is_last:
+            self._share_guarded()
         if state.is_last and num_items is not None:
             self._divide()
 
@@ -264,6 +269,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget what this step has gathered, and a pass that failed."""
         self._forget_counts()
+        self._will_share = False
         self.sharing.forget()
         if self.sharing.forgets_passes:
             self.awaited.clear()
@@ -370,6 +376,16 @@ class Gradients:
             after_pass(lambda: self._guard.note(self._trained()))
         if not self._weighing.is_exact:
             self._note_pass(is_counted=False, is_first=is_first)
+            if self._state.is_guarded and self._state.is_last and not self._will_share:
+                self._will_share = True
+                after_pass(self._share_guarded)
+
+    def _share_guarded(self) -> None:
+        self._will_share = False
+        self.share_guarded()
+        if self._witness is not None:
+            self._witness = None
+            self._note_witness()
 
     def _after_sharing_buffers(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._state.is_inside and not self._has_shared_buffers and self.on_shared_buffers is not None:

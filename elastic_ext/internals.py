@@ -19,6 +19,7 @@ from .errors import ElasticError
 
 __all__ = [
     "acts_on_gradients",
+    "averaged",
     "can_take_back_passes",
     "data_parallel_groups",
     "divides_by",
@@ -31,7 +32,9 @@ __all__ = [
     "make_sure_of",
     "num_exchanges",
     "num_hidden",
+    "share_buffers",
     "shares",
+    "shares_otherwise",
 ]
 
 
@@ -40,6 +43,9 @@ def make_sure_of(part: nn.Module) -> None:
     if isinstance(part, DistributedDataParallel):
         is_unfinished(part)
         _found(part.reducer, "_reset_state")
+        _found(part, "_sync_buffers")
+        shares_otherwise(part)
+        next(averaged(part), None)
     elif isinstance(part, FSDPModule):
         shares(part, all_of_it=True)
         divides_by(part)
@@ -65,6 +71,34 @@ def is_unfinished(replica: DistributedDataParallel) -> bool:
 def forget_pass(replica: DistributedDataParallel) -> None:
     """Have DDP give that pass up."""
     _found(_found(replica, "reducer"), "_reset_state")()
+
+
+def shares_otherwise(replica: DistributedDataParallel) -> str | None:
+    """What makes DDP's averages others than the mean of gradients over its ranks; None where they are that."""
+    if replica.static_graph:
+        return "it has a static graph"
+    if _found(replica, "_comm_hooks"):
+        return "it has a communication hook"
+    if getattr(replica, "buffer_hook", None) is not None:
+        return "it has a hook for buffers"
+    if _found(replica, "mixed_precision") is not None:
+        return "it has mixed precision of its own"
+    return None
+
+
+def averaged(replica: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    """The parameters whose gradients DDP averages, in the same order on all ranks."""
+    ignored = _found(replica, "parameters_to_ignore")
+    for name, parameter in replica.module.named_parameters():
+        if parameter.requires_grad and name not in ignored:
+            yield parameter
+
+
+def share_buffers(replica: DistributedDataParallel) -> None:
+    """Give the first rank's buffers to all now, where DDP would as it is called next."""
+    if _found(replica, "will_sync_module_buffers")():
+        with torch.no_grad():
+            _found(replica, "_sync_buffers")()
 
 
 def acts_on_gradients(parameter: nn.Parameter) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from .accelerator import Accelerated
 from .arguments import check_ranks_are_joined, check_samples, check_scaler, check_shared, check_updates
+from .attempts import Attempts
 from .batches import Batches
 from .checkpoints import checkpoints_for
 from .counts import Counts
@@ -19,6 +20,7 @@ from .follow import follow_config
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.spread import Spread
 from .gradients import Gradients
+from .guarding import Guarding, GuardMode
 from .parallelism import Parallelism, values_of
 from .rates import OptimizerSettings
 from .scaling import BatchRule
@@ -43,6 +45,7 @@ class Setup:
     accelerated: Accelerated | None
     rule: BatchRule
     rolls_back_fully: bool
+    guard: GuardMode
     shares_always: bool
     shows_progress: bool | None
     following: Mapping[str, Any]
@@ -111,12 +114,18 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         )
         gradients.before_step = lambda: gradients.take_up(spread.engine) if spread.keep_up() else None
     follower.compare_schedules(lambda: state.num_scheduled)
+    guarding = Guarding(
+        setup.guard if follower.settings.enabled else "never",
+        sharing=lambda: gradients.sharing,
+        hear_all=follower.hear_all,
+    )
     session = Session(
         follower,
         setup.counts,
         batches,
         gradients,
         settings,
+        guarding,
         parallelism=parallelism,
         why_not_reshard=spread.why_not or (None if spread.plan else NOT_SPREAD),
         accelerated=setup.accelerated,
@@ -130,9 +139,11 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             gradients=gradients,
             batches=batches,
             optimizers=parts.optimizers,
-            snapshot=Snapshot(setup.model, setup.registered) if setup.rolls_back_fully else None,
+            snapshot=Snapshot(setup.model, setup.registered),
+            keeps_all=setup.rolls_back_fully,
             scaler=parts.scaler,
         ),
+        guarding,
         shares_always=setup.shares_always,
         counts=setup.counts,
         pass_boundary=session.pass_boundary,
@@ -160,7 +171,14 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         session.checkpoints = checkpoints_for(training_state, follower, told, setup.checkpoints, launched=launched)
         undo.pop_all()
     session.start(steps, setup.loaded_config)
-    return Prepared(session=session, parallelism=parallelism, values=parts.values)
+    attempts = Attempts(
+        steps,
+        guarding,
+        are_exchanged=lambda: gradients.are_exchanged,
+        leaves_nothing=lambda: not setup.registered and next(setup.model.buffers(), None) is None,
+        shrink=session.shrink,
+    )
+    return Prepared(session=session, attempts=attempts, parallelism=parallelism, values=parts.values)
 
 
 def _check(setup: Setup, parts: TakingPart, scaler: Any) -> None:

@@ -257,15 +257,20 @@ class Rounds:
         self._log_refusal(file.label, _in_words(reasons), otherwise)
         return applied
 
-    def _consider_proposal(self, report: Report, step: int) -> Applied | None:
-        assert report.changes is not None
+    def revise(self, changes: Mapping[str, object], reason: str, step: int) -> tuple[Applied | None, str]:
+        """Put a revision in force that all ranks bring alike; or gives why it was refused."""
         applied: Applied | None = None
         try:
-            applied, reasons = self._put_in_force(self.config.revise(report.changes, report.reason), step)
+            applied, reasons = self._put_in_force(self.config.revise(changes, reason), step)
             refusal = _in_words(reasons)
         except ConfigError as error:  # allowed when it was proposed, and not over the version in force now
             refusal = str(error)
-        self._log_refusal(f"a revision ({report.reason})", refusal)
+        self._log_refusal(f"a revision ({reason})", refusal)
+        return applied, refusal
+
+    def _consider_proposal(self, report: Report, step: int) -> Applied | None:
+        assert report.changes is not None
+        applied, refusal = self.revise(report.changes, report.reason, step)
         self._answer_proposals(ElasticConfig.from_values(report.changes).values(), refusal)
         return applied
 

@@ -21,6 +21,7 @@ from .errors import ElasticError, RanksError, StepError
 from .fixed_sharding import FixedSharding
 from .follow import ConfigFollower
 from .gradients import Gradients
+from .guarding import Guarding
 from .optimizer_state import can_materialise, materialise
 from .parallelism import Parallelism, ReshardReport
 from .progress import Progress
@@ -35,6 +36,11 @@ __all__ = ["Session", "raise_on_all"]
 
 _logger = logging.getLogger(__name__)
 
+_NO_LESS = (
+    "{}, with {} sample(s) at once, and there cannot be fewer: have activations recomputed (activation_checkpoint), "
+    "share the model out (trainer.reshard), or make it smaller; the step was taken back"
+)
+
 
 class Session:
     """One rank's part in a training; ``start`` it, and ``end`` it."""
@@ -46,6 +52,7 @@ class Session:
         batches: Batches,
         gradients: Gradients,
         settings: OptimizerSettings,
+        guarding: Guarding,
         *,
         parallelism: Parallelism | None,
         why_not_reshard: str | None,
@@ -66,6 +73,7 @@ class Session:
         self._loading = SameLoading(batches, follower.ranks)
         self._gradients = gradients
         self._settings = settings
+        self._guarding = guarding
         self._parallelism = parallelism
         self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
@@ -195,6 +203,7 @@ class Session:
     def tell_resharded(self, report: ReshardReport) -> None:
         """The model has been spread otherwise."""
         self.steps.weigh_anew()
+        self._guarding.expect_more()
         if self.follower.ranks.rank == 0:
             _logger.info("%s", report)
         step = self._counts.global_step
@@ -323,8 +332,32 @@ class Session:
     def _begin_batches(self, config: ElasticConfig) -> None:
         self._batches.begin(config, num_ranks=self._gradients.sharing.num_ranks, rank=self._gradients.sharing.rank)
 
+    def shrink(self, largest: int, failures: Mapping[int, str]) -> None:
+        """Memory did not suffice for so many samples at once: have fewer from here on, with all ranks."""
+        follower = self.follower
+        before = follower.config.dataloader.batch_size
+        follower.meet_to_shrink()
+        now, wanted = follower.config.dataloader.batch_size, largest // 2
+        assert now is not None
+        where = ", ".join(f"on rank {rank} {text}" for rank, text in sorted(failures.items()))
+        told = f"memory ran out {where} after step {self._counts.global_step}"
+        if wanted == 0 or now == before <= wanted:
+            raise StepError(_NO_LESS.format(told, largest))
+        if now > wanted:
+            refusal = follower.revise({"dataloader.batch_size": wanted}, told)
+            if refusal:
+                raise StepError(f"{told}, and micro-batches of {wanted} were refused: {refusal}")
+        told += f": the step is taken again in micro-batches of {min(now, wanted)} instead of {largest} samples"
+        if follower.ranks.rank == 0:
+            _logger.warning("%s", told)
+        details = {"micro_batch": min(now, wanted), "was": largest, "ranks": sorted(failures)}
+        follower.reports.tell("out-of-memory", step=self._counts.global_step, text=told, details=details)
+
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        largest = self._batches.largest
         self._begin_batches(new)
+        if self._batches.largest > largest:
+            self._guarding.expect_more()
         self._follow_batch(new)
 
     def _take_up(self, config: ElasticConfig) -> None:

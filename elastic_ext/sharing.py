@@ -134,6 +134,22 @@ class Sharing:
         for group in self.groups + self._spread_groups:
             dist.barrier(group)
 
+    def why_not_guard(self) -> str | None:
+        """Why passes cannot be made without other ranks, to share gradients after them; None where they can."""
+        if self.exchanges_always and self.num_ranks * self.num_parts > 1:
+            return f"{self.name} exchanges parameters or what is computed, not gradients alone"
+        return None
+
+    def averaged(self) -> list[torch.Tensor]:
+        """Whose gradients are averaged over the ranks, in an order that all have; of a model that can be guarded."""
+        return []
+
+    def share_buffers(self) -> None:
+        """Give the first rank's buffers to all now, where the next pass would."""
+
+    def expect_shared_buffers(self) -> None:
+        """Have the next pass give the first rank's buffers to all."""
+
     def why_not_forget(self) -> str | None:
         """Why a pass that failed cannot be taken back, None where it can, or where none is under way."""
         return None
@@ -205,6 +221,25 @@ class _Replicated(Sharing):
 
     def _after_call(self, replica: DistributedDataParallel, arguments: object, output: object) -> None:
         replica.require_backward_grad_sync = self.is_sharing
+
+    def why_not_guard(self) -> str | None:
+        if self.exchanges_always:
+            return super().why_not_guard()
+        if any(getattr(module, "sparse", False) for replica in self._replicas for module in replica.modules()):
+            return "it has sparse gradients"
+        return next(filter(None, map(internals.shares_otherwise, self._replicas)), None)
+
+    def averaged(self) -> list[torch.Tensor]:
+        return list(dict.fromkeys(part for replica in self._replicas for part in internals.averaged(replica)))
+
+    def share_buffers(self) -> None:
+        for replica in self._replicas:
+            internals.share_buffers(replica)
+            replica.require_forward_param_sync = False
+
+    def expect_shared_buffers(self) -> None:
+        for replica in self._replicas:
+            replica.require_forward_param_sync = True
 
     def have_shared_buffers(self) -> None:
         for replica in self._replicas:  # DDP does so in a step's first pass alone, and forgets it where that failed

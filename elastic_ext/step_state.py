@@ -32,6 +32,10 @@ class StepState:
     """A gradient has come back to the model's outputs, in this micro-step."""
     is_exact: bool = False
     """``trainer.backward`` was used in this micro-step."""
+    is_guarded: bool = False
+    """Its gradients are shared after its passes, once memory has sufficed for them on all ranks."""
+    is_shared: bool = False
+    """That has been done."""
     keeps_batch: bool = False
     """Steps have a global batch of their own; else every micro-step commits, as a loop without a trainer would."""
     before_optimizer: Callable[[], None] | None = None
@@ -59,4 +63,4 @@ class StepState:
         """A step ended or was rolled back: nothing of the next one has happened."""
         self.number += 1
         self.index = self.num_begun = self.num_stepped = 0
-        self.is_last = False
+        self.is_last = self.is_guarded = self.is_shared = False

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from .batches import RankStep
 from .control_word import Purpose
 from .errors import StepError, TornStepError
+from .guarding import Guarding, StepFailure
+from .out_of_memory import advise, is_out_of_memory
 from .undoing import Retry, StepParts, Undoing
 
 if TYPE_CHECKING:
@@ -35,6 +37,13 @@ _TAKEN_AHEAD = (
     "trainer.step() with each batch. For one that is not to be trained on call trainer.backward(loss * 0, "
     "num_items=0), and for the others trainer.backward(losses.sum(), num_items=len(batch))"
 )
+_MIXED = (
+    "a step that trainer.run() began goes on in `with trainer.step():`; take all micro-steps of a step in the same way"
+)
+_USE_A_FUNCTION = (
+    "{}. The step was taken back. Put the work on one micro-batch in a function, and call it with trainer.run(function, "
+    "batch): then a step for which memory does not suffice is taken again in smaller micro-batches"
+)
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
@@ -44,6 +53,7 @@ class Steps:
     def __init__(
         self,
         parts: StepParts,
+        guarding: Guarding,
         *,
         shares_always: bool,
         counts: Counts,
@@ -65,12 +75,17 @@ class Steps:
         """What is torn is whole again once a checkpoint is loaded."""
         self.num_torn = 0
         """Micro-steps of the step that was torn."""
+        self.by_function = False
+        """The micro-step that is entered is a function, which can be called again."""
+        self.failure: StepFailure | None = None
+        """How memory ran out last."""
+        self._guarding = guarding
         self._state = parts.state
         self._gradients = parts.gradients
         self._batches = parts.batches
         self._counted = parts.batches.counted
         self._optimizers = parts.optimizers
-        self._snapshot = parts.snapshot
+        self._kept, self._keeps_all = parts.snapshot, parts.keeps_all
         self._scaler = parts.scaler
         self._undoing = Undoing(parts)
         self._shares_always = shares_always
@@ -93,13 +108,19 @@ class Steps:
         self._to_do_first: Callable[[], None] | None = None
         parts.gradients.sharing.share(now=True)  # whatever an earlier trainer left there
         parts.state.num_optimizers = len(parts.optimizers)
-        if parts.snapshot is not None:
+        parts.gradients.share_guarded = self._share_guarded
+        if parts.keeps_all:
             parts.gradients.on_shared_buffers = parts.snapshot.take_shared
 
     @property
     def num_micro_steps(self) -> int:
         """Of the step under way, or of the one that ended last."""
         return self._step.num_micro_steps
+
+    @property
+    def largest(self) -> int | None:
+        """The most samples that a rank takes at once in that step, of a dataloader that can be told to give fewer."""
+        return self._step.largest
 
     @property
     def has_not_begun(self) -> bool:
@@ -131,11 +152,13 @@ class Steps:
             self._begin(self.keep_batch)
         elif self.keep_batch is not self._keeps_batch:
             raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
+        elif state.is_guarded and not self.by_function:
+            raise StepError(_MIXED)
         state.weight = self._weights[state.index]
         is_last = state.index + 1 == state.num_micro_steps
         state.is_last = self.is_committing = is_last
         state.is_inside = True
-        is_shared = is_last or self._shares_always or self._gradients.shares_first
+        is_shared = (is_last or self._shares_always or self._gradients.shares_first) and not state.is_guarded
         if is_shared is not self._is_shared:
             self._is_shared = is_shared
             self._gradients.sharing.share(now=is_shared)
@@ -150,6 +173,8 @@ class Steps:
             self._fail(error)
             return
         state = self._state
+        if state.is_guarded and state.is_last and not state.is_shared:
+            self._share_at_end()
         state.is_inside = False
         if self._was_rolled_back:
             self._was_rolled_back = False
@@ -186,6 +211,8 @@ class Steps:
             self._owes_boundary, self._is_like_before = True, False
         elif self.torn is None:
             is_too_early = not state.is_last and _is_of_bare_scaler(error)
+            if is_out_of_memory(error):
+                self._note_failure(error)
             self.rollback()
             state.is_inside = self._was_rolled_back = False
             if is_too_early:
@@ -204,7 +231,7 @@ class Steps:
         self._raise_if_stuck(None)
         gradients = self._gradients
         is_called = state.index > 0 or state.has_forward
-        is_exchanging = state.is_inside and state.has_forward and self._is_shared
+        is_exchanging = state.is_inside and state.has_forward and (self._is_shared or state.is_shared)
         is_exchanging |= is_called and gradients.sharing.exchanges_always
         self._must_meet |= gradients.are_exchanged and (is_exchanging or not self._batches.can_replay)
         self._was_rolled_back = state.is_inside
@@ -301,18 +328,22 @@ class Steps:
             if state.keeps_batch:  # gradients from before are no part of a step
                 self._undoing.forget_gradients()
         gradients = self._gradients
+        state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due
+        if state.is_guarded:
+            self._guarding.begin_step()
+        snapshot = self._undoing.snapshot = self._kept if self._keeps_all or state.is_guarded else None
         is_watched = gradients.are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
         if step.num_micro_steps > 1:
             gradients.begin_gathering()
         self._num_own_backwards = 0
-        self._is_like_before = keep_batch and not is_watched and self._snapshot is None
+        self._is_like_before = keep_batch and not is_watched and snapshot is None
         if gradients.are_exchanged:
             self._num_exchanges = gradients.sharing.num_exchanges
-        if self._snapshot is not None:
-            self._snapshot.take()
-            self._snapshot.put_shared()
+        if snapshot is not None:
+            snapshot.take()
+            snapshot.put_shared()
 
     def _refuse_taken_ahead(self, num_handed: int) -> None:
         """Raise, and have what was taken come again; ranks learn of it as of any failure between steps."""
@@ -355,10 +386,12 @@ class Steps:
                 self._gradients.drop()
             if self._tells_of_infinities:
                 self._tell_of_infinities()
+        if state.is_guarded:
+            self._guarding.end_step()
         if state.is_exact or not self._is_like_before:
             self._gradients.end_step()
-            if self._snapshot is not None:
-                self._snapshot.end_step()
+            if self._undoing.snapshot is not None:
+                self._undoing.snapshot.end_step()
         self.num_backwards += self._num_own_backwards
         self._num_own_backwards = 0
         counts.num_boundaries += 1
@@ -373,6 +406,34 @@ class Steps:
                 "samples are consumed, global_step and schedules stay; this is said once",
                 self._counts.global_step,
             )
+
+    def _share_guarded(self) -> None:
+        """Share what the guarded step under way has gathered."""
+        self._guarding.share()
+        self._state.is_shared = True
+
+    def _share_at_end(self) -> None:
+        """The same where this rank has made no pass in the last micro-step: others have."""
+        try:
+            self._share_guarded()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _note_failure(self, error: BaseException) -> None:
+        state = self._state
+        during = "forward pass" if state.has_forward else "first part"
+        if state.has_backward:
+            during = "backward pass"
+        self.failure = StepFailure(
+            micro_step=state.index,
+            during=during,
+            largest=self._step.largest,
+            is_guarded=state.is_guarded,
+            keeps_all=self._undoing.snapshot is not None,
+        )
+        if not self.by_function:
+            advise(error, _USE_A_FUNCTION)
 
     def _check(self) -> None:
         try:

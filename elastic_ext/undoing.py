@@ -45,8 +45,9 @@ class StepParts:
     gradients: Gradients
     batches: Batches
     optimizers: Sequence[ElasticOptimizer]
-    snapshot: Snapshot | None
-    """None where not everything is to be rolled back."""
+    snapshot: Snapshot
+    keeps_all: bool
+    """Everything is to be rolled back in all steps, not in guarded ones alone."""
     scaler: ElasticScaler | None
 
 
@@ -58,9 +59,10 @@ class Undoing:
         self._gradients = parts.gradients
         self._batches = parts.batches
         self._optimizers = parts.optimizers
-        self._snapshot = parts.snapshot
         self._scaler = parts.scaler
         self._has_warned = False
+        self.snapshot: Snapshot | None = None
+        """Of the step under way, where everything of it is to be rolled back."""
 
     def retry(self, num_taken: int, *, num_exchanges: int, is_called: bool) -> Retry:
         """What is to be said of the step; asked before ``roll_back``. ``num_exchanges`` there were when it began."""
@@ -80,8 +82,8 @@ class Undoing:
         if self._scaler is not None:
             self._scaler.rollback()
         self._state.begin_anew()
-        if self._snapshot is not None:
-            self._snapshot.restore()
+        if self.snapshot is not None:
+            self.snapshot.restore()
         if not self._batches.can_replay and not self._has_warned:
             self._has_warned = True
             _logger.warning(
@@ -99,8 +101,8 @@ class Undoing:
             settle_samples(num_torn)
         self.forget()
         self._gradients.end_step()
-        if self._snapshot is not None:
-            self._snapshot.end_step()
+        if self.snapshot is not None:
+            self.snapshot.end_step()
         self._state.begin_anew()
 
     def forget(self) -> None:

@@ -1,0 +1,102 @@
+"""Attempts: micro-steps that are functions, and come again in smaller micro-batches where memory does not suffice.
+
+Only a function can be run again with nothing of the first time left: what it made goes when it is left, and the
+exception with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .errors import StepUndone
+from .guarding import Guarding, StepFailure
+from .out_of_memory import advise, is_out_of_memory, let_go
+from .steps import Steps
+
+__all__ = ["Attempts"]
+
+_Result = TypeVar("_Result")
+
+_CANNOT_SHRINK = (
+    "{}. The step was taken back. It is not taken again in smaller micro-batches, since this dataloader has a batch "
+    "size of its own; use an ElasticDataLoader"
+)
+_NOT_GUARDED = (
+    "{}. Other ranks may be waiting for this one's gradients, so training ends here, to go on from a checkpoint; "
+    'ElasticTrainer(guard="always") has steps taken again wherever memory runs out, where the model allows it'
+)
+_NOT_KEPT = (
+    "{}. The step was taken back, but for buffers and registered state that it may have changed; "
+    'ElasticTrainer(guard="always") keeps them, and has the step taken again in smaller micro-batches'
+)
+
+
+class Attempts:
+    """One rank's."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        guarding: Guarding,
+        *,
+        are_exchanged: Callable[[], bool],
+        leaves_nothing: Callable[[], bool],
+        shrink: Callable[[int, dict[int, str]], None],
+    ) -> None:
+        """``are_exchanged``: passes depend on other ranks; ``leaves_nothing``: they change nothing but gradients.
+
+        ``shrink`` has steps cut smaller than so many samples at once, on all ranks, and tells of the failures.
+        """
+        self._steps = steps
+        self._guarding = guarding
+        self._are_exchanged = are_exchanged
+        self._leaves_nothing = leaves_nothing
+        self._shrink = shrink
+
+    def run(self, function: Callable[..., _Result], arguments: tuple[Any, ...], options: dict[str, Any]) -> _Result | None:
+        """Take a micro-step; what ``function`` gives, or None where the step comes again."""
+        steps = self._steps
+        failures: dict[int, str] | None = None
+        steps.by_function, steps.failure = True, None
+        try:
+            with steps:
+                return function(*arguments, **options)
+        except StepUndone as undone:  # all ranks have heard of it
+            failures = undone.failures
+        except Exception as error:
+            failure = steps.failure
+            if failure is None or not is_out_of_memory(error):
+                raise
+            why_not = self._why_not(failure)
+            if why_not is not None:
+                advise(error, why_not)
+                raise
+        finally:
+            steps.by_function = False
+        let_go()
+        largest = steps.largest
+        assert largest is not None
+        if failures is None:
+            failures = self._tell(steps.failure)
+        self._shrink(largest, failures)
+        return None
+
+    def _tell(self, failure: StepFailure | None) -> dict[int, str]:
+        """Tell the other ranks; gives what all of them tell."""
+        assert failure is not None
+        try:
+            self._guarding.share(str(failure))
+        except StepUndone as undone:
+            return undone.failures
+        raise AssertionError("a failure was told, and nothing was undone")
+
+    def _why_not(self, failure: StepFailure) -> str | None:
+        """Why the step is not taken again, None where it is."""
+        if failure.largest is None:
+            return _CANNOT_SHRINK
+        if failure.is_guarded:
+            return None
+        if self._are_exchanged():
+            return _NOT_GUARDED
+        return None if failure.keeps_all or self._leaves_nothing() else _NOT_KEPT

@@ -1,0 +1,114 @@
+"""Guarding: steps in which a rank's memory may run out, and all ranks take the step again together.
+
+In a guarded step no pass waits for another rank. Before its gradients are shared the ranks hear of each other whether
+memory has sufficed on all; only then they are averaged. A step is guarded where memory may be asked for that was never
+asked for before: after a start, after micro-batches have grown, after a change of plan; or always.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from .averaging import Averaging
+from .control_word import AgreedWord
+from .errors import StepUndone
+from .out_of_memory import is_out_of_memory
+from .sharing import Sharing
+
+__all__ = ["GuardMode", "Guarding", "StepFailure"]
+
+_logger = logging.getLogger(__name__)
+
+GuardMode = Literal["auto", "always", "never"]
+_STEPS = 3  # after something new: the first asks for the most, as a rule, and the allocator settles in the others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFailure:
+    """Where in a step memory ran out on this rank."""
+
+    micro_step: int
+    during: str
+    largest: int | None
+    """The most samples that a rank takes at once, where it can be told to take fewer."""
+    is_guarded: bool
+    keeps_all: bool
+    """All that it has left was rolled back."""
+
+    def __str__(self) -> str:
+        return f"in the {self.during} of micro-step {self.micro_step + 1}"
+
+
+class Hears(Protocol):
+    """Within a step, with all ranks: hears of those whose memory ran out, and that bring other gradients."""
+
+    def __call__(self, *, failed: str = "", brings: str = "") -> AgreedWord | None: ...
+
+
+class Guarding:
+    """One rank's part in it."""
+
+    def __init__(self, mode: GuardMode, *, sharing: Callable[[], Sharing], hear_all: Hears) -> None:
+        self._mode = mode
+        self._sharing = sharing
+        self._hear_all = hear_all
+        self._num_left = _STEPS
+        self._averaging: Averaging | None = None
+        self._why_not: str | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that begins is to be guarded."""
+        if self._mode == "never" or (self._mode == "auto" and self._num_left == 0):
+            return False
+        why_not = self._sharing().why_not_guard()
+        if why_not is not None and why_not != self._why_not:
+            _logger.info("a step for which memory does not suffice cannot be taken again: %s", why_not)
+        self._why_not = why_not
+        return why_not is None
+
+    def expect_more(self) -> None:
+        """The steps that come may need more memory than those before."""
+        self._num_left = _STEPS
+
+    def begin_step(self) -> None:
+        """A guarded step begins, on all ranks."""
+        sharing = self._sharing()
+        sharing.share_buffers()
+        if sharing.num_ranks > 1:
+            parameters = sharing.averaged()
+            if self._averaging is None or not self._averaging.is_of(parameters):
+                self._averaging = Averaging(parameters, sharing.groups[0])
+
+    def end_step(self) -> None:
+        """It has ended well, on all ranks."""
+        self._sharing().expect_shared_buffers()
+        self._num_left = max(0, self._num_left - 1)
+        if self._num_left == 0 and self._mode == "auto":
+            self._averaging = None
+
+    def share(self, failed: str = "") -> None:
+        """Share what was gathered, once memory has sufficed on all ranks; else raise StepUndone, on all.
+
+        With ``failed``, how it ran out on this one, there is nothing to share.
+        """
+        averaging = self._averaging
+        if averaging is None:  # there is no other rank
+            if failed:
+                raise StepUndone({0: failed})
+            return
+        try:
+            if not failed:
+                averaging.reserve()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = "before gradients were shared"
+        brings = averaging.held
+        heard = self._hear_all(failed=failed, brings=brings)
+        if heard is not None and heard.failures:
+            raise StepUndone(heard.failures)
+        averaging.average([brings] if heard is None else [word.brings for word in heard.words])
