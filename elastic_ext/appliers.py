@@ -19,7 +19,13 @@ from .strict_json import shown
 if TYPE_CHECKING:
     from .ranks import Ranks
 
-__all__ = ["Applied", "Applier", "Appliers", "FunctionApplier"]
+__all__ = ["Applied", "Applier", "Appliers", "Declined", "FunctionApplier"]
+
+_MOST_TRACEBACK = 20_000
+
+
+class Declined(Exception):
+    """Raised in ``apply``, on all ranks at once: it could not be done, and all is as it was. Nothing was applied yet."""
 
 
 class Applier(Protocol):
@@ -35,7 +41,7 @@ class Applier(Protocol):
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         """Put the section of ``new`` into effect. Called on every rank, when the section differs from ``old``.
 
-        An exception here ends the run on all ranks.
+        An exception here ends the run on all ranks; all but Declined.
         """
 
 
@@ -98,32 +104,44 @@ class Appliers:
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
         """Every rank's reasons against ``new``, by rank; an applier that raises is an error on all ranks."""
         reasons: list[str] = []
-        trace = ""
+        failure: Exception | None = None
         try:
             for applier in self._appliers:
                 reason = applier.check(new)
                 if reason is not None:
                     reasons.append(f"{applier.section}: {reason}")
-        except Exception:  # whatever an applier raises, every rank must hear of it
-            trace = traceback.format_exc()
-        doing = f"checking {new.label}"
+        except Exception as error:  # whatever an applier raises, every rank must hear of it
+            failure = error
+        return self._reasons_of_all(reasons, failure, f"checking {new.label}", RanksFailedError)
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
+        """Apply what differs, in the order of config.SECTIONS; gives every rank's reasons where it was declined.
+
+        If one rank fails, all raise ApplyError.
+        """
+        changed = {section_of(path) for path in old.differences(new)}
+        concerned = [each for section in SECTIONS for each in self._appliers if section == each.section in changed]
+        reasons: list[str] = []
+        num_applied, failure = 0, None
+        try:
+            for applier in concerned:
+                applier.apply(old, new)
+                num_applied += 1
+        except Exception as error:  # whatever an applier raises, every rank must hear of it
+            if isinstance(error, Declined) and num_applied == 0:
+                reasons.append(f"{applier.section}: {error}")
+            else:
+                failure = error
+        return self._reasons_of_all(reasons, failure, f"applying {new.label}", ApplyError)
+
+    def _reasons_of_all(
+        self, reasons: list[str], failure: Exception | None, doing: str, kind: type[RanksFailedError]
+    ) -> dict[int, list[str]]:
+        """By rank, where there are some. Raises on all ranks where one has failed."""
+        trace = "" if failure is None else "".join(traceback.format_exception(failure))[-_MOST_TRACEBACK:]
         answer = json.dumps({"reasons": reasons, "traceback": trace}).encode()
         answers = [json.loads(data) for data in self._ranks.gather(answer, doing)]
         failed = {rank: answer["traceback"] for rank, answer in enumerate(answers) if answer["traceback"]}
         if failed:
-            raise RanksFailedError(doing, self._ranks.world_size, failed)
+            raise kind(doing, self._ranks.world_size, failed) from failure
         return {rank: answer["reasons"] for rank, answer in enumerate(answers) if answer["reasons"]}
-
-    def apply(self, old: ElasticConfig, new: ElasticConfig, step: int) -> Applied:
-        """Apply what differs, in the order of config.SECTIONS; if one rank fails, all raise ApplyError."""
-        changed = {section_of(path) for path in old.differences(new)}
-        error: Exception | None = None
-        try:
-            for section in SECTIONS:
-                for applier in self._appliers:
-                    if applier.section == section and section in changed:
-                        applier.apply(old, new)
-        except Exception as caught:  # whatever an applier raises, every rank must hear of it
-            error = caught
-        self._ranks.all_or_raise(error, f"applying {new.label}", ApplyError)
-        return Applied(old=old, new=new, step=step)

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .appliers import Declined
 from .config import ElasticConfig
-from .errors import ElasticError
+from .errors import ElasticError, RanksFailedError
 from .fsdp.companions import Tensors
 from .fsdp.live import Agree, Change, Moved
 from .fsdp.plan import ParallelPlan
@@ -144,18 +145,20 @@ class Parallelism:
         assert self._spread.plan is not None
         if plan_of(new) == self._spread.plan:
             return
-        refusal = self.check(new) if self._prepared is None else None
-        self._agree(None if refusal is None else ElasticError(refusal))
-        assert self._prepared is not None
+        assert self._prepared is not None, "it was checked just before"
         (plan, made, change), self._prepared = self._prepared, None
         self._fence()
         self._spread.wait()  # for the step before, which is none of the change
         began, old = time.perf_counter(), self._spread.plan
         try:
             moved = self._spread.change(made, change, self._agree)
-        except BaseException:
-            if change is None or change.has_begun:
+        except Exception as error:
+            if change is None or not change.is_as_before:
                 self._give_up(_HALF)
+                raise
+            raise Declined(f"nothing has changed, since {_told_of(error)}") from error
+        except BaseException:  # whoever interrupts it is told what became of it by the next call
+            self._give_up(_HALF)
             raise
         finally:
             self._on_spread()  # also where it has gone back: DDP is another object by then
@@ -214,6 +217,14 @@ def _report(
         extra_bytes=0 if moved is None else moved.load,
         replaced=0 if moved is None else moved.num_replaced,
     )
+
+
+def _told_of(error: Exception) -> str:
+    """What a failure says, of each rank that has failed."""
+    if isinstance(error, RanksFailedError):
+        ends = {rank: text.rstrip().rpartition("\n")[2] for rank, text in error.tracebacks.items()}
+        return "; ".join(f"rank {rank} raised {end}" for rank, end in ends.items())
+    return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
 
 
 def _in_words(plan: ParallelPlan) -> str:

@@ -15,7 +15,6 @@ from .arguments import check_ranks_are_joined, check_samples, check_scaler, chec
 from .batches import Batches
 from .checkpoints import checkpoints_for
 from .counts import Counts
-from .errors import ApplyError
 from .follow import follow_config
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.spread import Spread
@@ -104,7 +103,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             [each.inner for each in parts.optimizers],
             lambda: [registered[name] for name in sorted(registered)],
             known=gradients.holders,
-            agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread", ApplyError),
+            agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread"),
             fence=lambda: session.fence(),  # which is made below
             on_spread=lambda: gradients.take_up(spread.engine),
             give_up=lambda why: session.steps.give_up(why),

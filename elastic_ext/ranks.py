@@ -145,15 +145,13 @@ class Ranks:
         self._wait(work, doing)
         return bytes(buffer)
 
-    def all_or_raise(
-        self, error: BaseException | None, doing: str, kind: type[RanksFailedError] = RanksFailedError
-    ) -> None:
+    def all_or_raise(self, error: BaseException | None, doing: str) -> None:
         """Return if no rank brought an error; else every rank raises one that holds all tracebacks."""
         text = "" if error is None else "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
         texts = self.gather(text.encode(errors="replace"), doing)
         failed = {rank: text.decode(errors="replace") for rank, text in enumerate(texts) if text}
         if failed:
-            raise kind(doing, self.world_size, failed) from error
+            raise RanksFailedError(doing, self.world_size, failed) from error
 
     def close(self) -> None:
         """Leave the group and the store. What is under way is given up; nothing else may be called afterwards."""

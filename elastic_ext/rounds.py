@@ -284,10 +284,10 @@ class Rounds:
 
     def _put_in_force(self, new: ElasticConfig, step: int) -> tuple[Applied | None, dict[int, list[str]]]:
         """Check on every rank, then apply on every rank, or on none for the reasons given."""
-        reasons = self._appliers.check(new)
+        reasons = self._appliers.check(new) or self._appliers.apply(self.config, new)
         if reasons:
             return None, reasons
-        applied = self._appliers.apply(self.config, new, step)
+        applied = Applied(old=self.config, new=new, step=step)
         self.config = new
         self._settled = {key for key in self._settled if key[0] >= new.version}
         if self._ranks.rank == 0:

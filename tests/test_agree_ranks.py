@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
+from elastic_ext import ApplyError, ElasticConfig
+from elastic_ext.appliers import Declined
 from tests.loops import (
     Every,
     RecordingApplier,
@@ -146,6 +148,56 @@ def test_an_exception_in_an_applier_is_raised_on_all_ranks_with_its_traceback(
     assert "tests/loops.py" in first
     assert f"ArithmeticError: {phase} of version 2 broke" in first
     assert second == first, "a follower whose ranks may differ must not go on"
+
+
+def decline(rank: int, folder: Path) -> Seen:
+    def before(doing: str, new: ElasticConfig) -> None:
+        if (doing, new.version) == ("apply", 2):
+            raise Declined(f"rank {rank} has no memory for {new.label}")
+
+    applier = RecordingApplier(before=before)
+    with seen_by() as seen, follower_of(folder, rank) as follower:
+        follower.add(applier)
+        put(folder, rank, rate(2, 0.2, user={"x": 1}), seen_by=follower)
+        for _ in range(5):
+            take_step(follower, seen)
+        assert (follower.config.version, follower.knob("x", 0)) == (0, 0)
+        put(folder, rank, rate(3, 0.3))
+        step_until(follower, seen, lambda: follower.config.version == 3)
+        assert applier.applied == [("version 0", "version 3")]
+    return seen
+
+
+def test_what_all_ranks_decline_as_it_is_applied_is_refused_and_training_goes_on(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    seen = ranks.run(2, decline, tmp_path)
+    refusals = [line for line in seen[0].log if "refused" in line]
+    assert len(refusals) == 1
+    assert refusals[0].startswith("WARNING version 2 was refused, version 0 stays in force: ")
+    for rank in range(2):
+        assert f"rank {rank}: optimizer: rank {rank} has no memory for version 2" in refusals[0]
+        assert [version for _, version in seen[rank].applied] == ["version 3"]
+
+
+def decline_too_late(rank: int, folder: Path) -> str:
+    def before(doing: str, new: ElasticConfig) -> None:
+        if doing == "apply":
+            raise Declined("too late")
+
+    follower = follower_of(folder, rank)
+    follower.add(RecordingApplier("dataloader"))
+    follower.add(RecordingApplier("optimizer", before=before))
+    follower.start()
+    put(folder, rank, rate(2, 0.2, dataloader={"batch_size": 4}))
+    with seen_by() as seen, pytest.raises(ApplyError, match="too late") as raised:
+        step_until(follower, seen, lambda: follower.config.version == 2)
+    follower.close()
+    return str(raised.value)
+
+
+def test_who_declines_after_something_was_applied_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    assert same(ranks.run(2, decline_too_late, tmp_path)).startswith("2 of 2 ranks failed while applying version 2")
 
 
 # --- stop, save, revisions, schedules -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Trainings in which a change of plan fails halfway: all ranks stop, and a new start goes on from the checkpoint."""
+"""Trainings in which a change of plan fails: they go on as before it, or all ranks stop and start from a checkpoint."""
 
 from __future__ import annotations
 
@@ -85,3 +85,36 @@ def test_training_ends_and_a_new_start_goes_on_from_the_checkpoint(
     for num_kept, num_steps in ranks.run(2, _fail, tmp_path, old, new):
         assert num_kept in (3, 4)
         assert num_steps == LAST
+
+
+def _decline(rank: int, folder: Path, old: ParallelPlan, new: ParallelPlan) -> str:
+    """There is no memory for the first bucket, and then there is."""
+    losses, state = stayed(rank, folder, old, LAST, wrap=_without_chance)
+    run = Retraining(rank, folder, old, wrap=_without_chance)
+    with pytest.MonkeyPatch().context() as patched, run.trainer:
+
+        def ask(run: Retraining) -> None:
+            patched.setattr(torch.Tensor, "new_empty", _with_little_memory(run, 0))
+            run.proposals.append(run.trainer.reshard(new))
+
+        def ask_again(run: Retraining) -> None:
+            patched.undo()
+            assert run.plan == old
+            run.proposals.append(run.trainer.reshard(new))
+
+        run.train(LAST, {2: ask, 6: ask_again})
+        assert run.plan == new
+        assert differing(run.state(), state) == []
+    assert run.losses == losses
+    declined, done = run.proposals
+    assert (declined.outcome, done.outcome) == ("refused", "in force")
+    return declined.refusal
+
+
+@pytest.mark.parametrize(("old", "new"), [(FULL, KEPT), (FULL, WHOLE), (WHOLE, FULL)])
+def test_training_goes_on_where_nothing_was_moved_and_the_change_may_be_asked_for_again(
+    ranks: RankPool, tmp_path: Path, old: ParallelPlan, new: ParallelPlan
+) -> None:
+    for told in ranks.run(2, _decline, tmp_path, old, new):
+        assert told.startswith("ranks 0 to 1: ")
+        assert told.endswith("nothing has changed, since rank 1 raised torch.OutOfMemoryError: no memory is left")

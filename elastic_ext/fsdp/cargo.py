@@ -23,6 +23,7 @@ from .freight import Item, Router
 from .layout import Box, Layout
 from .names import named_tensors
 from .plan import UNEVEN, Degrees, Layouts, parts_of
+from .refusals import why_not_parted
 from .state import local_of
 from .units import Place, Survey
 
@@ -90,9 +91,10 @@ def parameters_of(model: nn.Module, survey: Survey | None) -> Iterator[Parameter
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
                 found[id(parameter)] = parameter
+    refusal = why_not_parted(found.values())
+    if refusal is not None:
+        raise ValueError(refusal)
     for key, parameter in found.items():
-        if isinstance(parameter, DTensor):
-            raise ValueError("the model is cut by tensor parallelism without fully_shard; its sharding has to stay")
         yield Parameter(parameter, tuple(places[key]), 0)
 
 

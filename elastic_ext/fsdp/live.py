@@ -110,8 +110,8 @@ class Change:
         self._carried: list[Carried | None] = [*carried]  # None: where it shall be
         self.freight = Freight([each.item for each in carried], 2 * bucket_bytes)
         """What has to be moved."""
-        self.has_begun = False
-        """Whether something has been moved, so that there is no way back."""
+        self.is_as_before = True
+        """Whether nothing of it has been done, or all was taken back."""
 
     @property
     def replaced(self) -> list[torch.Tensor]:
@@ -142,6 +142,7 @@ class Change:
         error: BaseException | None = None
         locals_before = [local_of(each.tensor) for each in self._parameters]
         slots: list[Slot] = []
+        self.is_as_before = False
         try:
             slots = self._wire(mesh)
         except Exception as caught:  # whatever it is, what was there has to come back
@@ -197,7 +198,6 @@ class Change:
         assert carrier is not None
         locals_before.clear()
         self._survey = None  # which keeps what was there
-        self.has_begun = True
         for bucket in buckets:
             if bucket.first and error is None:
                 try:
@@ -253,6 +253,7 @@ class Change:
                 for slot, each, local in zip(slots, self._parameters, locals_before, strict=True):
                     rewire.bind(slot, each.tensor, local)
                 rewire.settle(self._model)
+            self.is_as_before = True
             raise
 
     def _carried_in(self, bucket: Bucket) -> list[Carried]:

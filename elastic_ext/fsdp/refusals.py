@@ -5,7 +5,7 @@ What the plans themselves say against it is in transition.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,13 @@ def why_not_cut(model: nn.Module, left_out: Collection[torch.Tensor] = ()) -> st
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             return f"{name} has sparse gradients, which fully_shard does not share out; make it with sparse=False"
+    return None
+
+
+def why_not_parted(parameters: Iterable[nn.Parameter]) -> str | None:
+    """Without fully_shard some are parts already."""
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        return "the model is cut by tensor parallelism without fully_shard; its sharding has to stay"
     return None
 
 

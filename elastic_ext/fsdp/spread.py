@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from elastic_ext.errors import ElasticError
 
 from . import rewire
 from .blocks import Units, blocks_of, recompute, why_not_recompute
-from .cargo import parameters_of
 from .companions import Tensors
 from .live import Agree, Change, Moved, Sharded, Whole
 from .plan import Degrees, ParallelPlan
@@ -27,6 +26,7 @@ from .refusals import (
     why_not_cut,
     why_not_leave_ddp,
     why_not_mixed,
+    why_not_parted,
     why_not_replace,
     why_not_tied,
     why_not_unit,
@@ -95,7 +95,7 @@ class Spread:
         if self.plan is not None:
             raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
         degrees = plan.degrees(self.num_ranks, self._num_local)
-        list(parameters_of(self.model, None))  # raises where they are cut already
+        _raise(why_not_parted(self.model.parameters()))
         _raise(why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_called(self.model))
         if not plan.is_replicated:
             if not dist.is_initialized():
@@ -153,19 +153,13 @@ class Spread:
         """
         assert self.plan is not None
         before = self.plan
-        if not plan.is_replicated:
-            _raise(None if self._replica is None else why_not_leave_ddp(self._replica.options))
-        if plan.is_replicated:
-            wake: Callable[[], object] = lambda: self._wake(plan.bucket_cap_mb)  # noqa: E731
-            after: Callable[[Survey | None], Sharded | Whole] = lambda _: Whole(wake)  # noqa: E731
-        else:
-            degrees = plan.degrees(self.num_ranks, self._num_local)
-            after = lambda survey: Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))  # noqa: E731
+        if not plan.is_replicated and self._replica is not None:
+            _raise(why_not_leave_ddp(self._replica.options))
         change = Change(
             self.model,
             optimizers,
             registered,
-            after=after,
+            after=lambda survey: self._after(plan, survey),
             rest=self._rest,
             wake_again=lambda: self._wake(before.bucket_cap_mb),
             bucket_bytes=self._bucket_bytes,
@@ -186,9 +180,10 @@ class Spread:
         for step in made.steps:
             if step == "spread":
                 assert prepared is not None
-                if made.new.is_replicated:
-                    self._told = Told(made.old, tuple(prepared.units_before))
+                units_before = tuple(prepared.units_before)
                 moved = prepared.run(agree, group=self._carriers(), device=self._device)
+                if made.new.is_replicated:
+                    self._told = Told(made.old, units_before)
                 self._pace = made.pace.after(
                     prepared.freight, wiring_seconds=moved.wiring_seconds, moving_seconds=moved.moving_seconds
                 )
@@ -234,6 +229,13 @@ class Spread:
                     dim = rewire.dim_of_tensor(value) if isinstance(value, DTensor) else 0
                     found.append(Tensor(name, tuple(value.shape), value.element_size(), dim))
         return found
+
+    def _after(self, plan: ParallelPlan, survey: Survey | None) -> Sharded | Whole:
+        """What a plan makes of parameters; ``survey`` is of what fully_shard has made so far."""
+        if plan.is_replicated:
+            return Whole(lambda: self._wake(plan.bucket_cap_mb))
+        degrees = plan.degrees(self.num_ranks, self._num_local)
+        return Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))
 
     def _units(self, plan: ParallelPlan, survey: Survey | None) -> list[Unit]:
         """What fully_shard is to make for a plan, innermost first; ValueError where it cannot."""
