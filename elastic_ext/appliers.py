@@ -25,7 +25,7 @@ _MOST_TRACEBACK = 20_000
 
 
 class Declined(Exception):
-    """Raised in ``apply``, on all ranks at once: it could not be done, and all is as it was. Nothing was applied yet."""
+    """Raised in ``apply``, on all ranks at once, before anything was applied: it cannot be, and all is as it was."""
 
 
 class Applier(Protocol):
