@@ -54,7 +54,9 @@ class Attempts:
         self._leaves_nothing = leaves_nothing
         self._shrink = shrink
 
-    def run(self, function: Callable[..., _Result], arguments: tuple[Any, ...], options: dict[str, Any]) -> _Result | None:
+    def run(
+        self, function: Callable[..., _Result], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> _Result | None:
         """Take a micro-step; what ``function`` gives, or None where the step comes again."""
         steps = self._steps
         failures: dict[int, str] | None = None

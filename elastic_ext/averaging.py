@@ -54,7 +54,7 @@ class Averaging:
             for kind, bucket in _buckets(having):
                 sizes = [part.numel() for part in bucket]
                 flat = self._memory[kind][: sum(sizes)]
-                pieces = [piece.view(part.shape) for piece, part in zip(flat.split(sizes), bucket, strict=True)]
+                pieces = [piece.view(part.shape) for piece, part in zip(torch.split(flat, sizes), bucket, strict=True)]
                 for part, piece in zip(bucket, pieces, strict=True):
                     if part.grad is None:
                         part.grad = torch.zeros_like(part)

@@ -137,7 +137,9 @@ class ControlWord:
 
     def to_bytes(self) -> bytes:
         """The word as the other ranks read it."""
-        return json.dumps(asdict(self) | {"refusal": self.refusal[:_MOST_TEXT], "failed": self.failed[:_MOST_TEXT]}).encode()
+        return json.dumps(
+            asdict(self) | {"refusal": self.refusal[:_MOST_TEXT], "failed": self.failed[:_MOST_TEXT]}
+        ).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ControlWord:

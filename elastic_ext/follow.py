@@ -265,7 +265,7 @@ class ConfigFollower:
         return self._agreement.hear_all(failed, brings)
 
     def meet_to_shrink(self) -> None:
-        """As ``end_epoch``, before a step is taken again for which memory did not suffice; ``revise`` may come after."""
+        """As ``end_epoch``, before a step comes again for which memory did not suffice; ``revise`` may come after."""
         self._raise_if_closed()
         with self._waiting(is_doubtful=True):
             self._agreement.end(Purpose.SMALLER)

@@ -1,4 +1,4 @@
-"""Out of memory: which exceptions say so, what they are to say besides, and what lets memory go once the one that did is gone."""
+"""Out of memory: which exceptions say so, what they are to say besides, and what lets memory go after them."""
 
 from __future__ import annotations
 

@@ -70,6 +70,7 @@ class Prepared:
     """What came of it."""
 
     session: Session
+    attempts: Attempts
     parallelism: Parallelism | None
     values: Any
     """What prepare() returns."""

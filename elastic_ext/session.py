@@ -338,6 +338,7 @@ class Session:
         before = follower.config.dataloader.batch_size
         follower.meet_to_shrink()
         now, wanted = follower.config.dataloader.batch_size, largest // 2
+        assert before is not None
         assert now is not None
         where = ", ".join(f"on rank {rank} {text}" for rank, text in sorted(failures.items()))
         told = f"memory ran out {where} after step {self._counts.global_step}"

@@ -41,8 +41,8 @@ _MIXED = (
     "a step that trainer.run() began goes on in `with trainer.step():`; take all micro-steps of a step in the same way"
 )
 _USE_A_FUNCTION = (
-    "{}. The step was taken back. Put the work on one micro-batch in a function, and call it with trainer.run(function, "
-    "batch): then a step for which memory does not suffice is taken again in smaller micro-batches"
+    "{}. The step was taken back. Put the work on one micro-batch in a function, and call it with "
+    "trainer.run(function, batch): then a step for which memory does not suffice comes again in smaller micro-batches"
 )
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 

@@ -22,6 +22,7 @@ over all ranks; **b** the *micro-batch*; **W** the data-parallel degree, which i
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -29,7 +30,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ from .arguments import (
     check_checkpoints,
     check_model,
 )
+from .attempts import Attempts
 from .batches import Batches
 from .checkpoints import Resume, WhenSaveFails, WhenSaving
 from .config import ElasticConfig
@@ -51,6 +53,7 @@ from .fsdp.plan import ParallelPlan
 from .fsdp.spread import Spread
 from .given import check_choice, check_flag
 from .gradients import Gradients
+from .guarding import GuardMode
 from .interval import CheckpointInterval
 from .overlap import Overlap
 from .parallelism import Parallelism, ReshardReport, values_of
@@ -65,6 +68,8 @@ from .steps import Steps
 __all__ = ["ElasticTrainer"]
 
 _Default = TypeVar("_Default")
+_Result = TypeVar("_Result")
+_Given = ParamSpec("_Given")
 
 
 class ElasticTrainer:
@@ -76,9 +81,10 @@ class ElasticTrainer:
 
     ``learning_rate_rule`` says how rates follow a global batch that changes. With ``rollback="full"`` a step that is
     rolled back gives back random states and buffers too. ``sync_every_micro_step`` shares gradients in every
-    micro-step instead of the last. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by
-    default on rank 0, if it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a
-    checkpoint, unless ``save_on_signals`` is False or the script handles them itself.
+    micro-step instead of the last. ``guard`` says in which steps taken with ``run()`` memory may run out: "auto", after
+    a start, a larger micro-batch or another plan; "always"; "never". ``share_weights`` gives ranks unequal parts of a
+    step. ``progress`` shows a bar; by default on rank 0, if it writes to a terminal. With ``shared_storage_path``
+    SIGTERM and SIGUSR1 end training with a checkpoint, unless ``save_on_signals`` is False or the script handles them.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class ElasticTrainer:
         learning_rate_rule: BatchRule = "none",
         rollback: Literal["gradients", "full"] = "gradients",
         sync_every_micro_step: bool = False,
+        guard: GuardMode = "auto",
         checkpoint_interval: CheckpointInterval | None = None,
         use_fsdp: bool = False,
         shared_storage_path: str | Path | None = None,
@@ -114,6 +121,7 @@ class ElasticTrainer:
     ) -> None:
         check_choice("rollback", rollback, ("gradients", "full"))
         check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
+        check_choice("guard", guard, ("auto", "always", "never"))
         check_choice("resume", resume, ("auto", "strict", "never"))
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
         check_choice("when_saving", when_saving, ("wait", "skip", "error"))
@@ -142,6 +150,7 @@ class ElasticTrainer:
             accelerated=accelerated,
             rule=learning_rate_rule,
             rolls_back_fully=rollback == "full",
+            guard=guard,
             shares_always=sync_every_micro_step,
             shows_progress=progress,
             following={
@@ -179,6 +188,7 @@ class ElasticTrainer:
         self._counts, self._gradients = self._setup.counts, self._setup.gradients
         self._parallelism: Parallelism | None = None
         self._session: Session | None = None
+        self._attempts: Attempts | None = None
         self._micro_step: Steps | NotPrepared = NotPrepared()
 
     # ---- setting up ----
@@ -223,7 +233,7 @@ class ElasticTrainer:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
         launched = Launched.in_environment(os.environ)
         made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
-        self._session, self._parallelism = made.session, made.parallelism
+        self._session, self._attempts, self._parallelism = made.session, made.attempts, made.parallelism
         weakref.finalize(self, made.session.abandon)  # a notebook's cell, run again, or a script that closes nothing
         self._micro_step = made.session.steps  # one object for all: making one costs more than entering it
         return made.values
@@ -280,6 +290,27 @@ class ElasticTrainer:
     def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
         """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
         return self._micro_step if fix_total_batch_size else OwnStep(self._micro_step)
+
+    def run(
+        self, function: Callable[_Given, _Result], /, *given: _Given.args, **named: _Given.kwargs
+    ) -> _Result | None:
+        """``with trainer.step(): return function(...)``, which comes again where memory does not suffice for it.
+
+        Then all ranks take the step back, the dataloader hands out the same samples in micro-batches half as large, and
+        this gives None. What is made in ``function`` may not be kept outside of it.
+        """
+        if self._attempts is None:
+            raise ElasticError(NOT_PREPARED)
+        return self._attempts.run(function, given, named)
+
+    def micro_step(self, function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
+        """A decorator: the function's every call is ``trainer.run(function, ...)``."""
+
+        @functools.wraps(function)
+        def taken(*given: _Given.args, **named: _Given.kwargs) -> _Result | None:
+            return self.run(function, *given, **named)
+
+        return taken
 
     def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **options: Any) -> None:
         """``loss.backward(**options)``, weighed exactly whatever the loss was computed from.
