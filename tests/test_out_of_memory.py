@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from elastic_ext import ElasticDataLoader, StepError
 from tests.loops import seen_by
 from tests.ranks import RankPool
 from tests.shortage import PHASES, Short, Shortage, schedule
+from tests.training import make_data
 
 NUM_STEPS = 5
 
@@ -72,3 +76,193 @@ def test_a_step_comes_again_as_if_micro_batches_had_been_smaller(
         assert f"of micro-step {micro_step + 1} after step {step}: " in line
         assert line.endswith("the step is taken again in micro-batches of 4 instead of 8 samples")
     assert all(lines == [] for lines in told[1:])
+
+
+def of_three(rank: int, folder: Path) -> None:
+    """Sums over three ranks are made in another order in guarded steps: as near as rounding is."""
+    sizes: dict[str, Any] = {"batch_size": 8, "num_micro_steps": 2, "has_moods": False}
+    shortage = Shortage(phase="in backward", at=(1, 1)) if rank == 2 else Shortage()
+    run = Short(rank, folder / "short", shortage=shortage, **sizes)
+    with run.trainer:
+        run.train(NUM_STEPS)
+    schedule(folder / "from there on", rank, 1, 4)
+    other = Short(rank, folder / "from there on", guard="never", **sizes)
+    with other.trainer:
+        other.train(NUM_STEPS)
+    assert run.loader.committed == other.loader.committed
+    assert run.loader.sizes == other.loader.sizes
+    for one, two in zip(run.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+
+
+def test_three_ranks_come_to_the_same_within_the_order_of_sums(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(3, of_three, tmp_path)
+
+
+def within_limits(rank: int, folder: Path, limit: int) -> tuple[list[tuple[int, ...]], list[str]]:
+    """From the first step on there is memory for so many samples at once, on the last rank."""
+    num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    limits = Shortage(limit=limit) if rank == num_ranks - 1 else Shortage()
+    with seen_by() as seen:
+        run = Short(rank, folder, batch_size=16, has_moods=False, shortage=limits)
+        with run.trainer:
+            run.train(4)
+    return run.loader.sizes, [line for line in seen.log if line.startswith("WARNING")]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("limit", [1, 3, 15])
+def test_micro_batches_are_halved_until_they_fit(ranks: RankPool, tmp_path: Path, num_ranks: int, limit: int) -> None:
+    fits = {1: 1, 3: 2, 15: 8}[limit]
+    for rank, (sizes, told) in enumerate(ranks.run(num_ranks, within_limits, tmp_path, limit)):
+        assert sizes == [(fits,) * (16 // fits)] * 4
+        assert len(told) == (0 if rank else {1: 4, 3: 3, 15: 1}[limit])
+
+
+def below_one(rank: int, folder: Path) -> str:
+    limits = Shortage(limit=0) if rank == 0 else Shortage()
+    run = Short(rank, folder, batch_size=2, has_moods=False, shortage=limits)
+    with pytest.raises(StepError) as raised:
+        run.train(4)
+    run.trainer.close()
+    assert run.trainer.global_step == 0
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_less_than_one_sample_is_an_error_on_all_ranks(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    for told in ranks.run(num_ranks, below_one, tmp_path):
+        assert told.startswith(
+            "memory ran out on rank 0 in the forward pass of micro-step 1 after step 0, with 1 sample(s)"
+        )
+        assert "there cannot be fewer: have activations recomputed" in told
+
+
+def test_nothing_of_the_failed_pass_is_held_when_the_step_comes_again(tmp_path: Path) -> None:
+    run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="forward done", at=(0, 0)))
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def micro_step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        alive.extend(each() is not None for each in held)
+        outputs = run.model(inputs)
+        held.append(weakref.ref(outputs))
+        loss = nn.functional.cross_entropy(outputs, targets)
+        run._ask("forward done", len(inputs))
+        loss.backward()  # type: ignore[no-untyped-call]
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return loss.item()
+
+    gc.disable()
+    try:
+        with run.trainer:
+            for batch in run.loader:
+                run.trainer.run(micro_step, *batch)
+                if run.trainer.global_step == 1:
+                    break
+    finally:
+        gc.enable()
+    assert alive
+    assert not any(alive[:1])
+
+
+def test_a_decorated_function_is_taken_as_a_micro_step(tmp_path: Path) -> None:
+    run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="in backward", at=(1, 0)))
+
+    @run.trainer.micro_step
+    def micro_step(inputs: torch.Tensor, *, targets: torch.Tensor) -> float:
+        """What it does."""
+        return run.micro_step(inputs, targets)
+
+    assert micro_step.__doc__ == "What it does."
+    given: list[float | None] = []
+    with run.trainer:
+        for inputs, targets in run.loader:
+            given.append(micro_step(inputs, targets=targets))
+            if run.trainer.global_step == 3:
+                break
+    assert [each is None for each in given] == [False, True, False, False, False, False]
+
+
+def test_the_with_form_takes_the_step_back_and_names_the_function(tmp_path: Path) -> None:
+    run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="forward done", at=(0, 0)))
+    taken: list[torch.Tensor] = []
+
+    def take_one() -> None:
+        for inputs, targets in run.loader:
+            taken.append(inputs)
+            with run.trainer.step():
+                run.micro_step(inputs, targets)
+            return
+
+    with run.trainer:
+        with pytest.raises(torch.OutOfMemoryError, match=r"planted.*taken back.*trainer\.run\(function, batch\)"):
+            take_one()
+        take_one()
+    assert torch.equal(taken[0], taken[1])
+    assert run.trainer.global_step == 1
+
+
+def test_a_loader_with_a_size_of_its_own_says_what_to_use(tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*make_data(64)), batch_size=8)
+    run = Short(0, tmp_path, batch_size=8, loader=data, shortage=Shortage(phase="in forward", at=(0, 0)))
+    with run.trainer, pytest.raises(torch.OutOfMemoryError, match="use an ElasticDataLoader"):
+        run.train(1)
+
+
+def test_other_exceptions_leave_a_function_as_they_leave_the_block(tmp_path: Path) -> None:
+    run = Short(0, tmp_path, batch_size=8)
+
+    def fail(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        run.model(inputs)
+        raise ArithmeticError("of the user's")
+
+    batch = next(iter(run.loader))
+    with run.trainer:
+        with pytest.raises(ArithmeticError, match="of the user's"):
+            run.trainer.run(fail, *batch)
+        run.train(2)
+    assert run.loader.committed == list(range(16))
+
+
+class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples that can be asked for one by one."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = make_data(96)
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+def through_workers(rank: int, folder: Path, num_workers: int) -> list[list[float]]:
+    """Samples that are made ahead come again in smaller micro-batches; each of an epoch once."""
+    loader = ElasticDataLoader(Points(), batch_size=8, shuffle=True, num_workers=num_workers, seed=3)
+    shortage = Shortage(phase="in backward", at=(1, 0)) if rank == 1 else Shortage()
+    run = Short(rank, folder, batch_size=8, loader=loader, num_micro_steps=2, shortage=shortage)
+    committed: list[list[float]] = []
+    under_way: list[float] = []
+    trainer = run.trainer
+    with trainer, trainer.epoch(0):
+        for inputs, targets in loader:
+            run._micro_step = trainer._setup.state.index
+            under_way += inputs[:, 0].tolist()
+            if trainer.run(run.micro_step, inputs, targets) is None:
+                under_way.clear()
+            elif trainer.sync_gradients:
+                committed.append(list(under_way))
+                under_way.clear()
+    assert trainer.config.dataloader.batch_size == 4
+    return committed
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_of_an_epoch_come_once(ranks: RankPool, tmp_path: Path, num_workers: int) -> None:
+    by_rank = ranks.run(2, through_workers, tmp_path, num_workers)
+    taken = sorted(value for steps in by_rank for step in steps for value in step)
+    assert taken == sorted(Points().inputs[:, 0].tolist())
+    assert [len(step) for step in by_rank[0]] == [16, 16, 16]
