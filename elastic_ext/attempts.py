@@ -66,7 +66,7 @@ class Attempts:
                 return function(*arguments, **options)
         except StepUndone as undone:  # all ranks have heard of it
             failures = undone.failures
-        except Exception as error:
+        except (RuntimeError, MemoryError) as error:
             failure = steps.failure
             if failure is None or not is_out_of_memory(error):
                 raise

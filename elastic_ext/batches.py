@@ -96,6 +96,18 @@ class Batches:
         return 0 if self._full is None else self._full[0].largest
 
     @property
+    def share(self) -> int:
+        """The most samples of a full step that are a rank's; 0 where that is not known."""
+        return 0 if self._full is None else max(map(sum, self._full[0].micro_batches))
+
+    def largest_under(self, config: ElasticConfig) -> int:
+        """The same as ``largest``, were ``config`` in force, which was checked."""
+        if self.source is None:
+            return self.largest
+        micro_batch = config.dataloader.batch_size or self.source.batch_size
+        return self._planned(config.global_batch_size or 0, micro_batch, self._num_ranks).full_step.largest
+
+    @property
     def num_steps(self) -> int | None:
         """Of an epoch, where that is known."""
         num_batches = None if self._fixed is None else self._fixed.num_batches

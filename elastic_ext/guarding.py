@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from .averaging import Averaging
 from .control_word import AgreedWord
+from .device_memory import DeviceMemory
 from .errors import StepUndone
 from .out_of_memory import is_out_of_memory
 from .sharing import Sharing
@@ -51,8 +52,11 @@ class Hears(Protocol):
 class Guarding:
     """One rank's part in it."""
 
-    def __init__(self, mode: GuardMode, *, sharing: Callable[[], Sharing], hear_all: Hears) -> None:
+    def __init__(
+        self, mode: GuardMode, *, sharing: Callable[[], Sharing], hear_all: Hears, memory: DeviceMemory
+    ) -> None:
         self._mode = mode
+        self._memory = memory
         self._sharing = sharing
         self._hear_all = hear_all
         self._num_left = _STEPS
@@ -70,9 +74,24 @@ class Guarding:
         self._why_not = why_not
         return why_not is None
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether a step that begins, or ends, is to be told of: it may need more memory than those before."""
+        return self._num_left > 0
+
     def expect_more(self) -> None:
-        """The steps that come may need more memory than those before."""
+        """The steps that come may."""
         self._num_left = _STEPS
+
+    def watch(self) -> None:
+        """Such a step begins."""
+        self._memory.begin_step()
+
+    def note(self, largest: int | None) -> None:
+        """It has ended, and has taken so many samples at once at most."""
+        self._num_left -= 1
+        if largest is not None:
+            self._memory.end_step(largest)
 
     def begin_step(self) -> None:
         """A guarded step begins, on all ranks."""
@@ -86,7 +105,6 @@ class Guarding:
     def end_step(self) -> None:
         """It has ended well, on all ranks."""
         self._sharing().expect_shared_buffers()
-        self._num_left = max(0, self._num_left - 1)
         if self._num_left == 0 and self._mode == "auto":
             self._averaging = None
 
@@ -103,7 +121,7 @@ class Guarding:
         try:
             if not failed:
                 averaging.reserve()
-        except Exception as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             failed = "before gradients were shared"

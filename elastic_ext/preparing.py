@@ -16,10 +16,12 @@ from .attempts import Attempts
 from .batches import Batches
 from .checkpoints import checkpoints_for
 from .counts import Counts
+from .device_memory import DeviceMemory
 from .follow import follow_config
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.spread import Spread
 from .gradients import Gradients
+from .growing import Growing
 from .guarding import Guarding, GuardMode
 from .parallelism import Parallelism, values_of
 from .rates import OptimizerSettings
@@ -71,6 +73,7 @@ class Prepared:
 
     session: Session
     attempts: Attempts
+    growing: Growing
     parallelism: Parallelism | None
     values: Any
     """What prepare() returns."""
@@ -115,11 +118,14 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         )
         gradients.before_step = lambda: gradients.take_up(spread.engine) if spread.keep_up() else None
     follower.compare_schedules(lambda: state.num_scheduled)
+    memory = DeviceMemory(next((part.device for part in setup.model.parameters()), torch.device("cpu")))
     guarding = Guarding(
         setup.guard if follower.settings.enabled else "never",
         sharing=lambda: gradients.sharing,
         hear_all=follower.hear_all,
+        memory=memory,
     )
+    growing = Growing(follower, batches, setup.counts, memory, plan=lambda: spread.plan)
     session = Session(
         follower,
         setup.counts,
@@ -127,6 +133,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         gradients,
         settings,
         guarding,
+        growing,
         parallelism=parallelism,
         why_not_reshard=spread.why_not or (None if spread.plan else NOT_SPREAD),
         accelerated=setup.accelerated,
@@ -177,9 +184,9 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         guarding,
         are_exchanged=lambda: gradients.are_exchanged,
         leaves_nothing=lambda: not setup.registered and next(setup.model.buffers(), None) is None,
-        shrink=session.shrink,
+        shrink=growing.shrink,
     )
-    return Prepared(session=session, attempts=attempts, parallelism=parallelism, values=parts.values)
+    return Prepared(session=session, attempts=attempts, growing=growing, parallelism=parallelism, values=parts.values)
 
 
 def _check(setup: Setup, parts: TakingPart, scaler: Any) -> None:

@@ -21,7 +21,9 @@ from .errors import ElasticError, RanksError, StepError
 from .fixed_sharding import FixedSharding
 from .follow import ConfigFollower
 from .gradients import Gradients
+from .growing import Growing
 from .guarding import Guarding
+from .metrics import Measures
 from .optimizer_state import can_materialise, materialise
 from .parallelism import Parallelism, ReshardReport
 from .progress import Progress
@@ -36,11 +38,6 @@ __all__ = ["Session", "raise_on_all"]
 
 _logger = logging.getLogger(__name__)
 
-_NO_LESS = (
-    "{}, with {} sample(s) at once, and there cannot be fewer: have activations recomputed (activation_checkpoint), "
-    "share the model out (trainer.reshard), or make it smaller; the step was taken back"
-)
-
 
 class Session:
     """One rank's part in a training; ``start`` it, and ``end`` it."""
@@ -53,6 +50,7 @@ class Session:
         gradients: Gradients,
         settings: OptimizerSettings,
         guarding: Guarding,
+        growing: Growing,
         *,
         parallelism: Parallelism | None,
         why_not_reshard: str | None,
@@ -73,7 +71,7 @@ class Session:
         self._loading = SameLoading(batches, follower.ranks)
         self._gradients = gradients
         self._settings = settings
-        self._guarding = guarding
+        self._guarding, self._growing = guarding, growing
         self._parallelism = parallelism
         self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
@@ -91,9 +89,9 @@ class Session:
         try:
             self._loading.compare()
             self._begin_batches(follower.config)
-            follower.reports.measure = self._speed.measure
+            follower.reports.measure = self._measure
             follower.on_change("global_batch_size", self._apply, self._batches.check)
-            follower.on_change("dataloader", self._apply, _agree_to_all)
+            follower.on_change("dataloader", self._apply, self._growing.check)
             if self._batches.loader_applier is not None:
                 follower.add(self._batches.loader_applier)
             follower.add(self._settings)
@@ -195,6 +193,10 @@ class Session:
         if self._parallelism is not None:
             self._parallelism.forget()
 
+    def _measure(self) -> Measures:
+        self._growing.warn()
+        return self._speed.measure()
+
     def fence(self) -> None:
         """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
         if self._saving is not None:
@@ -203,6 +205,7 @@ class Session:
     def tell_resharded(self, report: ReshardReport) -> None:
         """The model has been spread otherwise."""
         self.steps.weigh_anew()
+        self._growing.forget()
         self._guarding.expect_more()
         if self.follower.ranks.rank == 0:
             _logger.info("%s", report)
@@ -332,28 +335,6 @@ class Session:
     def _begin_batches(self, config: ElasticConfig) -> None:
         self._batches.begin(config, num_ranks=self._gradients.sharing.num_ranks, rank=self._gradients.sharing.rank)
 
-    def shrink(self, largest: int, failures: Mapping[int, str]) -> None:
-        """Memory did not suffice for so many samples at once: have fewer from here on, with all ranks."""
-        follower = self.follower
-        before = follower.config.dataloader.batch_size
-        follower.meet_to_shrink()
-        now, wanted = follower.config.dataloader.batch_size, largest // 2
-        assert before is not None
-        assert now is not None
-        where = ", ".join(f"on rank {rank} {text}" for rank, text in sorted(failures.items()))
-        told = f"memory ran out {where} after step {self._counts.global_step}"
-        if wanted == 0 or now == before <= wanted:
-            raise StepError(_NO_LESS.format(told, largest))
-        if now > wanted:
-            refusal = follower.revise({"dataloader.batch_size": wanted}, told)
-            if refusal:
-                raise StepError(f"{told}, and micro-batches of {wanted} were refused: {refusal}")
-        told += f": the step is taken again in micro-batches of {min(now, wanted)} instead of {largest} samples"
-        if follower.ranks.rank == 0:
-            _logger.warning("%s", told)
-        details = {"micro_batch": min(now, wanted), "was": largest, "ranks": sorted(failures)}
-        follower.reports.tell("out-of-memory", step=self._counts.global_step, text=told, details=details)
-
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         largest = self._batches.largest
         self._begin_batches(new)
@@ -410,7 +391,3 @@ def raise_on_all(follower: ConfigFollower, problem: Exception | None, doing: str
         if problem is not None:
             raise problem from None  # the others raise what this one did wrong
         raise
-
-
-def _agree_to_all(new: ElasticConfig) -> None:
-    return None

@@ -331,6 +331,9 @@ class Steps:
         state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due
         if state.is_guarded:
             self._guarding.begin_step()
+        is_watching = self._guarding.is_watching
+        if is_watching:
+            self._guarding.watch()
         snapshot = self._undoing.snapshot = self._kept if self._keeps_all or state.is_guarded else None
         is_watched = gradients.are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
@@ -338,7 +341,7 @@ class Steps:
         if step.num_micro_steps > 1:
             gradients.begin_gathering()
         self._num_own_backwards = 0
-        self._is_like_before = keep_batch and not is_watched and snapshot is None
+        self._is_like_before = keep_batch and not (is_watched or is_watching) and snapshot is None
         if gradients.are_exchanged:
             self._num_exchanges = gradients.sharing.num_exchanges
         if snapshot is not None:
@@ -386,6 +389,8 @@ class Steps:
                 self._gradients.drop()
             if self._tells_of_infinities:
                 self._tell_of_infinities()
+        if self._guarding.is_watching:
+            self._guarding.note(self._step.largest)
         if state.is_guarded:
             self._guarding.end_step()
         if state.is_exact or not self._is_like_before:

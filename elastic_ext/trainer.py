@@ -53,6 +53,7 @@ from .fsdp.plan import ParallelPlan
 from .fsdp.spread import Spread
 from .given import check_choice, check_flag
 from .gradients import Gradients
+from .growing import Growing
 from .guarding import GuardMode
 from .interval import CheckpointInterval
 from .overlap import Overlap
@@ -189,6 +190,7 @@ class ElasticTrainer:
         self._parallelism: Parallelism | None = None
         self._session: Session | None = None
         self._attempts: Attempts | None = None
+        self._growing: Growing | None = None
         self._micro_step: Steps | NotPrepared = NotPrepared()
 
     # ---- setting up ----
@@ -233,7 +235,8 @@ class ElasticTrainer:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
         launched = Launched.in_environment(os.environ)
         made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
-        self._session, self._attempts, self._parallelism = made.session, made.attempts, made.parallelism
+        self._session, self._parallelism = made.session, made.parallelism
+        self._attempts, self._growing = made.attempts, made.growing
         weakref.finalize(self, made.session.abandon)  # a notebook's cell, run again, or a script that closes nothing
         self._micro_step = made.session.steps  # one object for all: making one costs more than entering it
         return made.values
@@ -311,6 +314,16 @@ class ElasticTrainer:
             return self.run(function, *given, **named)
 
         return taken
+
+    def try_grow(self) -> Proposal:
+        """Ask for micro-batches twice as large; in force at one of the next boundaries. On one rank or on all.
+
+        Where memory does not suffice for them, a step taken with ``run()`` comes again in smaller ones; what did not
+        fit is not asked for again while the model's plan stays, and refused here.
+        """
+        if self._growing is None:
+            raise ElasticError(NOT_PREPARED)
+        return self._growing.try_grow()
 
     def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **options: Any) -> None:
         """``loss.backward(**options)``, weighed exactly whatever the loss was computed from.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext import ElasticDataLoader, StepError
+from elastic_ext import ElasticDataLoader, ElasticTrainer, StepError
 from tests.loops import seen_by
 from tests.ranks import RankPool
 from tests.shortage import PHASES, Short, Shortage, schedule
@@ -170,7 +170,9 @@ def test_nothing_of_the_failed_pass_is_held_when_the_step_comes_again(tmp_path: 
 def test_a_decorated_function_is_taken_as_a_micro_step(tmp_path: Path) -> None:
     run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="in backward", at=(1, 0)))
 
-    @run.trainer.micro_step
+    trainer: ElasticTrainer = run.trainer
+
+    @trainer.micro_step
     def micro_step(inputs: torch.Tensor, *, targets: torch.Tensor) -> float:
         """What it does."""
         return run.micro_step(inputs, targets)

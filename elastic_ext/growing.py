@@ -1,0 +1,114 @@
+"""Growing: how many samples a rank takes at once: fewer where memory did not suffice, more where somebody asks for it.
+
+What did not fit is remembered, with the plan by which the model lay then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING
+
+from .batches import Batches
+from .config import ElasticConfig
+from .errors import ElasticError, StepError
+from .rounds import Proposal
+
+if TYPE_CHECKING:
+    from .counts import Counts
+    from .device_memory import DeviceMemory
+    from .follow import ConfigFollower
+
+__all__ = ["Growing"]
+
+_logger = logging.getLogger(__name__)
+
+_KEY = "dataloader.batch_size"
+_REASON = "trainer.try_grow()"
+_NO_LESS = (
+    "{}, with {} sample(s) at once, and there cannot be fewer: have activations recomputed (activation_checkpoint), "
+    "share the model out (trainer.reshard), or make it smaller; the step was taken back"
+)
+_FIXED = "trainer.try_grow() needs a dataloader that can be told another size of micro-batches; use ElasticDataLoader"
+_WHOLE = "a micro-batch is a rank's whole part of the global batch already: {} samples"
+_BOUND = "memory ran out with {} samples at once, and {} would be no fewer"
+
+
+class Growing:
+    """One rank's part; what ``shrink`` and ``check`` do, all ranks do together."""
+
+    def __init__(
+        self,
+        follower: ConfigFollower,
+        batches: Batches,
+        counts: Counts,
+        memory: DeviceMemory,
+        plan: Callable[[], Hashable],
+    ) -> None:
+        """``plan`` says by which the model lies."""
+        self._follower = follower
+        self._batches = batches
+        self._counts = counts
+        self._memory = memory
+        self._plan = plan
+        self._bounds: dict[Hashable, int] = {}  # samples that did not fit, by plan
+
+    @property
+    def bound(self) -> int | None:
+        """The fewest samples at once for which memory did not suffice by the present plan; None where it always did."""
+        return self._bounds.get(self._plan())
+
+    def try_grow(self) -> Proposal:
+        """Ask for micro-batches twice as large, where that is not known to be too much."""
+        if self._batches.source is None:
+            raise ElasticError(_FIXED)
+        now = self._batches.largest
+        wanted = min(2 * now, self._batches.share)
+        refusal = _WHOLE.format(now) if wanted <= now else None
+        if refusal is None and self.bound is not None and wanted >= self.bound:
+            refusal = _BOUND.format(self.bound, wanted)
+        if refusal is not None:
+            return Proposal({_KEY: wanted}, _REASON, outcome="refused", refusal=refusal)
+        return self._follower.propose({_KEY: wanted}, _REASON)
+
+    def check(self, new: ElasticConfig) -> str | None:
+        """Why there is no room for steps as ``new`` cuts them, None where there may be."""
+        is_other_plan = new.parallelism != self._follower.config.parallelism  # by which nothing was measured
+        if self._memory.per_sample is None or is_other_plan or self._batches.check(new) is not None:
+            return None
+        largest = self._batches.largest_under(new)
+        return self._memory.why_no_room(largest) if largest > self._batches.largest else None
+
+    def forget(self) -> None:
+        """The model lies by another plan: what its passes take is not known."""
+        self._memory.per_sample = None
+
+    def shrink(self, largest: int, failures: Mapping[int, str]) -> None:
+        """Memory did not suffice for so many samples at once: have fewer from here on, with all ranks."""
+        follower, plan = self._follower, self._plan()
+        self._bounds[plan] = min(largest, self._bounds.get(plan, largest))
+        before = follower.config.dataloader.batch_size
+        follower.meet_to_shrink()
+        now, wanted = follower.config.dataloader.batch_size, largest // 2
+        assert before is not None
+        assert now is not None
+        where = ", ".join(f"on rank {rank} {text}" for rank, text in sorted(failures.items()))
+        told = f"memory ran out {where} after step {self._counts.global_step}"
+        if wanted == 0 or now == before <= wanted:
+            raise StepError(_NO_LESS.format(told, largest))
+        if now > wanted:
+            refusal = follower.revise({_KEY: wanted}, told)
+            if refusal:
+                raise StepError(f"{told}, and micro-batches of {wanted} were refused: {refusal}")
+        told += f": the step is taken again in micro-batches of {min(now, wanted)} instead of {largest} samples"
+        if follower.ranks.rank == 0:
+            _logger.warning("%s", told)
+        self.warn()
+        details = {"micro_batch": min(now, wanted), "was": largest, "ranks": sorted(failures)}
+        follower.reports.tell("out-of-memory", step=self._counts.global_step, text=told, details=details)
+
+    def warn(self) -> None:
+        """Tell of an allocator that finds memory hard to get."""
+        warning = self._memory.warning()
+        if warning is not None:
+            _logger.warning("%s: %s", self._follower.ranks.names[self._follower.ranks.rank], warning)

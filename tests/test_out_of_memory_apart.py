@@ -1,0 +1,342 @@
+"""Guarded steps of every kind: their gradients are those that DDP would have made, and other failures are as ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from elastic_ext import StepError, TornStepError
+from tests.faults import PlantedFault
+from tests.loops import seen_by
+from tests.ranks import RankPool
+from tests.shortage import Short, Shortage
+from tests.training import Slices, bits_of, make_data, make_model, trainer_of
+
+Loop = Callable[[Any, Any, Any, torch.Tensor, torch.Tensor], None]
+
+
+# --- what a function may do -------------------------------------------------------------------------------------------
+
+
+def plain(trainer: Any, model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def counted(trainer: Any, model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    keep = targets > 0
+    loss = nn.functional.cross_entropy(model(inputs)[keep], targets[keep], reduction="sum")
+    trainer.backward(loss, num_items=keep.sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def exact(trainer: Any, model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    norm = sum(part.square().sum() for part in model.parameters())
+    trainer.backward(nn.functional.cross_entropy(model(inputs), targets) + 1e-2 * norm)
+    trainer.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_passes(trainer: Any, model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    (0.5 * model(-inputs).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def penalised(trainer: Any, model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    inputs = inputs.clone().requires_grad_()
+    outputs = model(inputs)
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    trainer.backward(nn.functional.cross_entropy(outputs, targets) + slope.square().sum() / len(inputs))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def looking(trainer: Any, model: Any, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Whoever looks at gradients where a step ends sees those of all ranks."""
+    nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    if trainer.sync_gradients:
+        own = torch.cat([part.grad.flatten() for part in model.parameters()])
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own)
+        assert all(torch.equal(own, other) for other in every)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def run_both(rank: int, folder: Path, loop: Loop, num_micro_steps: int, options: dict[str, Any]) -> None:
+    results = []
+    for guard in ("always", "never"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model(), **options)
+        loader = Slices(make_data(96), 4, is_endless=True)
+        (folder / guard).mkdir(exist_ok=True)
+        batch = 4 * num_micro_steps * dist.get_world_size()
+        trainer = trainer_of(folder / guard, model, loader, rank=rank, global_batch_size=batch, guard=guard)
+        optimizer = trainer.prepare(AdamW(model.parameters(), lr=1e-2))
+        with trainer:
+            for inputs, targets in loader:
+                trainer.run(loop, trainer, model, optimizer, inputs, targets)
+                if trainer.global_step == 6:
+                    break
+        results.append(bits_of(model, optimizer.state_dict()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+@pytest.mark.parametrize(
+    "loop", [plain, counted, exact, two_passes, penalised, looking], ids=lambda each: each.__name__
+)
+def test_two_ranks_come_to_the_same_bits_guarded_or_not(
+    ranks: RankPool, tmp_path: Path, loop: Loop, num_micro_steps: int
+) -> None:
+    ranks.run(2, run_both, tmp_path, loop, num_micro_steps, {})
+
+
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+def test_options_of_ddp_make_no_difference(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    ranks.run(2, run_both, tmp_path, plain, 2, options)
+
+
+class Branches(nn.Module):
+    """Which branch is taken is each rank's own affair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 5).double()
+        self.branches = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(3))
+        self.chosen = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.branches[self.chosen](self.trunk(inputs))  # type: ignore[no-any-return]
+
+
+def take_branches(rank: int, folder: Path) -> None:
+    results = []
+    for guard in ("always", "never"):
+        torch.manual_seed(0)
+        branches = Branches()
+        branches.chosen = rank
+        model = DistributedDataParallel(branches, find_unused_parameters=True)
+        loader = Slices(make_data(96), 4, is_endless=True)
+        (folder / guard).mkdir(exist_ok=True)
+        trainer = trainer_of(folder / guard, model, loader, rank=rank, guard=guard)
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1, momentum=0.9))
+        with trainer:
+            for inputs, targets in loader:
+                trainer.run(plain, trainer, model, optimizer, inputs, targets)
+                if trainer.global_step == 4:
+                    break
+        assert branches.branches[2].weight.grad is None
+        results.append(bits_of(model))
+    assert results[0] == results[1]
+
+
+def test_parameters_without_a_gradient_on_some_ranks_have_the_mean(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, take_branches, tmp_path)
+
+
+def leave_out(rank: int, folder: Path, what: str) -> None:
+    """One rank makes no pass, or calls nothing at all, in one micro-step that ends a step."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(make_model())
+    loader = Slices(make_data(96), 4, is_endless=True)
+    trainer = trainer_of(folder, model, loader, rank=rank, guard="always")
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+
+    def loop(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        if rank == 1 and trainer.global_step == 2 and not left:
+            left.append(True)
+            if what == "the pass":
+                model(inputs)
+            return
+        plain(trainer, model, optimizer, inputs, targets)
+
+    left: list[bool] = []
+    with trainer:
+        for batch in loader:
+            trainer.run(loop, *batch)
+            if len(loader.sizes) == 5:
+                break
+
+
+@pytest.mark.parametrize("what", ["the pass", "everything"])
+def test_a_rank_that_leaves_a_pass_out_is_an_error_on_all(ranks: RankPool, tmp_path: Path, what: str) -> None:
+    outcomes = ranks.run_outcomes(2, leave_out, tmp_path, what)
+    for outcome in outcomes:
+        assert outcome.error is not None
+        assert outcome.error.type_name == "RanksDisagreeError"
+        assert "ranks differ in steps, backward passes: rank 0: 3 steps" in outcome.error.message
+
+
+def scaled(rank: int, folder: Path, guard: str) -> list[Any]:
+    """A scaler's infinities are found on all ranks alike."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(make_model(torch.float32))
+    loader = Slices(make_data(96, torch.float32), 4, is_endless=True)
+    (folder / guard).mkdir(exist_ok=True)
+    trainer = trainer_of(folder / guard, model, loader, rank=rank, guard=guard)
+    inner = SGD(model.parameters(), lr=0.1)
+    optimizer, scaler = trainer.prepare(
+        inner, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    )
+
+    def loop(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        factor = torch.inf if rank == 1 and len(loader.sizes) == 2 else 1.0
+        scaler.scale(nn.functional.cross_entropy(model(inputs), targets) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with trainer:
+        for batch in loader:
+            trainer.run(loop, *batch)
+            if len(loader.sizes) == 6:
+                break
+    assert trainer.global_step == 5
+    return bits_of(model, scaler.state_dict())
+
+
+def test_a_scaler_leaves_out_the_same_steps(ranks: RankPool, tmp_path: Path) -> None:
+    one, *others = [bits for guard in ("always", "never") for bits in ranks.run(2, scaled, tmp_path, guard)]
+    assert others == [one] * 3
+
+
+# --- what ends training -----------------------------------------------------------------------------------------------
+
+
+def crash(rank: int, folder: Path, how: str) -> None:
+    """Memory runs out on rank 1 where others wait for it within the model."""
+    shortage = Shortage(phase="in backward", at=(4 if how == "unguarded" else 1, 0)) if rank == 1 else Shortage()
+    wrap = fully_shard if how == "sharded" else None
+    run = Short(rank, folder, batch_size=4, has_moods=how == "unguarded", shortage=shortage, wrap=wrap)
+    with run.trainer:
+        run.train(8)
+
+
+@pytest.mark.parametrize("how", ["unguarded", "sharded"])
+def test_elsewhere_all_ranks_raise_at_once(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    began = time.monotonic()
+    first, second = ranks.run_outcomes(2, crash, tmp_path, how)
+    assert time.monotonic() - began < 50  # timeouts are a minute, and more
+    assert first.error is not None
+    assert second.error is not None
+    assert "OutOfMemoryError: CUDA out of memory. (planted)" in second.error.traceback
+    assert "so training ends here, to go on from a checkpoint" in second.error.traceback
+    assert any(word in first.error.traceback for word in ("Connection closed", "Connection reset", "PeerLostError"))
+
+
+def second_optimizer(rank: int, folder: Path) -> None:
+    """Memory runs out after one of two optimizers has stepped: there is no way back."""
+    torch.manual_seed(0)
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    loader = Slices(make_data(96), 4, is_endless=True)
+    trainer = trainer_of(folder, model, loader, rank=rank)
+    first, second = trainer.prepare([SGD(inner[0].parameters(), lr=0.1), SGD(inner[2].parameters(), lr=0.1)])
+
+    def loop(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        first.step()
+        if rank == 1:
+            raise torch.OutOfMemoryError("planted")
+        second.step()
+
+    with trainer:
+        for batch in loader:
+            trainer.run(loop, *batch)
+
+
+def test_after_an_optimizer_has_stepped_there_is_no_way_back(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run_outcomes(2, second_optimizer, tmp_path)
+    assert second.error is not None
+    assert second.error.type_name == TornStepError.__name__
+    assert first.error is not None
+    assert "lost a peer" in first.error.traceback
+
+
+def other_failure(rank: int, folder: Path) -> list[int]:
+    """Of the user's, before gradients were shared, on one rank alone: it takes the step again, and the others wait."""
+    run = Short(rank, folder, batch_size=4, guard="always")
+    fails = [rank == 1]
+
+    def loop(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        run.model(inputs)
+        if fails[0] and run.trainer.global_step == 1:
+            fails[0] = False
+            raise PlantedFault("of the user's")
+        return run.micro_step(inputs, targets)
+
+    with run.trainer:
+        while run.trainer.global_step < 4:
+            try:
+                for batch in run.loader:
+                    run.trainer.run(loop, *batch)
+                    if run.trainer.global_step == 4:
+                        break
+            except PlantedFault:
+                assert rank == 1
+    return run.loader.committed
+
+
+def test_other_failures_before_gradients_are_shared_are_a_ranks_own(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(2, other_failure, tmp_path)
+    assert len(one) == len(other) == 16
+    assert not set(one) & set(other)
+
+
+def mixed_forms(rank: int, folder: Path) -> None:
+    run = Short(rank, folder, batch_size=4, num_micro_steps=2)
+    batches = iter(run.loader)
+    with run.trainer:
+        run.trainer.run(run.micro_step, *next(batches))
+        with pytest.raises(StepError, match=r"trainer\.run\(\) began"), run.trainer.step():
+            pass
+        run.trainer.rollback()
+        run.train(2)
+
+
+def test_a_step_is_taken_in_one_form(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, mixed_forms, tmp_path)
+
+
+def not_guarded(rank: int, folder: Path, why: str) -> list[str]:
+    torch.manual_seed(0)
+    inner = make_model(torch.float32)
+    model = DistributedDataParallel(inner, static_graph=why == "static graph")
+    if why == "hook":
+        model.register_comm_hook(None, fp16_compress_hook)
+    loader = Slices(make_data(96, torch.float32), 4, is_endless=True)
+    trainer = trainer_of(folder, model, loader, rank=rank)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    with seen_by() as seen, trainer:
+        for batch in loader:
+            trainer.run(plain, trainer, model, optimizer, *batch)
+            if trainer.global_step == 5:
+                break
+    return [line for line in seen.log if "cannot be taken again" in line]
+
+
+@pytest.mark.parametrize(("why", "words"), [("static graph", "a static graph"), ("hook", "a communication hook")])
+def test_what_averages_otherwise_is_left_to_ddp_and_said_once(
+    ranks: RankPool, tmp_path: Path, why: str, words: str
+) -> None:
+    for told in ranks.run(2, not_guarded, tmp_path, why):
+        assert len(told) == 1
+        assert words in told[0]
