@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,18 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from elastic_ext.files import write_whole
+from tests.loops import seen_by
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 
-__all__ = ["PHASES", "Short", "Shortage", "Tight", "schedule"]
+__all__ = ["NUM_STEPS", "PHASES", "Short", "Shortage", "Tight", "Trial", "again", "schedule", "trials_of"]
 
+NUM_STEPS = 5
 PHASES = ("entered", "in forward", "forward done", "in backward")
 """Where in a micro-step memory runs out, and the step comes again."""
+
+
+Trial = tuple[int, int, int, str, int]
+"""On which rank, in which step and micro-step, in which phase; and how many micro-steps a step has."""
 
 
 @dataclass(slots=True)
@@ -84,9 +90,9 @@ class Short:
         given.setdefault("global_batch_size", batch_size * num_micro_steps * self.num_ranks)
         folder.mkdir(parents=True, exist_ok=True)
         self.trainer = trainer_of(folder, self.model, self.loader, rank=rank, **given)
+        torch.manual_seed(17 + rank)  # before a checkpoint is resumed, which has states of its own
         inner = AdamW(self.model.parameters(), lr=1e-2)
         self.optimizer, self.scheduler = self.trainer.prepare(inner, CosineAnnealingLR(inner, 100))
-        torch.manual_seed(17 + rank)
         self.losses: list[float] = []
         """Of micro-steps that were not taken back, as far as it was known when they ended."""
         self._micro_step = 0
@@ -136,9 +142,52 @@ def schedule(folder: Path, rank: int, step: int, batch_size: int) -> None:
     write_whole(folder / str(rank) / "config.json", json.dumps(config).encode(), durable=False)
 
 
-@contextmanager
-def trained(run: Short, until: int) -> Iterator[Short]:
-    """The run, and its end."""
-    with run.trainer:
-        run.train(until)
-        yield run
+def again(rank: int, folder: Path, trials: list[Trial]) -> list[str]:
+    """Memory runs out once, on one rank; beside a training that has smaller micro-batches from that step on."""
+    told: list[str] = []
+    for number, (on_rank, step, micro_step, phase, num_micro_steps) in enumerate(trials):
+        here = folder / str(number)
+        shortage = Shortage(phase=phase, at=(step, micro_step)) if rank == on_rank else Shortage()
+        sizes: dict[str, Any] = {"batch_size": 8, "num_micro_steps": num_micro_steps}
+        with seen_by() as seen:
+            run = Short(rank, here / "short", shortage=shortage, guard="always", **sizes)
+            with run.trainer:
+                run.train(NUM_STEPS)
+                states = [run.state()]
+                assert run.trainer.config.dataloader.batch_size == 4
+        assert shortage.num_times == (rank == on_rank)
+        schedule(here / "from there on", rank, step, 4)
+        other = Short(rank, here / "from there on", guard="never", **sizes)
+        with other.trainer:
+            other.train(NUM_STEPS)
+            states.append(other.state())
+            assert other.trainer.config.dataloader.batch_size == 4
+        is_same = states[0] == states[1] if run.num_ranks < 3 else _are_close(run.model, other.model)
+        assert is_same, trials[number]
+        assert run.loader.committed == other.loader.committed
+        assert run.loader.sizes == other.loader.sizes
+        told += [line for line in seen.log if line.startswith("WARNING")]
+    return told
+
+
+def _are_close(one: nn.Module, other: nn.Module) -> bool:
+    """As near as sums in another order are."""
+    values = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.allclose(left, right, rtol=1e-6, atol=1e-8) for left, right in values)
+
+
+def trials_of(num: int, num_ranks: int, seed: int) -> list[Trial]:
+    draw = random.Random(seed)
+    found = []
+    for _ in range(num):
+        num_micro_steps = draw.choice((1, 4))
+        found.append(
+            (
+                draw.randrange(num_ranks),
+                draw.randrange(NUM_STEPS),
+                draw.randrange(num_micro_steps),
+                draw.choice(PHASES),
+                num_micro_steps,
+            )
+        )
+    return found

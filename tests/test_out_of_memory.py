@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,54 +14,8 @@ from torch import nn
 from elastic_ext import ElasticDataLoader, ElasticTrainer, StepError
 from tests.loops import seen_by
 from tests.ranks import RankPool
-from tests.shortage import PHASES, Short, Shortage, schedule
+from tests.shortage import NUM_STEPS, Short, Shortage, again, schedule, trials_of
 from tests.training import make_data
-
-NUM_STEPS = 5
-
-
-def again(rank: int, folder: Path, trials: list[tuple[int, int, int, str, int]]) -> list[str]:
-    """Memory runs out once, on one rank; beside a training that has smaller micro-batches from that step on."""
-    told = []
-    for number, (on_rank, step, micro_step, phase, num_micro_steps) in enumerate(trials):
-        here = folder / str(number)
-        shortage = Shortage(phase=phase, at=(step, micro_step)) if rank == on_rank else Shortage()
-        sizes: dict[str, Any] = {"batch_size": 8, "num_micro_steps": num_micro_steps}
-        with seen_by() as seen:
-            run = Short(rank, here / "short", shortage=shortage, guard="always", **sizes)
-            with run.trainer:
-                run.train(NUM_STEPS)
-                states = [run.state()]
-                assert run.trainer.config.dataloader.batch_size == 4
-        assert shortage.num_times == (rank == on_rank)
-        schedule(here / "from there on", rank, step, 4)
-        other = Short(rank, here / "from there on", guard="never", **sizes)
-        with other.trainer:
-            other.train(NUM_STEPS)
-            states.append(other.state())
-            assert other.trainer.config.dataloader.batch_size == 4
-        assert states[0] == states[1], trials[number]
-        assert run.loader.committed == other.loader.committed
-        assert run.loader.sizes == other.loader.sizes
-        told += [line for line in seen.log if line.startswith("WARNING")]
-    return told
-
-
-def trials_of(num: int, num_ranks: int, seed: int) -> list[tuple[int, int, int, str, int]]:
-    draw = random.Random(seed)
-    found = []
-    for _ in range(num):
-        num_micro_steps = draw.choice((1, 4))
-        found.append(
-            (
-                draw.randrange(num_ranks),
-                draw.randrange(NUM_STEPS),
-                draw.randrange(num_micro_steps),
-                draw.choice(PHASES),
-                num_micro_steps,
-            )
-        )
-    return found
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
