@@ -40,17 +40,17 @@ class Attempts:
         steps: Steps,
         guarding: Guarding,
         *,
-        are_exchanged: Callable[[], bool],
+        has_others: Callable[[], bool],
         leaves_nothing: Callable[[], bool],
         shrink: Callable[[int, dict[int, str]], None],
     ) -> None:
-        """``are_exchanged``: passes depend on other ranks; ``leaves_nothing``: they change nothing but gradients.
+        """``has_others``: passes may depend on other ranks; ``leaves_nothing``: they change nothing but gradients.
 
         ``shrink`` has steps cut smaller than so many samples at once, on all ranks, and tells of the failures.
         """
         self._steps = steps
         self._guarding = guarding
-        self._are_exchanged = are_exchanged
+        self._has_others = has_others
         self._leaves_nothing = leaves_nothing
         self._shrink = shrink
 
@@ -99,6 +99,6 @@ class Attempts:
             return _CANNOT_SHRINK
         if failure.is_guarded:
             return None
-        if self._are_exchanged():
+        if self._has_others():
             return _NOT_GUARDED
         return None if failure.keeps_all or self._leaves_nothing() else _NOT_KEPT

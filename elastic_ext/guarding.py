@@ -62,6 +62,8 @@ class Guarding:
         self._num_left = _STEPS
         self._averaging: Averaging | None = None
         self._why_not: str | None = None
+        self.holds_back = False
+        """Passes of the guarded step under way are not to share gradients."""
 
     @property
     def is_due(self) -> bool:
@@ -97,7 +99,8 @@ class Guarding:
         """A guarded step begins, on all ranks."""
         sharing = self._sharing()
         sharing.share_buffers()
-        if sharing.num_ranks > 1:
+        self.holds_back = sharing.has_others
+        if self.holds_back:
             parameters = sharing.averaged()
             if self._averaging is None or not self._averaging.is_of(parameters):
                 self._averaging = Averaging(parameters, sharing.groups[0])

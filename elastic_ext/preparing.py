@@ -182,7 +182,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     attempts = Attempts(
         steps,
         guarding,
-        are_exchanged=lambda: gradients.are_exchanged,
+        has_others=lambda: gradients.sharing.has_others,
         leaves_nothing=lambda: not setup.registered and next(setup.model.buffers(), None) is None,
         shrink=growing.shrink,
     )

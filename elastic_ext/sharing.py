@@ -81,6 +81,11 @@ class Sharing:
         return math.prod(dist.get_world_size(group) for group in self.groups)
 
     @property
+    def has_others(self) -> bool:
+        """Whether other ranks train the model as well."""
+        return self.num_ranks * self.num_parts > 1
+
+    @property
     def rank(self) -> int:
         """This one's place among them."""
         place, size = 0, 1
@@ -136,7 +141,7 @@ class Sharing:
 
     def why_not_guard(self) -> str | None:
         """Why passes cannot be made without other ranks, to share gradients after them; None where they can."""
-        if self.exchanges_always and self.num_ranks * self.num_parts > 1:
+        if self.exchanges_always and self.has_others:
             return f"{self.name} exchanges parameters or what is computed, not gradients alone"
         return None
 

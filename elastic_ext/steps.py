@@ -158,7 +158,9 @@ class Steps:
         is_last = state.index + 1 == state.num_micro_steps
         state.is_last = self.is_committing = is_last
         state.is_inside = True
-        is_shared = (is_last or self._shares_always or self._gradients.shares_first) and not state.is_guarded
+        is_shared = (is_last or self._shares_always or self._gradients.shares_first) and not (
+            state.is_guarded and self._guarding.holds_back
+        )
         if is_shared is not self._is_shared:
             self._is_shared = is_shared
             self._gradients.sharing.share(now=is_shared)

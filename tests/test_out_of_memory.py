@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from elastic_ext import ElasticDataLoader, ElasticTrainer, StepError
 from tests.loops import seen_by
 from tests.ranks import RankPool
+from tests.retraining import needs_passes_taken_back
 from tests.shortage import NUM_STEPS, Short, Shortage, again, schedule, trials_of
 from tests.training import make_data
 
@@ -221,3 +223,29 @@ def test_samples_of_an_epoch_come_once(ranks: RankPool, tmp_path: Path, num_work
     taken = sorted(value for steps in by_rank for step in steps for value in step)
     assert taken == sorted(Points().inputs[:, 0].tolist())
     assert [len(step) for step in by_rank[0]] == [16, 16, 16]
+
+
+def sharded_alone(rank: int, folder: Path, guard: str) -> None:
+    """On one rank nobody waits, and a sharded model's step comes again too."""
+    states = []
+    for shortage, batch_size in ((Shortage(phase="in backward", at=(0, 2)), 8), (Shortage(), 4)):
+        run = Short(
+            rank,
+            folder / str(batch_size),
+            batch_size=batch_size,
+            global_batch_size=32,
+            shortage=shortage,
+            wrap=fully_shard,
+            guard=guard,
+        )
+        with run.trainer:
+            run.train(4)
+            assert run.trainer.config.dataloader.batch_size == 4
+            states.append(run.state())
+    assert states[0] == states[1]
+
+
+@needs_passes_taken_back
+@pytest.mark.parametrize("guard", ["auto", "always"])
+def test_a_sharded_model_on_one_rank_is_taken_back_too(ranks: RankPool, tmp_path: Path, guard: str) -> None:
+    ranks.run(1, sharded_alone, tmp_path, guard)
