@@ -198,6 +198,19 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     num_windows = 0  # this rank's, of the step under way
     began = time.monotonic()
     loss = torch.tensor(math.nan)
+
+    def micro_step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """A function, so that it can come again in smaller micro-batches where memory does not suffice."""
+        logits = model(inputs.to(device))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+        if accelerator is not None:
+            accelerator.backward(loss)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
     with trainer:
         for inputs, targets in windows:
             if trainer.global_step >= trainer.knob(
@@ -205,15 +218,11 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
             ):  # a run that is resumed may be there already
                 break
             gpt.set_dropout(trainer.knob("dropout", 0.0))
-            with trainer.step():
-                logits = model(inputs.to(device))
-                loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-                if accelerator is not None:
-                    accelerator.backward(loss)
-                else:
-                    loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
+            taken = trainer.run(micro_step, inputs, targets)
+            if taken is None:  # the whole step comes again
+                num_windows = 0
+                continue
+            loss = taken
             num_windows += len(inputs)
             if not trainer.sync_gradients:
                 continue
