@@ -39,6 +39,7 @@ _HALF = (
     "a change of how the model is spread failed halfway, and parts of it lie by either plan: start the job again, "
     "which resumes from a checkpoint"
 )
+_NOTHING = "nothing has changed, since {}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +148,16 @@ class Parallelism:
             return
         assert self._prepared is not None, "it was checked just before"
         (plan, made, change), self._prepared = self._prepared, None
-        self._fence()
-        self._spread.wait()  # for the step before, which is none of the change
+        error: Exception | None = None
+        try:
+            self._fence()
+            self._spread.wait()  # for the step before, which is none of the change
+        except Exception as caught:
+            error = caught
+        try:
+            self._agree(error)
+        except RanksFailedError as failure:
+            raise Declined(_NOTHING.format(_told_of(failure))) from failure
         began, old = time.perf_counter(), self._spread.plan
         try:
             moved = self._spread.change(made, change, self._agree)
@@ -156,7 +165,7 @@ class Parallelism:
             if change is None or not change.is_as_before:
                 self._give_up(_HALF)
                 raise
-            raise Declined(f"nothing has changed, since {_told_of(error)}") from error
+            raise Declined(_NOTHING.format(_told_of(error))) from error
         except BaseException:  # whoever interrupts it is told what became of it by the next call
             self._give_up(_HALF)
             raise

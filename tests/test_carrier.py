@@ -81,7 +81,7 @@ def _carried(rank: int, seed: int) -> int:
     carrier = Carrier(freight.staged[rank], group=group, device=torch.device("cpu"))
     for bucket in freight.buckets:
         old, new = _old_and_new(bucket, tensors, rank)
-        assert carrier.carry(bucket, old, new)
+        assert carrier.carry(bucket, (old, new))
         for at, (item, target) in enumerate(zip(bucket.items, new, strict=True)):
             assert torch.equal(target, _part(tensors[bucket.first + at], item.new.boxes[rank])), (seed, item.name)
     return sum(bucket.num_sent > 0 for bucket in freight.buckets)
@@ -103,7 +103,7 @@ def _without_memory(rank: int) -> list[bool]:
     heard = []
     for at, bucket in enumerate(exchanged):
         old, new = _old_and_new(bucket, tensors, rank)
-        heard.append(carrier.carry(bucket, old, None if rank == 1 and at == 1 else new))
+        heard.append(carrier.carry(bucket, None if rank == 1 and at == 1 else (old, new)))
     return heard
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from elastic_ext import ApplyError, CheckpointInterval, TornStepError
+from elastic_ext.fsdp import live, rewire
+from elastic_ext.fsdp.carrier import Carrier
 from elastic_ext.fsdp.plan import ParallelPlan
 from tests.ranks import RankPool
 from tests.resharding import FULL, KEPT, WHOLE
@@ -118,3 +120,69 @@ def test_training_goes_on_where_nothing_was_moved_and_the_change_may_be_asked_fo
     for told in ranks.run(2, _decline, tmp_path, old, new):
         assert told.startswith("ranks 0 to 1: ")
         assert told.endswith("nothing has changed, since rank 1 raised torch.OutOfMemoryError: no memory is left")
+
+
+# --- failures of one rank in between ----------------------------------------------------------------------------------
+
+
+def _ask_and_fail(patched: pytest.MonkeyPatch, run: Retraining, where: str) -> None:
+    """Ask for another plan, and have one rank fail as it is put on."""
+    spread = run.trainer._setup.spread
+    spread._bucket_bytes = 1
+
+    def failing(real: Any, after: int = 0) -> Any:
+        num_calls = [0]
+
+        def call(*given: Any, **options: Any) -> Any:
+            num_calls[0] += 1
+            if run.rank == 1 and num_calls[0] > after:
+                raise MemoryError(f"planted in {where}")
+            return real(*given, **options)
+
+        return call
+
+    if where == "the fence":
+        run.trainer._parallelism._fence = failing(run.trainer._parallelism._fence)
+    elif where == "the mesh":
+        spread._mesh = failing(spread._mesh)
+    elif where in ("going back", "the carrier"):
+        patched.setattr(live, "Carrier", failing(Carrier))
+        if where == "going back":
+            patched.setattr(rewire, "bind", failing(rewire.bind))
+    elif where == "taking over":
+        patched.setattr(rewire, "bind", failing(rewire.bind, after=4))
+    else:
+        patched.setattr(torch.Tensor, "contiguous", failing(torch.Tensor.contiguous, after=6))
+    run.proposals.append(run.trainer.reshard(KEPT))
+
+
+def _fail_in_between(rank: int, folder: Path, where: str) -> tuple[str, str]:
+    run = Retraining(rank, folder, FULL, wrap=_without_chance)
+    with pytest.MonkeyPatch().context() as patched:
+        try:
+            run.train(5, {2: lambda run: _ask_and_fail(patched, run, where)})
+        except ApplyError as error:
+            with pytest.raises(TornStepError, match="failed halfway"):
+                run.train(5)
+            run.trainer.close()
+            return "failed", str(error)
+    with run.trainer:
+        assert run.plan == FULL
+        run.train(LAST, {5: KEPT} if where != "the mesh" else {})
+    return run.proposals[0].outcome, run.proposals[0].refusal
+
+
+@pytest.mark.parametrize("where", ["the fence", "the mesh", "the carrier"])
+def test_one_ranks_failure_before_anything_moves_is_a_refusal_on_all(
+    ranks: RankPool, tmp_path: Path, where: str
+) -> None:
+    for outcome, told in ranks.run(2, _fail_in_between, tmp_path, where, deadline_seconds=60):
+        assert outcome == "refused"
+        assert told.endswith(f"nothing has changed, since rank 1 raised MemoryError: planted in {where}")
+
+
+@pytest.mark.parametrize("where", ["going back", "taking over", "making dense"])
+def test_one_ranks_failure_in_between_ends_training_on_all(ranks: RankPool, tmp_path: Path, where: str) -> None:
+    for outcome, told in ranks.run(2, _fail_in_between, tmp_path, where, deadline_seconds=60):
+        assert outcome == "failed"
+        assert f"MemoryError: planted in {where}" in told

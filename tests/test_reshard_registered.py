@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
 from elastic_ext.fsdp.plan import ParallelPlan
 from tests.ranks import RankPool
-from tests.resharding import FULL, KEPT, WHOLE, Net
+from tests.resharding import FULL, KEPT, WHOLE, Net, all_of_it, change, make, take_step
 from tests.retraining import (
     WIDTH,
     Retraining,
@@ -173,3 +175,45 @@ def test_gradients_that_no_optimizer_takes_add_up_alike_under_all_plans(ranks: R
     assert len(whole_ones) == 4
     for one, other in zip(whole_ones, sharded, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def refuse_left_behind(rank: int, what: str) -> str:
+    """What would be left behind, or cannot be moved."""
+    plan, other = (WHOLE, FULL) if what in ("data", "state of a part", "sparse") else (FULL, KEPT)
+    spread, optimizer = make(plan)
+    take_step(spread, optimizer, 0)
+    name, part = next(iter(spread.model.named_parameters()))
+    held: Mapping[str, torch.Tensor] = {}
+    if what == "data":
+        held = {f"own {name}": part.data}
+    elif what == "state of a part":
+        held = spread.model.blocks[0].state_dict()  # type: ignore[index, union-attr]
+    elif what == "local part":
+        held = {"mine": part.to_local()}  # type: ignore[attr-defined]
+    elif what == "no elements":
+        empty = part.to_local().new_empty(2, 0)  # type: ignore[attr-defined]
+        held = {"empty": DTensor.from_local(empty, part.device_mesh, [Shard(0)])}  # type: ignore[attr-defined]
+    else:
+        optimizer.state[part]["seen"] = torch.zeros(part.shape).to_sparse()
+    before = all_of_it(spread.model, optimizer) if what != "sparse" else {}
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 the words are looked at where it was asked for
+        change(spread, other, optimizer, registered=[held])
+    if what != "sparse":
+        assert differing(before, all_of_it(spread.model, optimizer)) == []
+    spread.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("data", "own frozen was registered and shows the memory of a parameter"),
+        ("state of a part", "was registered and shows the memory of a parameter"),
+        ("local part", "mine was registered and shows the memory of a parameter"),
+        ("no elements", "empty was registered and has no elements to move; leave it out"),
+        ("sparse", "torch.sparse_coo, which has no part that could be moved; keep it dense"),
+    ],
+)
+def test_what_would_be_left_behind_or_has_no_parts_is_refused(ranks: RankPool, what: str, words: str) -> None:
+    for told in ranks.run(2, refuse_left_behind, what):
+        assert words in told

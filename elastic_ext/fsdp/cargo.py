@@ -215,6 +215,8 @@ class _Carrying:
 
     def _refuse_memory_of_another(self, name: str, tensor: torch.Tensor, *, is_moved: bool = True) -> None:
         local = local_of(tensor)
+        if local.layout is not torch.strided:
+            raise ValueError(f"{name} is {local.layout}, which has no part that could be moved; keep it dense")
         if local.device.type == "meta" or not local.numel():
             return
         start = local.data_ptr()

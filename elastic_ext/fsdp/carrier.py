@@ -29,11 +29,12 @@ class _Letter:
 
     pieces: list[tuple[Move, torch.Tensor]]
     """With the memory that each comes from, or goes to."""
+    num_data_bytes: int = 0
+    """Of all pieces, those of a rank that is not well included, which has no memory for them."""
 
     @property
     def num_bytes(self) -> int:
-        data = sum(move.num_elements * tensor.element_size() for move, tensor in self.pieces)
-        return data // _GRAIN * _GRAIN + _GRAIN
+        return self.num_data_bytes // _GRAIN * _GRAIN + _GRAIN
 
     def written_in(self, memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor, torch.Tensor]]:
         """Each piece, and as what it is written in the letter."""
@@ -54,26 +55,30 @@ class Carrier:
         tails = 2 * self._num_ranks * _GRAIN  # which ranks exchange that have nothing else to
         self._memory = torch.empty(most_bytes + tails, dtype=torch.uint8, device=device)
 
-    def carry(self, bucket: Bucket, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor] | None) -> bool:
-        """Fill ``new`` from the ranks' ``old``, one tensor each per item; gives whether all ranks could.
+    def carry(self, bucket: Bucket, tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None) -> bool:
+        """Fill the second of ``tensors`` from the ranks' first, one each per item; gives whether all ranks could.
 
-        Where an item's part stays the same on this rank the two are one tensor, which is not touched. ``new`` is None
-        on a rank that has no memory for it. Where ranks exchange nothing, each speaks for itself.
+        Where an item's part stays the same on this rank the two are one tensor, which is not touched. None is what a
+        rank gives that is not well: it has no memory for them, say. Where ranks exchange nothing, each speaks for
+        itself.
         """
         sent: list[_Letter] = [_Letter([]) for _ in range(self._num_ranks)]
         received: list[_Letter] = [_Letter([]) for _ in sent]
         for at, item in enumerate(bucket.items):
             for move in item.moves:
-                if move.source == move.target == self._rank:
-                    if new is not None:
-                        _within(new[at], move).copy_(_within(old[at], move, is_source=True))
-                elif move.source == self._rank:
-                    sent[move.target].pieces.append((move, old[at]))
-                elif move.target == self._rank:
-                    received[move.source].pieces.append((move, old[at] if new is None else new[at]))
+                if self._rank not in (move.source, move.target):
+                    continue
+                if move.source == move.target:
+                    if tensors is not None:
+                        _within(tensors[1][at], move).copy_(_within(tensors[0][at], move, is_source=True))
+                    continue
+                letter = sent[move.target] if move.source == self._rank else received[move.source]
+                letter.num_data_bytes += move.num_elements * item.item_bytes
+                if tensors is not None:
+                    letter.pieces.append((move, tensors[move.source != self._rank][at]))
         if not bucket.num_sent:
-            return new is not None
-        return self._exchange(sent, received, is_well=new is not None)
+            return tensors is not None
+        return self._exchange(sent, received, is_well=tensors is not None)
 
     def _exchange(self, sent: Sequence[_Letter], received: Sequence[_Letter], *, is_well: bool) -> bool:
         given, taken = ([letter.num_bytes for letter in letters] for letters in (sent, received))

@@ -50,13 +50,23 @@ def companions_in(
     ValueError where somebody would be left with a tensor that nothing moves.
     """
     own = {id(parameter) for parameter, _ in parameters.values()}
+    memory = {_memory_of(parameter) for parameter, _ in parameters.values()} - {0, None}
     found: dict[int, tuple[str, torch.Tensor, int]] = {}
     places: dict[int, list[tuple[MutableMapping[str, torch.Tensor], str]]] = {}
     for holder in registered:
         for key, tensor in sorted(holder.items()):  # ranks may have filled it in another order
             parameter, dim = parameters.get(key, (None, 0))
+            if isinstance(tensor, DTensor) and not tensor.numel():
+                raise ValueError(f"{key} was registered and has no elements to move; leave it out")
             is_like = parameter is not None and parameter.shape == tensor.shape and parameter.device == tensor.device
-            if id(tensor) in own or not (isinstance(tensor, DTensor) or (is_sharded and not was_sharded and is_like)):
+            if id(tensor) in own:
+                continue
+            if not (isinstance(tensor, DTensor) or (is_sharded and not was_sharded and is_like)):
+                if _memory_of(tensor) in memory:
+                    raise ValueError(
+                        f"{key or 'a tensor'} was registered and shows the memory of a parameter, which lies elsewhere "
+                        "after the change; register a clone(), or the parameter itself"
+                    )
                 continue
             if hasattr(holder, "_metadata") and _is_memory_of(parameter, tensor):  # what torch puts on them
                 raise ValueError(
@@ -78,9 +88,13 @@ def companions_in(
 
 
 def _is_memory_of(parameter: nn.Parameter | None, tensor: torch.Tensor) -> bool:
-    if parameter is None:
-        return False
-    return local_of(parameter).untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr()
+    return parameter is not None and _memory_of(parameter) == _memory_of(tensor)
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Where its memory begins; None where it is not one piece."""
+    local = local_of(tensor)
+    return local.untyped_storage().data_ptr() if local.layout is torch.strided else None
 
 
 def replace_parameter(registered: Sequence[Tensors], old: torch.Tensor, new: torch.Tensor) -> None:

@@ -138,12 +138,13 @@ class Change:
         began = time.perf_counter()
         self._compare(group, device)
         num_replaced = len(self.replaced)
-        mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
+        mesh: DeviceMesh | None = None
         error: BaseException | None = None
         locals_before = [local_of(each.tensor) for each in self._parameters]
         slots: list[Slot] = []
         self.is_as_before = False
         try:
+            mesh = self._after.mesh() if isinstance(self._after, Sharded) else None
             slots = self._wire(mesh)
         except Exception as caught:  # whatever it is, what was there has to come back
             error = caught.with_traceback(None)  # which keeps alive what has been taken off
@@ -199,18 +200,21 @@ class Change:
         locals_before.clear()
         self._survey = None  # which keeps what was there
         for bucket in buckets:
-            if bucket.first and error is None:
-                try:
-                    new = self._memory_for(bucket, slots)
-                except Exception as caught:
-                    error, new = caught.with_traceback(None), None
-            old = [local_of(each.tensor).contiguous() for each in self._carried_in(bucket)]
-            is_well = carrier.carry(bucket, old, new)
-            del old
-            if new is not None and is_well:
-                self._take_over(bucket, new, slots, mesh)
-            elif bucket.num_sent:
+            tensors: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+            try:
+                if error is None:
+                    new = new if bucket.first == 0 and new is not None else self._memory_for(bucket, slots)
+                    tensors = [local_of(each.tensor).contiguous() for each in self._carried_in(bucket)], new
+            except Exception as caught:
+                error = caught.with_traceback(None)
+            is_well = carrier.carry(bucket, tensors)
+            if not is_well and bucket.num_sent:
                 break  # all ranks know that one is not well
+            try:
+                if tensors is not None:
+                    self._take_over(bucket, tensors[1], slots, mesh)
+            except Exception as caught:
+                error = caught.with_traceback(None)
         else:
             try:
                 if error is None:
@@ -240,21 +244,30 @@ class Change:
     ) -> None:
         try:
             agree(error)
-        except BaseException:
-            rewire.take_off(self._model)
-            if self._survey is None:
-                for each in self._parameters:
-                    each.register()
-                if self.replaced:
-                    self._wake_again()
-            else:
-                rewire.stand_in((each.tensor, each.places) for each in self._parameters)
-                slots = self._put_on(self._survey.units, None)
-                for slot, each, local in zip(slots, self._parameters, locals_before, strict=True):
-                    rewire.bind(slot, each.tensor, local)
-                rewire.settle(self._model)
+        except Exception:
+            failure: Exception | None = None
+            try:
+                self._go_back(locals_before)
+            except Exception as caught:
+                failure = caught.with_traceback(None)
+            agree(failure)  # else some ranks would go on
             self.is_as_before = True
             raise
+
+    def _go_back(self, locals_before: Sequence[torch.Tensor]) -> None:
+        """Have what was there be there again."""
+        rewire.take_off(self._model)
+        if self._survey is None:
+            for each in self._parameters:
+                each.register()
+            if self.replaced:
+                self._wake_again()
+            return
+        rewire.stand_in((each.tensor, each.places) for each in self._parameters)
+        slots = self._put_on(self._survey.units, None)
+        for slot, each, local in zip(slots, self._parameters, locals_before, strict=True):
+            rewire.bind(slot, each.tensor, local)
+        rewire.settle(self._model)
 
     def _carried_in(self, bucket: Bucket) -> list[Carried]:
         found = self._carried[bucket.first : bucket.first + len(bucket.items)]
