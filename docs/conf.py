@@ -30,11 +30,13 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!elastic_ext\b).*")]
 
 # Internal types that public signatures name, and that no caller makes: they are left undocumented on purpose.
 nitpick_ignore = [
+    ("py:class", "elastic_ext.control_word.AgreedWord"),
     ("py:class", "elastic_ext.control_word.Purpose"),
     ("py:class", "elastic_ext.follow._Default"),
     ("py:class", "elastic_ext.ranks.Ranks"),
     ("py:class", "elastic_ext.settings.Settings"),
     ("py:class", "elastic_ext.step_state.StepState"),
     ("py:class", "elastic_ext.trainer._Default"),
+    ("py:class", "elastic_ext.trainer._Result"),
     ("py:obj", "elastic_ext.data.loader._Sample"),
 ]
