@@ -33,6 +33,7 @@ class StepFailure:
 
     micro_step: int
     during: str
+    """Empty where passes were not seen."""
     largest: int | None
     """The most samples that a rank takes at once, where it can be told to take fewer."""
     is_guarded: bool
@@ -40,7 +41,8 @@ class StepFailure:
     """All that it has left was rolled back."""
 
     def __str__(self) -> str:
-        return f"in the {self.during} of micro-step {self.micro_step + 1}"
+        told = f"in micro-step {self.micro_step + 1}"
+        return f"{told} ({self.during})" if self.during else told
 
 
 class Hears(Protocol):

@@ -429,12 +429,12 @@ class Steps:
 
     def _note_failure(self, error: BaseException) -> None:
         state = self._state
-        during = "forward pass" if state.has_forward else "first part"
+        during = "forward pass" if state.has_forward else "before the model was called"
         if state.has_backward:
             during = "backward pass"
         self.failure = StepFailure(
             micro_step=state.index,
-            during=during,
+            during=during if state.before_optimizer is not None else "",  # else nothing looks
             largest=self._step.largest,
             is_guarded=state.is_guarded,
             keeps_all=self._undoing.snapshot is not None,

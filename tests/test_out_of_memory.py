@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import resource
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from elastic_ext import ElasticDataLoader, ElasticTrainer, StepError
 from tests.loops import seen_by
 from tests.ranks import RankPool
 from tests.retraining import needs_passes_taken_back
 from tests.shortage import NUM_STEPS, Short, Shortage, again, schedule, trials_of
-from tests.training import make_data
+from tests.training import Slices, make_data, trainer_of
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -27,8 +32,8 @@ def test_a_step_comes_again_as_if_micro_batches_had_been_smaller(
     trials = trials_of(6, num_ranks, seed=num_ranks)
     told = ranks.run(num_ranks, again, tmp_path, trials)
     for line, (on_rank, step, micro_step, _, _) in zip(told[0], trials, strict=True):
-        assert line.startswith(f"WARNING memory ran out on rank {on_rank} in the ")
-        assert f"of micro-step {micro_step + 1} after step {step}: " in line
+        assert line.startswith(f"WARNING memory ran out on rank {on_rank} in micro-step {micro_step + 1}")
+        assert f" after step {step}: " in line
         assert line.endswith("the step is taken again in micro-batches of 4 instead of 8 samples")
     assert all(lines == [] for lines in told[1:])
 
@@ -87,9 +92,7 @@ def below_one(rank: int, folder: Path) -> str:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_less_than_one_sample_is_an_error_on_all_ranks(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
     for told in ranks.run(num_ranks, below_one, tmp_path):
-        assert told.startswith(
-            "memory ran out on rank 0 in the forward pass of micro-step 1 after step 0, with 1 sample(s)"
-        )
+        assert told.startswith("memory ran out on rank 0 in micro-step 1 (forward pass) after step 0, with 1 sample(s)")
         assert "there cannot be fewer: have activations recomputed" in told
 
 
@@ -249,3 +252,50 @@ def sharded_alone(rank: int, folder: Path, guard: str) -> None:
 @pytest.mark.parametrize("guard", ["auto", "always"])
 def test_a_sharded_model_on_one_rank_is_taken_back_too(ranks: RankPool, tmp_path: Path, guard: str) -> None:
     ranks.run(1, sharded_alone, tmp_path, guard)
+
+
+@contextmanager
+def little_memory(num_bytes: int) -> Iterator[None]:
+    """This process may have so much more address space than it has."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def for_real(rank: int, folder: Path) -> tuple[int, list[str]]:
+    """The allocator itself says no: on one rank, which has less memory than the other."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.GELU(), nn.LayerNorm(1024))]
+    model: Any = nn.Sequential(nn.Linear(6, 1024), *layers, nn.Linear(1024, 5)).double()
+    if torch.distributed.get_world_size() > 1:
+        model = DistributedDataParallel(model)
+    loader = Slices(make_data(8192), 4096, is_endless=True)
+    trainer = trainer_of(folder, model, loader, rank=rank)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+
+    def micro_step(inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    with seen_by() as seen, trainer, little_memory((128 if rank == 0 else 8192) * (1 << 20)):
+        for batch in loader:
+            trainer.run(micro_step, *batch)
+            if trainer.global_step == 3:
+                break
+    return trainer.config.dataloader.batch_size, [line for line in seen.log if line.startswith("WARNING")]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_allocator_that_says_no_is_one_that_ran_out(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    (size, told), *others = ranks.run(num_ranks, for_real, tmp_path)
+    assert 1 <= size < 4096  # about 100 KiB are kept of each sample
+    during = " (forward pass)" if num_ranks > 1 else ""  # which nothing looks at on one
+    assert told[0].startswith(f"WARNING memory ran out on rank 0 in micro-step 1{during} after step 0: ")
+    assert all(other == (size, []) for other in others)
