@@ -37,6 +37,7 @@ class StepFailure:
     largest: int | None
     """The most samples that a rank takes at once, where it can be told to take fewer."""
     is_guarded: bool
+    """No other rank waits for it but to hear of it."""
     keeps_all: bool
     """All that it has left was rolled back."""
 

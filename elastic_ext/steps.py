@@ -436,7 +436,7 @@ class Steps:
             micro_step=state.index,
             during=during if state.before_optimizer is not None else "",  # else nothing looks
             largest=self._step.largest,
-            is_guarded=state.is_guarded,
+            is_guarded=state.is_guarded and not (state.is_shared and self._guarding.holds_back),
             keeps_all=self._undoing.snapshot is not None,
         )
         if not self.by_function:

@@ -25,6 +25,10 @@ from tests.shortage import NUM_STEPS, Short, Shortage, again, schedule, trials_o
 from tests.training import Slices, make_data, trainer_of
 
 
+def test_on_one_rank_it_comes_again_from_wherever_the_optimizer_has_not_begun(tmp_path: Path) -> None:
+    again(0, tmp_path, [(0, 2, 1, "backward done", 4), (0, 1, 3, "backward done", 4), (0, 0, 0, "backward done", 1)])
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_step_comes_again_as_if_micro_batches_had_been_smaller(
     ranks: RankPool, tmp_path: Path, num_ranks: int

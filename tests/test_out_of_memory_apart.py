@@ -223,14 +223,15 @@ def test_a_scaler_leaves_out_the_same_steps(ranks: RankPool, tmp_path: Path) -> 
 
 def crash(rank: int, folder: Path, how: str) -> None:
     """Memory runs out on rank 1 where others wait for it within the model."""
-    shortage = Shortage(phase="in backward", at=(4 if how == "unguarded" else 1, 0)) if rank == 1 else Shortage()
+    phase = "backward done" if how == "shared" else "in backward"
+    shortage = Shortage(phase=phase, at=(4 if how == "unguarded" else 1, 0)) if rank == 1 else Shortage()
     wrap = fully_shard if how == "sharded" else None
     run = Short(rank, folder, batch_size=4, has_moods=how == "unguarded", shortage=shortage, wrap=wrap)
     with run.trainer:
         run.train(8)
 
 
-@pytest.mark.parametrize("how", ["unguarded", "sharded"])
+@pytest.mark.parametrize("how", ["unguarded", "shared", "sharded"])
 def test_elsewhere_all_ranks_raise_at_once(ranks: RankPool, tmp_path: Path, how: str) -> None:
     began = time.monotonic()
     first, second = ranks.run_outcomes(2, crash, tmp_path, how)
