@@ -59,6 +59,7 @@ from benchmarks.linear import digest_of, random_batches, start_again
 from elastic_ext import ElasticDataLoader, ElasticTrainer
 
 __all__ = [
+    "FREE",
     "NAMES",
     "Block",
     "Done",
@@ -68,6 +69,7 @@ __all__ = [
     "Trial",
     "costs_of_steps",
     "costs_of_trials",
+    "in_words",
     "main",
     "seconds_of_trial",
     "set_up",
@@ -182,7 +184,7 @@ def costs_of_steps(task: Task, num_ranks: int, *, budget_seconds: float = BUDGET
             sides = sides_of_steps(gang, names, NUM_IN_BLOCK, wall, cpu, work)
             compared = compare_measures([wall, cpu], sides, num_rounds=_num_rounds(budget_seconds, sides))
             check_same_work(work)
-            found += [dataclasses.replace(each, notes=(_in_words(each),)) for each in compared]
+            found += [dataclasses.replace(each, notes=(in_words(each),)) for each in compared]
     return found
 
 
@@ -225,7 +227,8 @@ def _num_rounds(budget_seconds: float, sides: Sequence[Side]) -> int:
     return max(MIN_ROUNDS, round(budget_seconds / median(seconds)) - NUM_CALIBRATING - 1)
 
 
-def _in_words(comparison: Comparison) -> str:
+def in_words(comparison: Comparison) -> str:
+    """What the second side takes more than the first, and whether the first differs from itself as much."""
     baseline, other = comparison.rows
     low, high = baseline.aa_interval
     place = "above" if other.ratio > high else "below" if other.ratio < low else "within"
@@ -294,8 +297,16 @@ def start_over(task: Task, num_ranks: int) -> tuple[float, list[Done]]:
             process.stdin.close()
             process.stdin = None
             processes.append(process)
-        answers: list[Done] = [pickle.loads(process.communicate(timeout=SECONDS_TO_START)[0]) for process in processes]
+        answers = [_heard(process) for process in processes]
     return max(answer.ended for answer in answers) - began, answers
+
+
+def _heard(process: subprocess.Popen[bytes]) -> Done:
+    said, _ = process.communicate(timeout=SECONDS_TO_START)
+    if process.returncode != 0:
+        raise RuntimeError(f"a process that starts over ended with status {process.returncode}; see its own output")
+    done: Done = pickle.loads(said)
+    return done
 
 
 def begin_anew() -> None:
@@ -316,7 +327,12 @@ def training_rank(setup: Rank) -> Iterator[Callable[[Block], Done]]:
         trainings = {way: stack.enter_context(Training(setup, setup.task, way, job=way)) for way in NAMES}
         gc.collect()
         gc.freeze()
-        yield lambda block: trainings[block.way].run(block.num_steps)
+
+        def take(block: Block) -> Done:
+            trainings[block.way].run(1)  # its memory is at hand then, whichever training came before
+            return trainings[block.way].run(block.num_steps)
+
+        yield take
 
 
 @contextmanager
