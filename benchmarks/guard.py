@@ -2,7 +2,8 @@
 
 Guarded steps: the wall and CPU time of a step with ``guard="always"``, over ``guard="never"``. With DDP their gradients
 are averaged after the passes, not beside them. Unguarded steps: ``trainer.run(...)`` with ``guard="auto"``, after the
-steps that it guards at the start, over ``with trainer.step():``.
+steps that it guards at the start, over ``with trainer.step():``; and with a very small model, so that what is added can
+be seen.
 
 Again: an OutOfMemoryError is planted in the middle of a backward pass, on the first rank, and the step comes again in
 two micro-batches. It takes from the error until the last rank has ended the step; beside it are the same step where
@@ -43,10 +44,12 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from benchmarks.differences import DifferenceTable, compare_differences
 from benchmarks.gang import Gang
 from benchmarks.harness import (
     Claim,
     Comparison,
+    Reading,
     Readings,
     Result,
     Side,
@@ -60,6 +63,7 @@ from elastic_ext import ElasticDataLoader, ElasticTrainer
 
 __all__ = [
     "FREE",
+    "MOST_SECONDS",
     "NAMES",
     "Block",
     "Done",
@@ -67,6 +71,7 @@ __all__ = [
     "Task",
     "Training",
     "Trial",
+    "cost_of_calls",
     "costs_of_steps",
     "costs_of_trials",
     "in_words",
@@ -89,10 +94,11 @@ NAMES: Mapping[WayName, str] = {
 PAIRS: Mapping[str, Sequence[WayName]] = {"guarded": ("never", "always"), "not guarded": ("step", "auto")}
 """What is compared, the baseline first."""
 FREE = Claim(at_most=1.01)
-NUM_IN_BLOCK = 4  # steps; more than "auto" guards, which the round that warms up has behind it
+NUM_IN_BLOCK = 2  # steps: sides that are read close together differ least by what else the machine does
+NUM_WARMING = 4  # steps, of which "auto" guards the first three
 MIN_ROUNDS = 15
 NUM_CALIBRATING = 3  # rounds
-BUDGET_SECONDS = 20.0  # for each comparison, about
+BUDGET_SECONDS = 22.0  # for each comparison, about
 NUM_TRIALS = 3
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_TO_START = 120.0
@@ -109,6 +115,9 @@ class Task:
     num_micro_steps: int = 1
 
 
+TINY = Task(widths=(8, 8), num_samples=8)
+NUM_OF_TINY = 240  # steps in a block
+MOST_SECONDS = 10e-6  # 1% of a step of a millisecond
 LARGE = Task(widths=(512, 1024, 1024, 1024, 1024, 1024, 512), num_samples=64)
 
 
@@ -156,13 +165,15 @@ class Done:
 
 
 def main() -> list[Result]:
-    """Four tables for each number of ranks and of micro-steps, and one of steps that come again for each of ranks."""
+    """Four tables for each number of ranks and of micro-steps, one of calls, and one of steps that come again for each
+    number of ranks."""
+    torch.set_num_threads(1)
     steps = [
         table
         for num_ranks, num_micro_steps in itertools.product((1, 2), (1, 4))
         for table in costs_of_steps(dataclasses.replace(LARGE, num_micro_steps=num_micro_steps), num_ranks)
     ]
-    return [*steps, *(costs_of_trials(LARGE, num_ranks) for num_ranks in (1, 2))]
+    return [*steps, cost_of_calls(), *(costs_of_trials(LARGE, num_ranks) for num_ranks in (1, 2))]
 
 
 # --- steps in which nothing fails -----------------------------------------------------------------------------------
@@ -237,6 +248,32 @@ def in_words(comparison: Comparison) -> str:
         f"{other.name}: {more * 1e3:+.2f} ms a step; {other.ratio:.4f} is {place} the A/A interval, "
         f"{low:.4f} to {high:.4f}"
     )
+
+
+def cost_of_calls(*, budget_seconds: float = BUDGET_SECONDS) -> DifferenceTable:
+    """run() where nothing is guarded, by what it takes more than step()."""
+    with tempfile.TemporaryDirectory() as folder, set_up(TINY, 1, Path(folder)) as (setup,), ExitStack() as stack:
+
+        def side(name: WayName) -> Side:
+            training = stack.enter_context(Training(setup, TINY, name, job=name))
+            training.run(NUM_WARMING)
+
+            def run() -> Reading:
+                done = training.run(NUM_OF_TINY)
+                return Reading(value=done.cpu_seconds / NUM_OF_TINY, work=done.work)
+
+            return Side(name=NAMES[name], run=run)
+
+        sides = [side(name) for name in PAIRS["not guarded"]]
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        return compare_differences(
+            "A step, not guarded, CPU time: one rank, a model that takes next to nothing",
+            sides,
+            {NAMES["auto"]: MOST_SECONDS},
+            num_rounds=_num_rounds(budget_seconds, sides),
+        )
 
 
 # --- a step that comes again ----------------------------------------------------------------------------------------
@@ -325,6 +362,8 @@ def training_rank(setup: Rank) -> Iterator[Callable[[Block], Done]]:
     """A rank with a training for each way, made before anything is timed."""
     with _placed(setup), ExitStack() as stack:
         trainings = {way: stack.enter_context(Training(setup, setup.task, way, job=way)) for way in NAMES}
+        for training in trainings.values():
+            training.run(NUM_WARMING)
         gc.collect()
         gc.freeze()
 
@@ -344,10 +383,10 @@ def trying_rank(setup: Rank) -> Iterator[Callable[[Trial], Done]]:
     def take(trial: Trial) -> Done:
         task = setup.task if trial.has_failure else _halved(setup.task)
         with Training(setup, task, "always", job=f"trial-{next(numbers)}") as training:
-            before = training.run(NUM_IN_BLOCK)
+            before = training.run(NUM_WARMING)
             training.planted.is_armed = trial.has_failure and setup.rank == 0
             done = training.run(1)
-        return dataclasses.replace(done, step_seconds=(before.ended - before.began) / NUM_IN_BLOCK)
+        return dataclasses.replace(done, step_seconds=before.step_seconds)
 
     with _placed(setup):
         yield take

@@ -50,6 +50,12 @@ def test_all_ways_lead_to_the_same_bits_and_guard_the_steps_that_they_say(tmp_pa
     assert len(work) == 1
 
 
+def test_what_calls_cost_is_told_in_microseconds() -> None:
+    found = guard.cost_of_calls(budget_seconds=0.1)
+    assert [row.name for row in found.rows] == [NAMES["step"], NAMES["auto"]]
+    assert [row.at_most for row in found.rows] == [None, guard.MOST_SECONDS]
+
+
 def test_a_step_that_comes_again_leads_to_the_same_as_one_in_two_micro_batches(tmp_path: Path) -> None:
     with _training(tmp_path, SMALL, "always") as training:
         whole = training.run(1)
