@@ -32,6 +32,9 @@ _NOT_KEPT = (
 )
 
 
+_OFF = "{}. The step was taken back; with ELASTIC_EXT=off micro-batches stay as large as they are"
+
+
 class Attempts:
     """One rank's."""
 
@@ -42,11 +45,12 @@ class Attempts:
         *,
         has_others: Callable[[], bool],
         leaves_nothing: Callable[[], bool],
-        shrink: Callable[[int, dict[int, str]], None],
+        shrink: Callable[[int, dict[int, str]], None] | None,
     ) -> None:
         """``has_others``: passes may depend on other ranks; ``leaves_nothing``: they change nothing but gradients.
 
-        ``shrink`` has steps cut smaller than so many samples at once, on all ranks, and tells of the failures.
+        ``shrink`` has steps cut smaller than so many samples at once, on all ranks, and tells of the failures; None
+        where nothing may change.
         """
         self._steps = steps
         self._guarding = guarding
@@ -79,6 +83,7 @@ class Attempts:
         let_go()
         largest = steps.largest
         assert largest is not None
+        assert self._shrink is not None
         if failures is None:
             failures = self._tell(steps.failure)
         self._shrink(largest, failures)
@@ -95,6 +100,8 @@ class Attempts:
 
     def _why_not(self, failure: StepFailure) -> str | None:
         """Why the step is not taken again, None where it is."""
+        if self._shrink is None:
+            return _OFF
         if failure.largest is None:
             return _CANNOT_SHRINK
         if failure.is_guarded:

@@ -107,6 +107,18 @@ class Batches:
         micro_batch = config.dataloader.batch_size or self.source.batch_size
         return self._planned(config.global_batch_size or 0, micro_batch, self._num_ranks).full_step.largest
 
+    def halved(self, largest: int) -> int:
+        """The size of micro-batches, halved until the step that comes takes fewer at once; 0 where there is none."""
+        assert self.source is not None
+        assert self._plan is not None
+        micro_batch = self._plan.micro_batch
+        while micro_batch > 0:
+            step = self._planned(self._plan.global_batch, micro_batch, self._num_ranks).next_step(self.source.remaining)
+            if step is None or step.largest < largest:
+                return micro_batch
+            micro_batch //= 2
+        return 0
+
     @property
     def num_steps(self) -> int | None:
         """Of an epoch, where that is known."""

@@ -13,15 +13,22 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Engine", "after_pass", "is_running"]
+__all__ = ["Engine", "after_pass", "current_pass", "is_running", "tells_of_passes"]
 
 _logger = logging.getLogger(__name__)
+
+_NONE = -1
 
 
 def is_running() -> bool:
     """Whether this is called from within a backward pass; False where torch does not tell."""
+    return current_pass() != _NONE
+
+
+def current_pass() -> int:
+    """The backward pass within which this is called, as a number of its own; -1 outside, or where torch does not tell."""
     number = getattr(torch._C, "_current_graph_task_id", None)
-    return number is not None and number() != -1
+    return _NONE if number is None else int(number())
 
 
 class Engine:
@@ -50,13 +57,22 @@ class Engine:
         return False
 
 
+def tells_of_passes() -> bool:
+    """Whether this torch tells passes apart, and when they end."""
+    return hasattr(torch._C, "_current_graph_task_id") and _queue() is not None
+
+
+def _queue() -> Any:
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+    return getattr(engine, "queue_callback", None)
+
+
 def after_pass(act: Callable[[], None]) -> None:
     """Within a hook: have ``act`` called when this pass has ended, DDP's and FSDP's own work at its end included.
 
     Where this torch takes no such wish, nothing happens.
     """
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    queue = getattr(engine, "queue_callback", None)
+    queue = _queue()
     if queue is not None:
         queue(lambda: queue(act))  # at the end of those that wait, which is where others may queue as well
 

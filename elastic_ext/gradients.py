@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .clipping import as_parameters, clip_norm
-from .engine import after_pass
+from .engine import after_pass, current_pass
 from .errors import StepError
 from .guard import Guard
 from .hooks import Hook
@@ -83,7 +83,7 @@ class Gradients:
         self._has_shared_buffers = False  # in the step under way
         self.share_guarded: Callable[[], None] = lambda: None
         """Called after the passes of a guarded step's last micro-step, on all ranks."""
-        self._will_share = False  # once the pass under way has ended
+        self._sharing_pass = -1  # gradients are shared when this one has ended
         self.optimizers: list[torch.optim.Optimizer] = []
         self._guard = Guard()
         self._num_items: torch.Tensor | None = None
@@ -228,6 +228,8 @@ class Gradients:
         if state.is_last:
             if not state.has_backward and not self._is_alone and state.num_begun == 0:
                 raise StepError(_UNSHARED)
+            if state.is_guarded and not state.is_shared and not self._is_alone:
+                raise StepError(_UNSHARED)
             if self._num_items is not None and not self._is_divided:
                 raise StepError(_UNCOUNTED.format("the last micro-step has none"))
         self._note_witness()
@@ -269,7 +271,6 @@ class Gradients:
     def drop(self) -> None:
         """Forget what this step has gathered, and a pass that failed."""
         self._forget_counts()
-        self._will_share = False
         self.sharing.forget()
         if self.sharing.forgets_passes:
             self.awaited.clear()
@@ -376,12 +377,11 @@ class Gradients:
             after_pass(lambda: self._guard.note(self._trained()))
         if not self._weighing.is_exact:
             self._note_pass(is_counted=False, is_first=is_first)
-            if self._state.is_guarded and self._state.is_last and not self._will_share:
-                self._will_share = True
+            if self._state.is_guarded and self._state.is_last and self._sharing_pass != current_pass():
+                self._sharing_pass = current_pass()
                 after_pass(self._share_guarded)
 
     def _share_guarded(self) -> None:
-        self._will_share = False
         self.share_guarded()
         if self._witness is not None:
             self._witness = None

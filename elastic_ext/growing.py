@@ -73,8 +73,12 @@ class Growing:
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why there is no room for steps as ``new`` cuts them, None where there may be."""
+        if self._batches.check(new) is not None:
+            return None  # which is said by who has cut them
+        if new.reason == _REASON and self.bound is not None and self._batches.largest_under(new) >= self.bound:
+            return _BOUND.format(self.bound, self._batches.largest_under(new))  # learnt since it was asked for
         is_other_plan = new.parallelism != self._follower.config.parallelism  # by which nothing was measured
-        if self._memory.per_sample is None or is_other_plan or self._batches.check(new) is not None:
+        if self._memory.per_sample is None or is_other_plan:
             return None
         largest = self._batches.largest_under(new)
         return self._memory.why_no_room(largest) if largest > self._batches.largest else None
@@ -86,25 +90,24 @@ class Growing:
     def shrink(self, largest: int, failures: Mapping[int, str]) -> None:
         """Memory did not suffice for so many samples at once: have fewer from here on, with all ranks."""
         follower, plan = self._follower, self._plan()
-        self._bounds[plan] = min(largest, self._bounds.get(plan, largest))
-        before = follower.config.dataloader.batch_size
+        if largest >= self._batches.largest:  # else it was an epoch's tail, whose like has fitted
+            self._bounds[plan] = min(largest, self._bounds.get(plan, largest))
         follower.meet_to_shrink()
-        now, wanted = follower.config.dataloader.batch_size, largest // 2
-        assert before is not None
+        now, wanted = follower.config.dataloader.batch_size, self._batches.halved(largest)
         assert now is not None
         where = ", ".join(f"on rank {rank} {text}" for rank, text in sorted(failures.items()))
         told = f"memory ran out {where} after step {self._counts.global_step}"
-        if wanted == 0 or now == before <= wanted:
+        if wanted == 0:
             raise StepError(_NO_LESS.format(told, largest))
-        if now > wanted:
+        if now != wanted:
             refusal = follower.revise({_KEY: wanted}, told)
             if refusal:
                 raise StepError(f"{told}, and micro-batches of {wanted} were refused: {refusal}")
-        told += f": the step is taken again in micro-batches of {min(now, wanted)} instead of {largest} samples"
+        told += f": the step is taken again in micro-batches of {wanted} instead of {largest} samples"
         if follower.ranks.rank == 0:
             _logger.warning("%s", told)
         self.warn()
-        details = {"micro_batch": min(now, wanted), "was": largest, "ranks": sorted(failures)}
+        details = {"micro_batch": wanted, "was": largest, "ranks": sorted(failures)}
         follower.reports.tell("out-of-memory", step=self._counts.global_step, text=told, details=details)
 
     def warn(self) -> None:

@@ -24,6 +24,7 @@ __all__ = ["GuardMode", "Guarding", "StepFailure"]
 _logger = logging.getLogger(__name__)
 
 GuardMode = Literal["auto", "always", "never"]
+_ALWAYS = "sync_every_micro_step shares gradients before a step's end"
 _STEPS = 3  # after something new: the first asks for the most, as a rule, and the allocator settles in the others
 
 
@@ -56,9 +57,17 @@ class Guarding:
     """One rank's part in it."""
 
     def __init__(
-        self, mode: GuardMode, *, sharing: Callable[[], Sharing], hear_all: Hears, memory: DeviceMemory
+        self,
+        mode: GuardMode,
+        *,
+        shares_always: bool,
+        sharing: Callable[[], Sharing],
+        hear_all: Hears,
+        memory: DeviceMemory,
     ) -> None:
+        """``shares_always`` says that gradients and buffers are shared in every micro-step, as the user wants it."""
         self._mode = mode
+        self._shares_always = shares_always
         self._memory = memory
         self._sharing = sharing
         self._hear_all = hear_all
@@ -71,9 +80,10 @@ class Guarding:
     @property
     def is_due(self) -> bool:
         """Whether the step that begins is to be guarded."""
-        if self._mode == "never" or (self._mode == "auto" and self._num_left == 0):
+        if self._mode == "never" or not self.goes_on:
             return False
-        why_not = self._sharing().why_not_guard()
+        sharing = self._sharing()
+        why_not = _ALWAYS if self._shares_always and sharing.has_others else sharing.why_not_guard()
         if why_not is not None and why_not != self._why_not:
             _logger.info("a step for which memory does not suffice cannot be taken again: %s", why_not)
         self._why_not = why_not
@@ -111,8 +121,17 @@ class Guarding:
     def end_step(self) -> None:
         """It has ended well, on all ranks."""
         self._sharing().expect_shared_buffers()
-        if self._num_left == 0 and self._mode == "auto":
-            self._averaging = None
+        if not self.goes_on:
+            self.let_go()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next step may be guarded too."""
+        return self._num_left > 0 or self._mode == "always"
+
+    def let_go(self) -> None:
+        """Hold no parameter, and no memory, until the next guarded step."""
+        self._averaging = None
 
     def share(self, failed: str = "") -> None:
         """Share what was gathered, once memory has sufficed on all ranks; else raise StepUndone, on all.

@@ -89,9 +89,10 @@ def shares_otherwise(replica: DistributedDataParallel) -> str | None:
 def averaged(replica: DistributedDataParallel) -> Iterator[nn.Parameter]:
     """The parameters whose gradients DDP averages, in the same order on all ranks."""
     ignored = _found(replica, "parameters_to_ignore")
-    for name, parameter in replica.module.named_parameters():
-        if parameter.requires_grad and name not in ignored:
-            yield parameter
+    for prefix, module in replica.module.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and f"{prefix}.{name}" not in ignored:  # a root's own are named ".name" there
+                yield parameter
 
 
 def share_buffers(replica: DistributedDataParallel) -> None:

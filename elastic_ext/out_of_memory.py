@@ -10,6 +10,9 @@ __all__ = ["advise", "is_out_of_memory", "let_go"]
 
 _TEXTS = (
     "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "HIP error: out of memory",
     "HIP out of memory",
     "XPU out of memory",
     "MPS backend out of memory",

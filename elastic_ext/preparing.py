@@ -109,7 +109,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             spread,
             [each.inner for each in parts.optimizers],
             lambda: [registered[name] for name in sorted(registered)],
-            known=gradients.holders,
+            known=lambda: known(),  # which is made below
             agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread"),
             fence=lambda: session.fence(),  # which is made below
             on_spread=lambda: gradients.take_up(spread.engine),
@@ -122,9 +122,15 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     guarding = Guarding(
         setup.guard if follower.settings.enabled else "never",
         sharing=lambda: gradients.sharing,
+        shares_always=setup.shares_always,
         hear_all=follower.hear_all,
         memory=memory,
     )
+
+    def known() -> list[object]:
+        guarding.let_go()
+        return gradients.holders()
+
     growing = Growing(follower, batches, setup.counts, memory, plan=lambda: spread.plan)
     session = Session(
         follower,
@@ -184,7 +190,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         guarding,
         has_others=lambda: gradients.sharing.has_others,
         leaves_nothing=lambda: not setup.registered and next(setup.model.buffers(), None) is None,
-        shrink=growing.shrink,
+        shrink=growing.shrink if follower.settings.enabled else None,
     )
     return Prepared(session=session, attempts=attempts, growing=growing, parallelism=parallelism, values=parts.values)
 

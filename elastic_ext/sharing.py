@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import internals
 from .clipping import raise_if_not_finite
+from .engine import tells_of_passes
 from .hooks import Hook
 
 __all__ = ["Sharing", "sharing_of"]
@@ -230,6 +231,8 @@ class _Replicated(Sharing):
     def why_not_guard(self) -> str | None:
         if self.exchanges_always:
             return super().why_not_guard()
+        if not tells_of_passes():
+            return f"torch {torch.__version__} does not tell when a backward pass ends"
         if any(getattr(module, "sparse", False) for replica in self._replicas for module in replica.modules()):
             return "it has sparse gradients"
         return next(filter(None, map(internals.shares_otherwise, self._replicas)), None)

@@ -55,6 +55,10 @@ class Snapshot:
         """What was shared in a step is shared anew in the next."""
         self._shared = []
 
+    def let_go(self) -> None:
+        """Keep nothing, until it is taken again."""
+        self._copies, self._held, self._shared, self._restore_random = [], [], [], []
+
     def restore(self) -> None:
         """Put everything back as it was."""
         for module, buffers in self._held:  # some modules put others in their place

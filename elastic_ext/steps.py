@@ -75,7 +75,7 @@ class Steps:
         """What is torn is whole again once a checkpoint is loaded."""
         self.num_torn = 0
         """Micro-steps of the step that was torn."""
-        self.by_function = False
+        self.by_function = self._was_by_function = False
         """The micro-step that is entered is a function, which can be called again."""
         self.failure: StepFailure | None = None
         """How memory ran out last."""
@@ -145,7 +145,8 @@ class Steps:
         if self._counted is not None and self._counted.num_handed > state.index + 1:
             self._refuse_taken_ahead(self._counted.num_handed)
         state.has_forward = state.has_backward = state.is_exact = False
-        if self._is_like_before and self.keep_batch and self._batches.next_step() is self._step:
+        is_like_before = self._is_like_before and self.by_function is self._was_by_function
+        if is_like_before and self.keep_batch and self._batches.next_step() is self._step:
             state.is_last = state.is_inside = True
             return
         if state.index == 0:
@@ -330,6 +331,7 @@ class Steps:
             if state.keeps_batch:  # gradients from before are no part of a step
                 self._undoing.forget_gradients()
         gradients = self._gradients
+        self._was_by_function = self.by_function
         state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due
         if state.is_guarded:
             self._guarding.begin_step()
@@ -395,6 +397,8 @@ class Steps:
             self._guarding.note(self._step.largest)
         if state.is_guarded:
             self._guarding.end_step()
+            if not (self._keeps_all or self._guarding.goes_on):
+                self._kept.let_go()
         if state.is_exact or not self._is_like_before:
             self._gradients.end_step()
             if self._undoing.snapshot is not None:
