@@ -113,7 +113,11 @@ class Batches:
         assert self._plan is not None
         micro_batch = self._plan.micro_batch
         while micro_batch > 0:
-            step = self._planned(self._plan.global_batch, micro_batch, self._num_ranks).next_step(self.source.remaining)
+            try:
+                plan = self._planned(self._plan.global_batch, micro_batch, self._num_ranks)
+            except ValueError:  # which says why, where that is asked for
+                return micro_batch
+            step = plan.next_step(self.source.remaining)
             if step is None or step.largest < largest:
                 return micro_batch
             micro_batch //= 2

@@ -26,7 +26,7 @@ def is_running() -> bool:
 
 
 def current_pass() -> int:
-    """The backward pass within which this is called, as a number of its own; -1 outside, or where torch does not tell."""
+    """The number of the backward pass within which this is called; -1 outside, or where torch does not tell."""
     number = getattr(torch._C, "_current_graph_task_id", None)
     return _NONE if number is None else int(number())
 

@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from elastic_ext.files import write_whole
+from elastic_ext.fsdp.plan import ParallelPlan
 from tests.loops import seen_by
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 
@@ -74,6 +75,7 @@ class Short:
         shortage: Shortage | None = None,
         has_moods: bool = True,
         wrap: Callable[[nn.Module], Any] | None = None,
+        plan: ParallelPlan | None = None,
         loader: Any = None,
         **given: Any,
     ) -> None:
@@ -90,6 +92,8 @@ class Short:
         given.setdefault("global_batch_size", batch_size * num_micro_steps * self.num_ranks)
         folder.mkdir(parents=True, exist_ok=True)
         self.trainer = trainer_of(folder, self.model, self.loader, rank=rank, **given)
+        if plan is not None:
+            self.trainer.parallelize(self.model, plan)
         torch.manual_seed(17 + rank)  # before a checkpoint is resumed, which has states of its own
         inner = AdamW(self.model.parameters(), lr=1e-2)
         self.optimizer, self.scheduler = self.trainer.prepare(inner, CosineAnnealingLR(inner, 100))

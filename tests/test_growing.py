@@ -13,9 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from elastic_ext import ElasticError, Proposal
 from elastic_ext.device_memory import Pressure, warning_of
 from elastic_ext.fsdp.plan import ParallelPlan
+from elastic_ext.out_of_memory import is_out_of_memory
 from tests.ranks import RankPool
 from tests.shortage import Short, Shortage
-from tests.training import make_data
+from tests.training import Slices, make_data
 
 GIB = 1 << 30
 
@@ -160,3 +161,67 @@ def test_what_torch_counts_is_read_as_it_names_it() -> None:
     stats = {"num_alloc_retries": 2, "num_ooms": 1, "allocated_bytes.all.peak": 3, "reserved_bytes.all.peak": 4}
     assert Pressure.of(stats) == Pressure(num_retries=2, num_failures=1, allocated_bytes=3, reserved_bytes=4)
     assert Pressure.of({}) == Pressure()
+
+
+def pending(rank: int, folder: Path) -> list[tuple[int, ...]]:
+    """Memory runs out with what there is while more has been asked for."""
+    shortage = Shortage(phase="in backward", at=(4, 0)) if rank == 1 else Shortage()
+    given: dict[str, Any] = {"shortage": shortage, "agree_every_steps": 3, "guard": "always"}
+    run = Short(rank, folder, batch_size=8, has_moods=False, global_batch_size=32 * 2, **given)
+    with run.trainer:
+        run.train(4)
+        proposal = run.trainer.try_grow()
+        run.train(12)
+    assert proposal.outcome == "refused"
+    assert "memory ran out with 8 samples at once" in proposal.refusal
+    sizes: list[tuple[int, ...]] = run.loader.sizes
+    return sizes
+
+
+def test_more_that_was_asked_for_before_memory_ran_out_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for sizes in ranks.run(2, pending, tmp_path):
+        assert sizes == [(8,) * 4] * 4 + [(4,) * 8] * 8
+
+
+def test_a_tail_that_did_not_fit_is_no_bound(tmp_path: Path) -> None:
+    shortage = Shortage(phase="in backward", at=(3, 0))
+    run = Short(
+        0, tmp_path, batch_size=8, loader=Slices(make_data(27), 8), has_moods=False, shortage=shortage, guard="always"
+    )
+    trainer = run.trainer
+    with trainer:
+        for epoch in range(3):
+            with trainer.epoch(epoch):
+                for batch in run.loader:
+                    run._micro_step = trainer._setup.state.index
+                    trainer.run(run.micro_step, *batch)
+        assert shortage.num_times == 1
+        assert run.loader.sizes[:5] == [(8,), (8,), (8,), (1, 2), (2, 2, 2, 2)]
+        assert trainer._growing.bound is None
+
+
+def test_uneven_parts_are_halved_until_fewer_are_taken_at_once(tmp_path: Path) -> None:
+    run = Short(0, tmp_path, batch_size=8, global_batch_size=10, shortage=Shortage(limit=4), has_moods=False)
+    with run.trainer:
+        run.train(2)
+    assert run.loader.sizes == [(3, 3, 4)] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+            True,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"), False),  # its group is gone
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_what_says_that_memory_ran_out(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one

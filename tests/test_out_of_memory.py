@@ -303,3 +303,22 @@ def test_an_allocator_that_says_no_is_one_that_ran_out(ranks: RankPool, tmp_path
     during = " (forward pass)" if num_ranks > 1 else ""  # which nothing looks at on one
     assert told[0].startswith(f"WARNING memory ran out on rank 0 in micro-step 1{during} after step 0: ")
     assert all(other == (size, []) for other in others)
+
+
+def test_steps_of_either_form_may_follow_one_another(tmp_path: Path) -> None:
+    run = Short(0, tmp_path, batch_size=8, guard="always", shortage=Shortage(phase="in backward", at=(6, 0)))
+    with run.trainer:
+        for inputs, targets in run.loader:
+            with run.trainer.step():
+                run.micro_step(inputs, targets)
+            if run.trainer.global_step == 6:
+                break
+        run.train(8)
+    assert run.loader.sizes == [(8,)] * 6 + [(4, 4)] * 2
+
+
+def test_switched_off_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_EXT", "off")
+    run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="in backward", at=(0, 0)))
+    with run.trainer, pytest.raises(torch.OutOfMemoryError, match="with ELASTIC_EXT=off micro-batches stay"):
+        run.train(1)

@@ -20,6 +20,7 @@ from elastic_ext import StepError, TornStepError
 from tests.faults import PlantedFault
 from tests.loops import seen_by
 from tests.ranks import RankPool
+from tests.resharding import FULL, WHOLE
 from tests.shortage import Short, Shortage
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 
@@ -341,3 +342,163 @@ def test_what_averages_otherwise_is_left_to_ddp_and_said_once(
     for told in ranks.run(2, not_guarded, tmp_path, why):
         assert len(told) == 1
         assert words in told[0]
+
+
+# --- what guarded steps leave as it was -------------------------------------------------------------------------------
+
+
+class Mean(nn.Module):
+    """Keeps a mean of what it was given, and goes by it."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(inputs - self.mean)
+        self.mean.lerp_(inputs.detach().mean(0), 0.5)
+        return outputs
+
+
+def keep_buffers(rank: int, folder: Path, options: dict[str, Any]) -> list[str]:
+    """Buffers are given to all as often as DDP does, in the steps after guarded ones too."""
+    results, told = [], []
+    for guard in ("auto", "never"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Mean())
+        loader = Slices(make_data(96), 4, is_endless=True)
+        (folder / guard).mkdir(exist_ok=True)
+        batch = 4 * 2 * dist.get_world_size()
+        trainer = trainer_of(folder / guard, model, loader, rank=rank, global_batch_size=batch, guard=guard, **options)
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        with seen_by() as seen, trainer:
+            for batch_of in loader:
+                trainer.run(plain, trainer, model, optimizer, *batch_of)
+                if trainer.global_step == 6:
+                    break
+        results.append(bits_of(model))
+        told += [line for line in seen.log if "cannot be taken again" in line]
+    assert results[0] == results[1]
+    return told
+
+
+@pytest.mark.parametrize("options", [{}, {"sync_every_micro_step": True}, {"rollback": "full"}], ids=str)
+def test_buffers_are_given_to_all_as_often_as_ever(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    for told in ranks.run(2, keep_buffers, tmp_path, options):
+        assert len(told) == ("sync_every_micro_step" in options)
+
+
+class Own(nn.Module):
+    """Parameters that DDP is told to leave alone, by the names that it goes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.other = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs) * self.scale + self.other  # type: ignore[no-any-return]
+
+
+def ignore_some(rank: int, folder: Path) -> list[float]:
+    results = []
+    for guard in ("always", "never"):
+        torch.manual_seed(0)
+        own: Any = Own()
+        names = [".scale", "other", "inner.2.bias"]  # of a root's own DDP knows the first form alone
+        wrapper: Any = DistributedDataParallel
+        wrapper._set_params_and_buffers_to_ignore_for_model(own, names)
+        model = DistributedDataParallel(own)
+        loader = Slices(make_data(96), 4, is_endless=True)
+        (folder / guard).mkdir(exist_ok=True)
+        trainer = trainer_of(folder / guard, model, loader, rank=rank, guard=guard)
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        with trainer:
+            for batch in loader:
+                trainer.run(plain, trainer, model, optimizer, *batch)
+                if trainer.global_step == 3:
+                    break
+        results.append(bits_of(model))
+    assert results[0] == results[1]
+    return [float(part.sum().item()) for part in (own.scale, own.other, own.inner[2].bias)]
+
+
+def test_what_ddp_ignores_is_left_to_each_rank(ranks: RankPool, tmp_path: Path) -> None:
+    (scale, other, bias), another = ranks.run(2, ignore_some, tmp_path)
+    assert other == another[1]
+    assert (scale, bias) != (another[0], another[2])
+
+
+def catch_within(rank: int, folder: Path, guard: str) -> Any:
+    """A pass that fails is caught within the function, and another one made."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(make_model(), find_unused_parameters=True)
+    loader = Slices(make_data(96), 4, is_endless=True)
+    trainer = trainer_of(folder, model, loader, rank=rank, guard=guard)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise PlantedFault("of the user's")
+
+    def loop(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        outputs = model(inputs)
+        kept = outputs * 1.0
+        kept.register_hook(lambda gradient: gradient * 0)
+        hidden = outputs.clone()
+        hidden.register_hook(fail)
+        with pytest.raises(PlantedFault):
+            (hidden.sum() + outputs.sum()).backward()
+        optimizer.inner.zero_grad()
+        plain_loss = nn.functional.cross_entropy(model(inputs), targets)
+        plain_loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.inner.zero_grad()
+
+    with trainer:
+        for batch in loader:
+            trainer.run(loop, *batch)
+            if trainer.global_step == 3:
+                break
+    return bits_of(model)
+
+
+def test_a_pass_that_is_caught_does_not_keep_the_next_one_from_being_shared(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(2, catch_within, tmp_path, "always")
+    assert one == other
+
+
+def let_go(rank: int, folder: Path) -> None:
+    """After the last guarded step nothing of them is held."""
+    run = Short(rank, folder, batch_size=4)
+    average = {"mean": torch.zeros(1000, dtype=torch.float64)}
+    run.trainer.register_state("own", average)
+    with run.trainer:
+        run.train(3)
+        steps = run.trainer._session.steps
+        assert steps._guarding._averaging is None
+        assert steps._kept._copies == []
+        run.train(5)
+
+
+def test_guarded_steps_leave_nothing_behind(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, let_go, tmp_path)
+
+
+def reshard_while_guarded(rank: int, folder: Path) -> tuple[str, str]:
+    """What guarded steps hold of parameters does not stand against another plan."""
+    run = Short(rank, folder, batch_size=4, wrap=lambda model: model, guard="always", plan=WHOLE, has_moods=False)
+    with run.trainer:
+        run.train(2)
+        proposal = run.trainer.reshard(FULL)
+        run.train(5)
+        back = run.trainer.reshard(WHOLE)
+        run.train(8)
+    return proposal.refusal, back.refusal
+
+
+def test_a_model_is_spread_otherwise_between_guarded_steps(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, reshard_while_guarded, tmp_path) == [("", "")] * 2
