@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import resource
 import weakref
 from collections.abc import Iterator
@@ -127,6 +128,21 @@ def test_nothing_of_the_failed_pass_is_held_when_the_step_comes_again(tmp_path: 
         gc.enable()
     assert alive
     assert not any(alive[:1])
+
+
+def test_it_is_told_once_as_a_revision_with_its_reason_and_an_event(tmp_path: Path) -> None:
+    run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="in backward", at=(2, 0)))
+    with run.trainer:
+        run.train(4)
+        config = run.trainer.config
+    assert (config.version, config.revision) == (0, 1)
+    assert config.reason == "memory ran out on rank 0 in micro-step 1 after step 2"
+    events = [json.loads(line) for line in (tmp_path / "0" / "events-0.jsonl").read_text().splitlines()]
+    told = [event for event in events if event["kind"] in ("out-of-memory", "config-applied")]
+    assert [event["kind"] for event in told] == ["out-of-memory", "config-applied"]
+    assert told[0]["details"] == {"micro_batch": 4, "was": 8, "ranks": [0]}
+    assert told[0]["step"] == 2
+    assert told[1]["details"]["changes"] == {"dataloader.batch_size": [8, 4]}
 
 
 def test_a_decorated_function_is_taken_as_a_micro_step(tmp_path: Path) -> None:
