@@ -306,7 +306,7 @@ def test_weights_of_a_sources_step_are_those_of_this_ranks_micro_batches(rank: i
     step = batches.next_step(keep_batch=True)
     assert step is not None
     sizes = [(2, 2), (1, 2)][rank]
-    assert step == RankStep(weights=tuple(size * 2 / 7 for size in sizes), num_samples=7)
+    assert step == RankStep(weights=tuple(size * 2 / 7 for size in sizes), num_samples=7, largest=2)
     assert batches.next_step(keep_batch=True) is step
 
 
@@ -426,7 +426,7 @@ def test_a_change_is_in_force_from_the_next_step_on() -> None:
     batches.begin(config, num_ranks=2, rank=1)
     assert batches.global_batch == 9
     assert source.told[-1] == (BatchPlan(global_batch=9, num_ranks=2, micro_batch=3), 1)
-    assert batches.next_step(keep_batch=True) == RankStep(weights=(4 / 9, 4 / 9), num_samples=9)
+    assert batches.next_step(keep_batch=True) == RankStep(weights=(4 / 9, 4 / 9), num_samples=9, largest=3)
 
     plain = begun(loader_of(4 * 9), global_batch_size=8)
     steps_of(plain, 1)
@@ -470,3 +470,41 @@ def test_a_config_that_comes_with_a_global_batch_changes_nothing_where_micro_bat
     batches.begin(config_of(global_batch_size=12), num_ranks=1, rank=0)
     assert [step.num_micro_steps for step in steps_of(batches, 2)] == [1, 1]
     assert batches.global_batch is None, "what steps do not keep is not said to be their size"
+
+
+# --- fewer and more samples at once -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "global_batch", "remaining", "largest", "halved"),
+    [
+        (8, 16, None, 8, 4),
+        (8, 10, None, 5, 4),  # which are taken as three and two
+        (8, 16, 3, 3, 2),  # an epoch's tail: 8 and 4 would leave it as it is
+        (8, 16, None, 9, 8),  # another config has come into force since, by which fewer are taken
+        (1, 2, None, 1, 0),
+        (2, 2, None, 1, 0),
+    ],
+)
+def test_sizes_are_halved_until_the_step_that_comes_takes_fewer_at_once(
+    batch_size: int, global_batch: int, remaining: int | None, largest: int, halved: int
+) -> None:
+    source = Source(batch_size=batch_size)
+    batches = begun(source, global_batch_size=global_batch, num_ranks=2 if batch_size < 8 else 1)
+    source.remaining = remaining
+    assert batches.halved(largest) == halved
+
+
+def test_unequal_parts_that_cannot_be_cut_are_left_to_whoever_says_why() -> None:
+    batches = begun(Source(batch_size=7), global_batch_size=8, num_ranks=2, share_weights=(1.0, 7.0))
+    assert batches.largest == 7  # in one micro-step, since a rank has a single sample
+    assert batches.halved(7) == 3
+    assert "cannot be cut" in (batches.check(config_of(global_batch_size=8, dataloader__batch_size=3)) or "")
+
+
+def test_what_is_taken_at_once_is_known_of_a_source_alone() -> None:
+    batches = begun(Source(batch_size=4), global_batch_size=12, num_ranks=2)
+    assert (batches.largest, batches.share) == (3, 6)
+    assert batches.largest_under(config_of(global_batch_size=12, dataloader__batch_size=6)) == 6
+    fixed = begun([[1, 2], [3, 4]])
+    assert (fixed.largest, fixed.share, fixed.largest_under(config_of())) == (0, 0, 0)
