@@ -18,6 +18,7 @@ from .device_memory import DeviceMemory
 from .errors import StepUndone
 from .out_of_memory import is_out_of_memory
 from .sharing import Sharing
+from .step_state import StepState
 
 __all__ = ["GuardMode", "Guarding", "StepFailure"]
 
@@ -41,6 +42,20 @@ class StepFailure:
     """No other rank waits for it but to hear of it."""
     keeps_all: bool
     """All that it has left was rolled back."""
+
+    @classmethod
+    def of(cls, state: StepState, *, largest: int | None, holds_back: bool, keeps_all: bool) -> StepFailure:
+        """Of the micro-step under way; ``holds_back`` says that other ranks have a part in the step."""
+        during = "forward pass" if state.has_forward else "before the model was called"
+        if state.has_backward:
+            during = "backward pass"
+        return cls(
+            micro_step=state.index,
+            during=during if state.before_optimizer is not None else "",  # else nothing looks
+            largest=largest,
+            is_guarded=state.is_guarded and not (state.is_shared and holds_back),
+            keeps_all=keeps_all,
+        )
 
     def __str__(self) -> str:
         told = f"in micro-step {self.micro_step + 1}"

@@ -215,7 +215,12 @@ class Steps:
         elif self.torn is None:
             is_too_early = not state.is_last and _is_of_bare_scaler(error)
             if is_out_of_memory(error):
-                self._note_failure(error)
+                snapshot, holds_back = self._undoing.snapshot, self._guarding.holds_back
+                self.failure = StepFailure.of(
+                    state, largest=self._step.largest, holds_back=holds_back, keeps_all=snapshot is not None
+                )
+                if not self.by_function:
+                    advise(error, _USE_A_FUNCTION)
             self.rollback()
             state.is_inside = self._was_rolled_back = False
             if is_too_early:
@@ -430,21 +435,6 @@ class Steps:
         except BaseException as error:
             self._fail(error)
             raise
-
-    def _note_failure(self, error: BaseException) -> None:
-        state = self._state
-        during = "forward pass" if state.has_forward else "before the model was called"
-        if state.has_backward:
-            during = "backward pass"
-        self.failure = StepFailure(
-            micro_step=state.index,
-            during=during if state.before_optimizer is not None else "",  # else nothing looks
-            largest=self._step.largest,
-            is_guarded=state.is_guarded and not (state.is_shared and self._guarding.holds_back),
-            keeps_all=self._undoing.snapshot is not None,
-        )
-        if not self.by_function:
-            advise(error, _USE_A_FUNCTION)
 
     def _check(self) -> None:
         try:
