@@ -93,7 +93,7 @@ class Attempts:
         """Tell the other ranks; gives what all of them tell."""
         assert failure is not None
         try:
-            self._guarding.share(str(failure))
+            self._guarding.hear(str(failure))
         except StepUndone as undone:
             return undone.failures
         raise AssertionError("a failure was told, and nothing was undone")

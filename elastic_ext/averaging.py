@@ -26,6 +26,7 @@ class Averaging:
         self._parameters = parameters
         self._group = group
         self._memory: dict[_Kind, torch.Tensor] = {}
+        self._spare: dict[torch.Tensor, torch.Tensor] = {}  # gradients for those that have none so far
 
     def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether it is of these."""
@@ -45,6 +46,7 @@ class Averaging:
             num_elements = max(max(sizes), min(sum(sizes), _most_elements(kind)))
             if kind not in self._memory or self._memory[kind].numel() < num_elements:
                 self._memory[kind] = torch.empty(num_elements, dtype=kind[0], device=kind[1])
+        self._spare = {each: torch.zeros_like(each) for each in self._parameters if each.grad is None}
 
     def average(self, held: Sequence[str]) -> None:
         """Have each gradient be the mean over the ranks, none counting as zero; ``held`` is what each rank has."""
@@ -57,12 +59,13 @@ class Averaging:
                 pieces = [piece.view(part.shape) for piece, part in zip(torch.split(flat, sizes), bucket, strict=True)]
                 for part, piece in zip(bucket, pieces, strict=True):
                     if part.grad is None:
-                        part.grad = torch.zeros_like(part)
+                        part.grad = self._spare[part]
                     torch.mul(part.grad, factor, out=piece)
                 dist.all_reduce(flat, group=self._group)
                 for part, piece in zip(bucket, pieces, strict=True):
                     assert part.grad is not None
                     part.grad.copy_(piece)
+        self._spare = {}
 
 
 def _kind(part: torch.Tensor) -> _Kind:

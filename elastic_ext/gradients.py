@@ -109,7 +109,7 @@ class Gradients:
     def holders(self) -> list[object]:
         """What refers to parameters here, once it has let go of what it can."""
         self.let_go()
-        return []
+        return [self.sharing.averaged()]
 
     def let_go(self) -> None:
         """Hold no parameter of the model, until the next step watches it."""
@@ -161,6 +161,7 @@ class Gradients:
         self.awaited.clear()
         self.watch(needed=False)
         self.sharing.share(now=True)
+        self.sharing.expect_shared_buffers()
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **options: Any) -> None:
         """``loss.backward()`` with this micro-batch's weight, however the loss came about."""

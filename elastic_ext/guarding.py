@@ -8,7 +8,7 @@ asked for before: after a start, after micro-batches have grown, after a change 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -87,15 +87,15 @@ class Guarding:
         self._sharing = sharing
         self._hear_all = hear_all
         self._num_left = _STEPS
+        self._most = 0  # samples at once, that memory has sufficed for since something new
         self._averaging: Averaging | None = None
         self._why_not: str | None = None
         self.holds_back = False
         """Passes of the guarded step under way are not to share gradients."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the step that begins is to be guarded."""
-        if self._mode == "never" or not self.goes_on:
+    def is_due(self, largest: int) -> bool:
+        """Whether the step that begins is to be guarded, in which a rank takes so many samples at once at most."""
+        if self._mode == "never" or not (self.goes_on or largest > self._most):
             return False
         sharing = self._sharing()
         why_not = _ALWAYS if self._shares_always and sharing.has_others else sharing.why_not_guard()
@@ -111,7 +111,7 @@ class Guarding:
 
     def expect_more(self) -> None:
         """The steps that come may."""
-        self._num_left = _STEPS
+        self._num_left, self._most = _STEPS, 0
 
     def watch(self) -> None:
         """Such a step begins."""
@@ -121,6 +121,7 @@ class Guarding:
         """It has ended, and has taken so many samples at once at most."""
         self._num_left -= 1
         if largest is not None:
+            self._most = max(self._most, largest)
             self._memory.end_step(largest)
 
     def begin_step(self) -> None:
@@ -133,8 +134,9 @@ class Guarding:
             if self._averaging is None or not self._averaging.is_of(parameters):
                 self._averaging = Averaging(parameters, sharing.groups[0])
 
-    def end_step(self) -> None:
-        """It has ended well, on all ranks."""
+    def end_step(self, largest: int) -> None:
+        """It has ended well, on all ranks, and has taken so many samples at once at most."""
+        self._most = max(self._most, largest)
         self._sharing().expect_shared_buffers()
         if not self.goes_on:
             self.let_go()
@@ -148,16 +150,16 @@ class Guarding:
         """Hold no parameter, and no memory, until the next guarded step."""
         self._averaging = None
 
-    def share(self, failed: str = "") -> None:
-        """Share what was gathered, once memory has sufficed on all ranks; else raise StepUndone, on all.
+    def hear(self, failed: str = "") -> Sequence[str]:
+        """Hear of all ranks whether memory has sufficed; raises StepUndone on all where it has not on one.
 
-        With ``failed``, how it ran out on this one, there is nothing to share.
+        ``failed`` says how it ran out on this one. Gives which gradients each rank has, for ``average``.
         """
         averaging = self._averaging
         if averaging is None:  # there is no other rank
             if failed:
                 raise StepUndone({0: failed})
-            return
+            return ()
         try:
             if not failed:
                 averaging.reserve()
@@ -169,4 +171,9 @@ class Guarding:
         heard = self._hear_all(failed=failed, brings=brings)
         if heard is not None and heard.failures:
             raise StepUndone(heard.failures)
-        averaging.average([brings] if heard is None else [word.brings for word in heard.words])
+        return [brings] if heard is None else [word.brings for word in heard.words]
+
+    def average(self, held: Sequence[str]) -> None:
+        """Have gradients be the mean over the ranks; from here on none can take the step back alone."""
+        if self._averaging is not None:
+            self._averaging.average(held)

@@ -30,6 +30,7 @@ __all__ = [
     "is_idle",
     "is_unfinished",
     "make_sure_of",
+    "num_averaged",
     "num_exchanges",
     "num_hidden",
     "share_buffers",
@@ -46,6 +47,7 @@ def make_sure_of(part: nn.Module) -> None:
         _found(part, "_sync_buffers")
         shares_otherwise(part)
         next(averaged(part), None)
+        num_averaged(part)
     elif isinstance(part, FSDPModule):
         shares(part, all_of_it=True)
         divides_by(part)
@@ -87,12 +89,17 @@ def shares_otherwise(replica: DistributedDataParallel) -> str | None:
 
 
 def averaged(replica: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    """The parameters whose gradients DDP averages, in the same order on all ranks."""
+    """The parameters whose gradients DDP averages were it made now, in the same order on all ranks."""
     ignored = _found(replica, "parameters_to_ignore")
     for prefix, module in replica.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and f"{prefix}.{name}" not in ignored:  # a root's own are named ".name" there
                 yield parameter
+
+
+def num_averaged(replica: DistributedDataParallel) -> int:
+    """How many parameters DDP averages the gradients of, as it was made."""
+    return int(_found(replica, "_get_ddp_logging_data")()["num_parameter_tensors"])
 
 
 def share_buffers(replica: DistributedDataParallel) -> None:

@@ -146,7 +146,7 @@ class Sharing:
             return f"{self.name} exchanges parameters or what is computed, not gradients alone"
         return None
 
-    def averaged(self) -> list[torch.Tensor]:
+    def averaged(self) -> Sequence[torch.Tensor]:
         """Whose gradients are averaged over the ranks, in an order that all have; of a model that can be guarded."""
         return []
 
@@ -189,6 +189,11 @@ class _Replicated(Sharing):
             self.parts = replicas
         self.sharing_buffers = [replica.module for replica in replicas]
         self.shares_first = any(replica.static_graph for replica in replicas)  # torch records the graph in them
+        averaged = [list(internals.averaged(replica)) for replica in replicas]
+        self._averaged = list(dict.fromkeys(part for parts in averaged for part in parts))
+        self._is_as_made = all(
+            len(parts) == internals.num_averaged(replica) for parts, replica in zip(averaged, replicas, strict=True)
+        )
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -233,12 +238,14 @@ class _Replicated(Sharing):
             return super().why_not_guard()
         if not tells_of_passes():
             return f"torch {torch.__version__} does not tell when a backward pass ends"
+        if not self._is_as_made:
+            return "other parameters had requires_grad when DDP was made than when the trainer was"
         if any(getattr(module, "sparse", False) for replica in self._replicas for module in replica.modules()):
             return "it has sparse gradients"
         return next(filter(None, map(internals.shares_otherwise, self._replicas)), None)
 
-    def averaged(self) -> list[torch.Tensor]:
-        return list(dict.fromkeys(part for replica in self._replicas for part in internals.averaged(replica)))
+    def averaged(self) -> Sequence[torch.Tensor]:
+        return self._averaged
 
     def share_buffers(self) -> None:
         for replica in self._replicas:

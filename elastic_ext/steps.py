@@ -337,7 +337,7 @@ class Steps:
                 self._undoing.forget_gradients()
         gradients = self._gradients
         self._was_by_function = self.by_function
-        state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due
+        state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due(step.largest)
         if state.is_guarded:
             self._guarding.begin_step()
         is_watching = self._guarding.is_watching
@@ -401,7 +401,7 @@ class Steps:
         if self._guarding.is_watching:
             self._guarding.note(self._step.largest)
         if state.is_guarded:
-            self._guarding.end_step()
+            self._guarding.end_step(self._step.largest or 0)
             if not (self._keeps_all or self._guarding.goes_on):
                 self._kept.let_go()
         if state.is_exact or not self._is_like_before:
@@ -425,8 +425,9 @@ class Steps:
 
     def _share_guarded(self) -> None:
         """Share what the guarded step under way has gathered."""
-        self._guarding.share()
+        held = self._guarding.hear()
         self._state.is_shared = True
+        self._guarding.average(held)
 
     def _share_at_end(self) -> None:
         """The same where this rank has made no pass in the last micro-step: others have."""

@@ -502,3 +502,122 @@ def reshard_while_guarded(rank: int, folder: Path) -> tuple[str, str]:
 
 def test_a_model_is_spread_otherwise_between_guarded_steps(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, reshard_while_guarded, tmp_path) == [("", "")] * 2
+
+
+def freeze_by_turns(rank: int, folder: Path, when: str) -> bool:
+    """A part that is frozen as a step begins, and learns in it all the same: as in half of a GAN."""
+    results = []
+    for guard in ("auto", "never"):
+        torch.manual_seed(0)
+        inner: Any = make_model()
+        if when == "before the trainer":
+            inner[0].requires_grad_(False)
+        model = DistributedDataParallel(inner)
+        inner[0].requires_grad_(True)
+        loader = Slices(make_data(96), 4, is_endless=True)
+        (folder / guard).mkdir(exist_ok=True)
+        trainer = trainer_of(folder / guard, model, loader, rank=rank, guard=guard)
+        optimizer = trainer.prepare(SGD(inner.parameters() if when == "between" else inner[2].parameters(), lr=0.1))
+
+        def loop(*batch: torch.Tensor, inner: Any = inner, given: Any = (trainer, model, optimizer)) -> None:
+            inner[0].requires_grad_(True)
+            plain(*given, *batch)
+            if when == "between":
+                inner[0].requires_grad_(False)
+
+        with seen_by() as seen, trainer:
+            for batch in loader:
+                trainer.run(loop, *batch)
+                if trainer.global_step == 5:
+                    break
+        results.append(bits_of(model))
+        assert ("other parameters had requires_grad when DDP was made" in str(seen.log)) is (
+            when == "before the trainer" and guard == "auto"
+        )
+    return results[0] == results[1]
+
+
+@pytest.mark.parametrize("when", ["between", "before the trainer"])
+def test_what_is_frozen_for_a_while_is_averaged_as_ddp_does(ranks: RankPool, tmp_path: Path, when: str) -> None:
+    assert all(ranks.run(2, freeze_by_turns, tmp_path, when))
+
+
+def without_memory_for_gradients(rank: int, folder: Path) -> list[str]:
+    """Memory for gradients that only other ranks have is found out before they are shared."""
+    torch.manual_seed(0)
+    branches = Branches()
+    branches.chosen = rank
+    model = DistributedDataParallel(branches, find_unused_parameters=True)
+    loader = Slices(make_data(96), 4, is_endless=True)
+    trainer = trainer_of(folder, model, loader, rank=rank)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    real, fails = torch.zeros_like, [rank == 1]
+
+    def zeros(*given: Any, **options: Any) -> torch.Tensor:
+        if fails[0] and trainer.global_step == 1:
+            fails[0] = False
+            raise torch.OutOfMemoryError("planted")
+        return real(*given, **options)
+
+    with pytest.MonkeyPatch().context() as patched, seen_by() as seen, trainer:
+        patched.setattr(torch, "zeros_like", zeros)
+        for batch in loader:
+            trainer.run(plain, trainer, model, optimizer, *batch)
+            if trainer.global_step == 3:
+                break
+    assert not fails[0]
+    assert trainer.config.dataloader.batch_size == 2
+    return [line for line in seen.log if line.startswith("WARNING")]
+
+
+def test_memory_for_shared_gradients_is_asked_for_before(ranks: RankPool, tmp_path: Path) -> None:
+    told, _ = ranks.run(2, without_memory_for_gradients, tmp_path)
+    assert told == [
+        "WARNING memory ran out on rank 1 before gradients were shared after step 1: the step is taken again in "
+        "micro-batches of 2 instead of 4 samples"
+    ]
+
+
+def large_tail(rank: int, folder: Path) -> list[tuple[int, ...]]:
+    """An epoch's tail that takes more at once than any step before it is guarded too, once."""
+    shortage = Shortage(limit=20) if rank == 0 else Shortage()
+    loader = Slices(make_data(318), 31)
+    run = Short(rank, folder, batch_size=31, global_batch_size=64, loader=loader, shortage=shortage, has_moods=False)
+    with run.trainer:
+        for epoch in range(2):
+            with run.trainer.epoch(epoch):
+                for batch in loader:
+                    run.trainer.run(run.micro_step, *batch)
+    assert shortage.num_times == (rank == 0)
+    return loader.sizes
+
+
+def test_a_tail_that_takes_more_at_once_is_guarded(ranks: RankPool, tmp_path: Path) -> None:
+    for sizes in ranks.run(2, large_tail, tmp_path):
+        assert sizes[:5] == [(16, 16)] * 4 + [(10, 10, 11)]
+        assert max(map(max, sizes)) == 16
+
+
+def plain_loop_after(rank: int, folder: Path) -> None:
+    """DDP gives out buffers as ever once the trainer is gone, also in the middle of a step."""
+    results = []
+    for guard in ("auto", None):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Mean())
+        loader = Slices(make_data(96), 4, is_endless=True)
+        batches = iter(loader) if guard else None
+        if guard:
+            trainer = trainer_of(folder, model, loader, rank=rank, guard=guard, global_batch_size=16)
+            optimizer = trainer.prepare(SGD(model.parameters(), lr=0.0))
+            with trainer:
+                assert batches is not None
+                trainer.run(plain, trainer, model, optimizer, *next(batches))
+        with torch.no_grad():
+            model.module.mean.fill_(float(rank) + 1)
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        results.append(bits_of(model.module.mean))
+    assert results[0] == results[1]
+
+
+def test_ddp_is_left_as_it_was(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, plain_loop_after, tmp_path)
