@@ -170,6 +170,7 @@ class Guarding:
         brings = averaging.held
         heard = self._hear_all(failed=failed, brings=brings)
         if heard is not None and heard.failures:
+            self.let_go()
             raise StepUndone(heard.failures)
         return [brings] if heard is None else [word.brings for word in heard.words]
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_ext import CheckpointInterval
 from tests.ranks import RankPool
-from tests.retraining import needs_passes_taken_back
+from tests.retraining import needs_passes_taken_back, whole
 from tests.shortage import NUM_STEPS, Short, Shortage, Trial, again, trials_of
 from tests.training import ResumableSlices, make_data
 
@@ -31,7 +31,7 @@ def sharded(model: nn.Module) -> Any:
     return fully_shard(model)
 
 
-def train_sharded(rank: int, folder: Path, trial: Trial | None, num_micro_steps: int) -> tuple[Any, list[int], int]:
+def train_on(rank: int, folder: Path, trial: Trial | None, num_micro_steps: int, by: str) -> tuple[Any, list[int], int]:
     """From the newest checkpoint on; what comes of it, the samples, and from which step on."""
     shortage = Shortage()
     if trial is not None and trial[0] == rank:
@@ -42,7 +42,8 @@ def train_sharded(rank: int, folder: Path, trial: Trial | None, num_micro_steps:
         batch_size=4,
         num_micro_steps=num_micro_steps,
         shortage=shortage,
-        wrap=sharded,
+        wrap=sharded if by == "fully_shard" else None,
+        guard="never",
         loader=ResumableSlices(make_data(256), 4, is_endless=True),
         shared_storage_path=folder / "kept",
         checkpoint_interval=CheckpointInterval(steps=1),
@@ -50,24 +51,27 @@ def train_sharded(rank: int, folder: Path, trial: Trial | None, num_micro_steps:
     began_at = run.trainer.global_step
     with run.trainer:
         run.train(NUM_STEPS)
-        model = {name: value.full_tensor() for name, value in run.model.named_parameters()}
+        model = {name: whole(value) for name, value in run.model.named_parameters()}
         model |= dict(run.model.named_buffers())
     return {name: value.detach().clone() for name, value in model.items()}, run.loader.committed, began_at
 
 
 @needs_passes_taken_back
-def test_sharded_ranks_all_raise_and_a_new_start_goes_on_from_the_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    whole = {
-        num: ranks.run(2, train_sharded, tmp_path / f"whole {num}", None, num, deadline_seconds=60) for num in (1, 4)
+@pytest.mark.parametrize(("by", "num_trials"), [("fully_shard", 40), ("DDP", 8)])
+def test_elsewhere_all_ranks_raise_and_a_new_start_goes_on_from_the_checkpoint(
+    ranks: RankPool, tmp_path: Path, by: str, num_trials: int
+) -> None:
+    undisturbed = {
+        num: ranks.run(2, train_on, tmp_path / f"whole {num}", None, num, by, deadline_seconds=60) for num in (1, 4)
     }
-    for number, trial in enumerate(trials_of(40, 2, seed=7)):
+    for number, trial in enumerate(trials_of(num_trials, 2, seed=7)):
         here, num_micro_steps = tmp_path / str(number), trial[4]
-        outcomes = ranks.run_outcomes(2, train_sharded, here, trial, num_micro_steps, deadline_seconds=60)
+        outcomes = ranks.run_outcomes(2, train_on, here, trial, num_micro_steps, by, deadline_seconds=60)
         assert all(outcome.error is not None for outcome in outcomes), (trial, outcomes)
         for rank, (state, samples, began_at) in enumerate(
-            ranks.run(2, train_sharded, here, None, num_micro_steps, deadline_seconds=60)
+            ranks.run(2, train_on, here, None, num_micro_steps, by, deadline_seconds=60)
         ):
-            expected, every, _ = whole[num_micro_steps][rank]
+            expected, every, _ = undisturbed[num_micro_steps][rank]
             assert began_at in (trial[1], trial[1] - 1, 0), trial
             assert samples == every[len(every) - len(samples) :], trial
             assert len(samples) == 4 * num_micro_steps * (NUM_STEPS - began_at)
