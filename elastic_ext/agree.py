@@ -97,6 +97,8 @@ class Agreement:
         self._num_boundaries = self._num_backwards = 0
         self.count_schedules: Callable[[], int] = lambda: 0
         """How often schedules have stepped on this rank, to compare."""
+        self.compared_at_start: Mapping[str, object] = {}
+        """What else must be the same on all ranks, by names for people."""
         self._quiet_until: float = 0  # at the boundaries before there is nothing to do or to tell
         self._pulsed_boundary = 0
         self._exchange = Exchange(ranks)
@@ -136,6 +138,7 @@ class Agreement:
         self._started = True
         try:
             mine = self._rounds.startup_values | {"agree_every_steps": self._asked_every, "steps behind": self.step}
+            mine |= self.compared_at_start
             self._exchange.compare_start(mine)
             self._pacing.measure()
             applied = self._rounds.start(self._place)

@@ -39,6 +39,7 @@ class Averaging:
 
     def reserve(self) -> None:
         """Take the memory that it needs."""
+        self._spare = {}
         kinds: dict[_Kind, list[int]] = {}
         for each in self._parameters:
             kinds.setdefault(_kind(each), []).append(each.numel())

@@ -229,6 +229,10 @@ class ConfigFollower:
             self._write_metrics()
         return passed
 
+    def compare_at_start(self, values: Mapping[str, object]) -> None:
+        """Have ``start`` raise where these are not the same on all ranks."""
+        self._agreement.compared_at_start = dict(values)
+
     def compare_schedules(self, count: Callable[[], int]) -> None:
         """Have ranks raise where ``count()``, how often schedules have stepped, is not the same on all."""
         self._agreement.count_schedules = count

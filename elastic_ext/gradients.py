@@ -99,6 +99,7 @@ class Gradients:
         self.let_go()
         before = self.sharing
         self.sharing = sharing_of(self._model, engine)
+        self.sharing.share(now=True)  # whatever those before were told
         if not _is_same_ddp(before, self.sharing):
             self.awaited.clear()  # with what waited for it
         self.shares_first = self.sharing.shares_first

@@ -85,21 +85,29 @@ def shares_otherwise(replica: DistributedDataParallel) -> str | None:
         return "it has a hook for buffers"
     if _found(replica, "mixed_precision") is not None:
         return "it has mixed precision of its own"
+    if getattr(replica, "_delay_all_reduce_params", None):
+        return "it averages some of them at a time of its own"
     return None
 
 
 def averaged(replica: DistributedDataParallel) -> Iterator[nn.Parameter]:
     """The parameters whose gradients DDP averages were it made now, in the same order on all ranks."""
     ignored = _found(replica, "parameters_to_ignore")
+    seen: set[nn.Parameter] = set()
     for prefix, module in replica.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and f"{prefix}.{name}" not in ignored:  # a root's own are named ".name" there
+            is_averaged = parameter.requires_grad and f"{prefix}.{name}" not in ignored  # ".name" of a root's own
+            if is_averaged and parameter not in seen:
+                seen.add(parameter)
                 yield parameter
 
 
 def num_averaged(replica: DistributedDataParallel) -> int:
     """How many parameters DDP averages the gradients of, as it was made."""
-    return int(_found(replica, "_get_ddp_logging_data")()["num_parameter_tensors"])
+    number = _found(replica, "_get_ddp_logging_data")().get("num_parameter_tensors")
+    if number is None:
+        raise _unknown("num_parameter_tensors")
+    return int(number)
 
 
 def share_buffers(replica: DistributedDataParallel) -> None:

@@ -116,8 +116,16 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             give_up=lambda why: session.steps.give_up(why),
             tell=lambda report: session.tell_resharded(report),
         )
-        gradients.before_step = lambda: gradients.take_up(spread.engine) if spread.keep_up() else None
+
+        def keep_up() -> None:
+            if spread.keep_up():
+                gradients.take_up(spread.engine)
+                session.steps.weigh_anew()
+                guarding.expect_more()
+
+        gradients.before_step = keep_up
     follower.compare_schedules(lambda: state.num_scheduled)
+    follower.compare_at_start({"guard": setup.guard})
     memory = DeviceMemory(next((part.device for part in setup.model.parameters()), torch.device("cpu")))
     guarding = Guarding(
         setup.guard if follower.settings.enabled else "never",

@@ -191,9 +191,7 @@ class _Replicated(Sharing):
         self.shares_first = any(replica.static_graph for replica in replicas)  # torch records the graph in them
         averaged = [list(internals.averaged(replica)) for replica in replicas]
         self._averaged = list(dict.fromkeys(part for parts in averaged for part in parts))
-        self._is_as_made = all(
-            len(parts) == internals.num_averaged(replica) for parts, replica in zip(averaged, replicas, strict=True)
-        )
+        self._num_now, self._num_made = list(map(len, averaged)), list(map(internals.num_averaged, replicas))
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -238,8 +236,11 @@ class _Replicated(Sharing):
             return super().why_not_guard()
         if not tells_of_passes():
             return f"torch {torch.__version__} does not tell when a backward pass ends"
-        if not self._is_as_made:
-            return "other parameters had requires_grad when DDP was made than when the trainer was"
+        if self._num_now != self._num_made:
+            return (
+                f"DDP was made with {sum(self._num_made)} parameters that had requires_grad, and {sum(self._num_now)} "
+                "had it when the trainer took the model up; freeze and thaw before DDP is made, or within steps"
+            )
         if any(getattr(module, "sparse", False) for replica in self._replicas for module in replica.modules()):
             return "it has sparse gradients"
         return next(filter(None, map(internals.shares_otherwise, self._replicas)), None)

@@ -98,7 +98,7 @@ class Steps:
         self._late_weight = 1.0
         self._keeps_batch = True
         self._num_own_backwards = 0  # of the step under way
-        self._is_shared = True  # what the gradients were last told
+        self._is_shared = True  # in the micro-step under way, or the last one
         self._was_rolled_back = self._must_meet = False
         self._retry = Retry()  # of the step that was rolled back last
         self._num_exchanges = 0  # when the step began
@@ -162,9 +162,9 @@ class Steps:
         is_shared = (is_last or self._shares_always or self._gradients.shares_first) and not (
             state.is_guarded and self._guarding.holds_back
         )
-        if is_shared is not self._is_shared:
-            self._is_shared = is_shared
-            self._gradients.sharing.share(now=is_shared)
+        self._is_shared, sharing = is_shared, self._gradients.sharing
+        if is_shared is not sharing.is_sharing:
+            sharing.share(now=is_shared)
         if is_last and self._late_weight != 1.0:
             self._gradients.weigh_gathered(self._late_weight)
 
@@ -250,7 +250,6 @@ class Steps:
     def weigh_anew(self) -> None:
         """Gradients are gathered otherwise, between two steps: see again when they are shared, and when weighed."""
         self._is_like_before = False
-        self._is_shared = True  # as everything that shares is made
         self._set_weights(self._step.weights)
 
     def do_first(self, act: Callable[[], None]) -> None:

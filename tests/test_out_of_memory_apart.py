@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from elastic_ext import StepError, TornStepError
+from elastic_ext import ElasticError, StepError, TornStepError
 from tests.faults import PlantedFault
 from tests.loops import seen_by
 from tests.ranks import RankPool
@@ -531,7 +531,7 @@ def freeze_by_turns(rank: int, folder: Path, when: str) -> bool:
                 if trainer.global_step == 5:
                     break
         results.append(bits_of(model))
-        assert ("other parameters had requires_grad when DDP was made" in str(seen.log)) is (
+        assert ("DDP was made with 2 parameters that had requires_grad, and 4 had it" in str(seen.log)) is (
             when == "before the trainer" and guard == "auto"
         )
     return results[0] == results[1]
@@ -621,3 +621,82 @@ def plain_loop_after(rank: int, folder: Path) -> None:
 
 def test_ddp_is_left_as_it_was(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, plain_loop_after, tmp_path)
+
+
+class Tied(nn.Module):
+    """Two layers have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.out = (nn.Linear(6, size).double() for size in (6, 6, 5))
+        self.other.weight = self.one.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.other(torch.tanh(self.one(inputs)))))  # type: ignore[no-any-return]
+
+
+def tied(rank: int, folder: Path) -> int:
+    """Guarded, and the same bits as unguarded."""
+    results, num_guarded = [], 0
+    for guard in ("always", "never"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Tied())
+        loader = Slices(make_data(96), 4, is_endless=True)
+        (folder / guard).mkdir(exist_ok=True)
+        trainer = trainer_of(folder / guard, model, loader, rank=rank, guard=guard)
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        with trainer:
+            for batch in loader:
+                trainer.run(plain, trainer, model, optimizer, *batch)
+                num_guarded += trainer._session.steps._guarding.holds_back
+                if trainer.global_step == 4:
+                    break
+        results.append(bits_of(model))
+    assert results[0] == results[1]
+    return num_guarded
+
+
+def test_tied_weights_are_guarded_as_others(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, tied, tmp_path) == [4, 4]
+
+
+def thaw(rank: int, folder: Path, guard: str, *, runs_out: bool) -> list[Any]:
+    """A parameter is thawed between two steps, and DDP beneath the model is made anew for it."""
+    shortage = Shortage(phase="forward done", at=(3, 1)) if rank == 1 and runs_out else Shortage()
+    given: dict[str, Any] = {"wrap": frozen_at_first, "plan": WHOLE, "guard": guard, "has_moods": False}
+    run = Short(rank, folder, batch_size=4, num_micro_steps=3, shortage=shortage, **given)
+    with run.trainer:
+        run.train(3)
+        run.model.first.weight.requires_grad_(True)
+        run.train(6)
+        assert shortage.num_times == (rank == 1 and runs_out)
+        assert run.trainer.config.dataloader.batch_size == (2 if runs_out else 4)
+        return bits_of(run.model)
+
+
+def frozen_at_first(model: Any) -> Any:
+    model.first.weight.requires_grad_(False)
+    return model
+
+
+def thaw_both_ways(rank: int, folder: Path) -> None:
+    (folder / "runs out").mkdir(exist_ok=True)
+    guarded, unguarded = (thaw(rank, folder / guard, guard, runs_out=False) for guard in ("always", "never"))
+    assert guarded == unguarded
+    thaw(rank, folder / "runs out", "always", runs_out=True)
+
+
+def test_guarded_steps_go_on_when_parameters_are_thawed(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, thaw_both_ways, tmp_path, deadline_seconds=60)
+
+
+def other_guards(rank: int, folder: Path) -> str:
+    with pytest.raises(ElasticError) as raised:
+        Short(rank, folder, batch_size=4, guard="always" if rank else "never")
+    return str(raised.value)
+
+
+def test_ranks_that_guard_otherwise_are_told_so_at_the_start(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(2, other_guards, tmp_path):
+        assert "guard" in told
+        assert "ranks start with different values" in told
