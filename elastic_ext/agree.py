@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -136,15 +137,11 @@ class Agreement:
     def start(self) -> Applied | None:
         """Agree on the start-up config and put the file found now, if every rank finds one, over it."""
         self._started = True
-        try:
+        with self._breaking():
             mine = self._rounds.startup_values | {"agree_every_steps": self._asked_every, "steps behind": self.step}
-            mine |= self.compared_at_start
-            self._exchange.compare_start(mine)
+            self._exchange.compare_start({**mine, **self.compared_at_start})
             self._pacing.measure()
             applied = self._rounds.start(self._place)
-        except RanksError as error:
-            self._broken = error
-            raise
         if applied is not None and applied.new.checkpoint.now and applied.new.version != self._resumed_version:
             self.request_save()
         return applied
@@ -193,11 +190,8 @@ class Agreement:
         self._rounds.warn_of_stale_file()
         is_agreement = self._num_boundaries == 1 or self._num_boundaries - self._pulsed_boundary >= self.every
         if self._exchange.word is not None or is_agreement or self._rounds.is_due(step):
-            try:
+            with self._breaking():
                 self._take_part(now, is_agreement=is_agreement)
-            except RanksError as error:
-                self._broken = error
-                raise
         elif self._num_boundaries % _IDLE_SAMPLING == 0:
             self._pacing.note_idle(self._clock() - now)
         applied, save, copy = self._applied, self._save, self._copy
@@ -248,14 +242,11 @@ class Agreement:
         save that was asked for, are left to the next boundary to tell.
         """
         self._raise_if_unusable()
-        try:
+        with self._breaking():
             self.rouse()
             if self._exchange.word is not None:
                 self._read_pulse()
             self._make_sure_of_the_same_place(purpose, _DOING.get(purpose, _RETRYING), exchanges, lost)
-        except RanksError as error:
-            self._broken = error
-            raise
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
 
@@ -266,22 +257,16 @@ class Agreement:
         """
         self._raise_if_unusable()
         word = replace(self._make_word(Purpose.SHARE), failed=failed, brings=brings)
-        try:
+        with self._breaking():
             return self._exchange.compare(word, "sharing the gradients of a step")
-        except RanksError as error:
-            self._broken = error
-            raise
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
         """Put a revision in force now, with all ranks, which bring the same; gives why it was refused, if it was.
 
         Where a step is taken again, after ``end``.
         """
-        try:
+        with self._breaking():
             applied, refusal = self._rounds.revise(changes, reason, self.step)
-        except RanksError as error:
-            self._broken = error
-            raise
         self._take(applied)
         return refusal
 
@@ -298,6 +283,15 @@ class Agreement:
     @property
     def _has_to_tell_of_leaving(self) -> bool:
         return self._leave_wanted and not self._leaving
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Around what all ranks do together: after an error of theirs nothing goes on."""
+        try:
+            yield
+        except RanksError as error:
+            self._broken = error
+            raise
 
     def _raise_if_unusable(self) -> None:
         if self._broken is not None:

@@ -20,7 +20,7 @@ from .out_of_memory import is_out_of_memory
 from .sharing import Sharing
 from .step_state import StepState
 
-__all__ = ["GuardMode", "Guarding", "StepFailure"]
+__all__ = ["GuardMode", "Guarding", "Hears", "StepFailure"]
 
 _logger = logging.getLogger(__name__)
 

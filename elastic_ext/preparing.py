@@ -103,13 +103,26 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     assert settings is not None
     gradients.optimizers = list(parts.optimizers)
     ranks, registered, state = follower.ranks, setup.registered, setup.state
+    memory = DeviceMemory(next((part.device for part in setup.model.parameters()), torch.device("cpu")))
+    guarding = Guarding(
+        setup.guard if follower.settings.enabled else "never",
+        sharing=lambda: gradients.sharing,
+        shares_always=setup.shares_always,
+        hear_all=follower.hear_all,
+        memory=memory,
+    )
+
+    def known() -> list[object]:
+        guarding.let_go()
+        return gradients.holders()
+
     parallelism = None
     if spread.plan is not None:
         parallelism = Parallelism(
             spread,
             [each.inner for each in parts.optimizers],
             lambda: [registered[name] for name in sorted(registered)],
-            known=lambda: known(),  # which is made below
+            known=known,
             agree=lambda error: ranks.all_or_raise(error, "changing how the model is spread"),
             fence=lambda: session.fence(),  # which is made below
             on_spread=lambda: gradients.take_up(spread.engine),
@@ -126,19 +139,6 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         gradients.before_step = keep_up
     follower.compare_schedules(lambda: state.num_scheduled)
     follower.compare_at_start({"guard": setup.guard})
-    memory = DeviceMemory(next((part.device for part in setup.model.parameters()), torch.device("cpu")))
-    guarding = Guarding(
-        setup.guard if follower.settings.enabled else "never",
-        sharing=lambda: gradients.sharing,
-        shares_always=setup.shares_always,
-        hear_all=follower.hear_all,
-        memory=memory,
-    )
-
-    def known() -> list[object]:
-        guarding.let_go()
-        return gradients.holders()
-
     growing = Growing(follower, batches, setup.counts, memory, plan=lambda: spread.plan)
     session = Session(
         follower,
