@@ -11,7 +11,8 @@ import torch
 
 from benchmarks import guard
 from benchmarks.__main__ import main
-from benchmarks.guard import NAMES, Done, Rank, Task, Training, WayName, costs_of_steps, costs_of_trials
+from benchmarks.guard import NAMES, costs_of_steps, costs_of_trials
+from benchmarks.guard_ranks import Done, Rank, Task, Training, WayName
 from benchmarks.harness import Comparison, Row, table
 
 SMALL = Task(widths=(6, 8, 8, 4), num_samples=8)
