@@ -17,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from .clipping import as_parameters, clip_norm
 from .engine import after_pass, current_pass
 from .errors import StepError
-from .guard import Guard
 from .hooks import Hook
-from .sharing import Sharing, sharing_of
+from .sharing import Sharing
+from .sharing_ways import sharing_of
 from .step_state import StepState
+from .tampering import Tampering
 from .weighing import Weighing
 
 __all__ = ["Gradients"]
@@ -85,7 +86,7 @@ class Gradients:
         """Called after the passes of a guarded step's last micro-step, on all ranks."""
         self._sharing_pass = -1  # gradients are shared when this one has ended
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._guard = Guard()
+        self._tampering = Tampering()
         self._num_items: torch.Tensor | None = None
         self._is_counted: bool | None = None  # whether this step's backward passes come with num_items
         self._has_counted = False  # in this training
@@ -116,7 +117,7 @@ class Gradients:
         """Hold no parameter of the model, until the next step watches it."""
         self.watch(needed=False)
         self._others.clear()
-        self._guard.forget()
+        self._tampering.forget()
         self._witness = None
 
     def _weighing_of(self, sharing: Sharing) -> Weighing:
@@ -154,8 +155,8 @@ class Gradients:
 
     def begin_gathering(self) -> None:
         """A step of several micro-steps begins."""
-        self._guard.begin_step()
-        self._weighing.counts = not self._is_alone or self._has_counted or self._guard.is_looking
+        self._tampering.begin_step()
+        self._weighing.counts = not self._is_alone or self._has_counted or self._tampering.is_looking
 
     def release(self) -> None:
         """Leave the model as it was found."""
@@ -170,8 +171,8 @@ class Gradients:
         weight = state.weight
         is_first = not state.has_backward and (weighing.counts or weight != 1.0)  # else others may have gone unseen
         self._note_pass(is_counted=num_items is not None, is_first=is_first)
-        is_gathering = self._guard.is_looking and not state.is_last
-        if is_gathering and self._guard.has_seen_change():
+        is_gathering = self._tampering.is_looking and not state.is_last
+        if is_gathering and self._tampering.has_seen_change():
             raise StepError(_CHANGED)
         if num_items is not None:
             weight = 1.0
@@ -188,7 +189,7 @@ class Gradients:
             weighing.is_exact = False
         state.has_backward = True
         if is_gathering:
-            self._guard.note(self._trained())
+            self._tampering.note(self._trained())
         if state.is_guarded and state.is_last:
             self._share_guarded()
         if state.is_last and num_items is not None:
@@ -240,7 +241,7 @@ class Gradients:
             is_shown = state.has_backward and (sharing.shows_gathered or sharing.is_sharing)
             if is_shown and (self._witness is None or self._witness[0].grad is None):
                 raise StepError(_LOST)
-            if self._guard.is_looking and self._guard.has_seen_change():
+            if self._tampering.is_looking and self._tampering.has_seen_change():
                 raise StepError(_CHANGED)
             if not sharing.shows_gathered:
                 self._check_hidden()
@@ -375,8 +376,8 @@ class Gradients:
             raise StepError(_OVERRIDDEN)
         is_first, self._state.has_backward = not self._state.has_backward, True
         self.awaited.clear()
-        if self._guard.is_looking and not self._state.is_last:
-            after_pass(lambda: self._guard.note(self._trained()))
+        if self._tampering.is_looking and not self._state.is_last:
+            after_pass(lambda: self._tampering.note(self._trained()))
         if not self._weighing.is_exact:
             self._note_pass(is_counted=False, is_first=is_first)
             if self._state.is_guarded and self._state.is_last and self._sharing_pass != current_pass():

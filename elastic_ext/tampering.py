@@ -1,4 +1,4 @@
-"""Guard: notices that gradients are changed while a step gathers them, as clipping in every micro-step would do."""
+"""Tampering: notices that gradients are changed while a step gathers them, as clipping in every micro-step would do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Guard"]
+__all__ = ["Tampering"]
 
 _FIRST = 3
 _EVERY = 64
 _SOME = 256
 
 
-class Guard:
+class Tampering:
     """Looks on in the first steps, and in one of many after them: in every step it would cost too much."""
 
     def __init__(self) -> None:
