@@ -44,6 +44,10 @@ LAYERS: Mapping[str, int] = {
     "wording": 0,
     # 1: one job each
     "accelerator": 1,
+    "agent": 1,
+    "agent.folder": 1,
+    "agent.processes": 1,
+    "agent.records": 1,
     "agree": 1,
     "appliers": 1,
     "control_word": 1,

@@ -1,0 +1,115 @@
+"""NodeFolders: where the things of one agent lie: its run directory on a disk, and its folder in memory.
+
+<run directory>/          of this node alone; agents of one job on one machine have one each
+  agent.lock              held by the agent as long as it lives
+  agent.json ...          records.py
+<memory folder>/          goes with the agent; a later agent removes what a dead one has left
+  staging/                copies of what is being saved, which outlive the workers
+  pulse-<rank>            how far a rank has come, written by it
+  socket                  where the agent is spoken to
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic_ext.files import try_lock
+
+__all__ = ["STAGING", "NodeFolders", "NodeTaken", "remove_memory_folder"]
+
+_logger = logging.getLogger(__name__)
+
+STAGING = "staging"
+_LOCK = "agent.lock"
+_HELD = "held"
+_PREFIX = "elastic_ext-"
+_IN_MEMORY = Path("/dev/shm")
+_MOST_ON_ONE_MACHINE = 1000
+
+
+class NodeTaken(Exception):
+    """Another agent has the run directory that was asked for."""
+
+
+class NodeFolders:
+    """The folders of one agent, which holds them until it closes them."""
+
+    def __init__(self, run_dir: Path, run_lock: int, memory: Path, memory_lock: int) -> None:
+        self.run_dir = run_dir
+        self.memory = memory
+        self.staging = memory / STAGING
+        self.memory_lock = memory_lock
+        """A descriptor; as long as a process has it the folder in memory is left alone."""
+        self._run_lock = run_lock
+
+    @classmethod
+    def make(cls, run_dir: Path, *, is_given: bool) -> NodeFolders:
+        """An agent's folders; NodeTaken where ``run_dir`` was given and another agent has it."""
+        held, run_lock = _hold_run_directory(run_dir, is_given=is_given)
+        return cls(held, run_lock, *_make_memory_folder())
+
+    def close(self) -> None:
+        """Remove the folder in memory, and let others have the run directory."""
+        remove_memory_folder(self.memory)
+        os.close(self.memory_lock)
+        os.close(self._run_lock)
+
+
+def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:
+    """The run directory of this agent, and the lock that holds it: ``folder`` itself where somebody gave it.
+
+    Otherwise ``folder``, or one with a number where other agents of this machine have those before. NodeTaken if
+    ``folder`` was given and is held.
+    """
+    for candidate in _candidates(folder, is_given=is_given):
+        candidate.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = try_lock(candidate / _LOCK)
+        if lock is not None:
+            return candidate, lock
+    raise NodeTaken(
+        f"the run directory {folder} is held by another agent that is running (its agent.json says which). Stop that "
+        "one, or give this one a directory of its own: ELASTIC_EXT_RUN_DIR"
+    )
+
+
+def _make_memory_folder() -> tuple[Path, int]:
+    """A new folder in memory and the lock that holds it; among temporary files where there is no such file system."""
+    parent = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    _remove_left(parent)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        lock = try_lock(folder / _HELD)
+        if lock is not None:  # else another agent has just taken it for one that was left
+            (folder / STAGING).mkdir()
+            return folder, lock
+
+
+def remove_memory_folder(folder: Path) -> None:
+    """Remove it with all that is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _candidates(folder: Path, *, is_given: bool) -> Iterator[Path]:
+    yield folder
+    if not is_given:
+        yield from (folder.with_name(f"{folder.name}-{number}") for number in range(2, _MOST_ON_ONE_MACHINE))
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove the folders of agents that have ended, and of whom nobody is left who could still want them."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            if folder.stat().st_uid != os.getuid() or not (folder / _HELD).exists():
+                continue
+            lock = try_lock(folder / _HELD)
+        except OSError:  # it goes away, or is somebody else's
+            continue
+        if lock is not None:
+            _logger.info("removing %s, left by an agent that has ended", folder)
+            remove_memory_folder(folder)
+            os.close(lock)

@@ -1,0 +1,88 @@
+"""Processes of this machine, each named by its pid and by when it was started, so that no other one is taken for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Process", "end_groups", "is_alive", "process_of", "this_process"]
+
+_PROC = Path("/proc")
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """One process, for good: pids are given out again, the two of them together are not."""
+
+    pid: int
+    start_ticks: int
+
+
+def process_of(pid: int) -> Process | None:
+    """The process that has ``pid`` now; None if none has, or it has ended and nobody has asked how."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    values = text.rpartition(")")[2].split()  # its name, in parentheses, may hold anything
+    if values[0] in ("Z", "X"):
+        return None
+    return Process(pid=pid, start_ticks=int(values[19]))
+
+
+def this_process() -> Process:
+    """The one that asks."""
+    found = process_of(os.getpid())
+    assert found is not None
+    return found
+
+
+def is_alive(process: Process) -> bool:
+    """Whether it has not ended."""
+    return process_of(process.pid) == process
+
+
+def end_groups(leaders: Iterable[Process], *, patience_seconds: float) -> list[Process]:
+    """End the process groups that these lead: SIGTERM, and SIGKILL to whatever is left after a while.
+
+    Gives those that had to be killed. A leader that has ended may have left others in its group: its pid is not given
+    out again as long as there is one.
+    """
+    groups = [leader for leader in leaders if _is_its_group(leader)]
+    for leader in groups:
+        _signal(leader, signal.SIGTERM)
+    deadline = time.monotonic() + patience_seconds
+    while groups and time.monotonic() < deadline:
+        groups = [leader for leader in groups if _has_members(leader)]
+        if groups:
+            time.sleep(_POLL_SECONDS)
+    for leader in groups:
+        _signal(leader, signal.SIGKILL)
+    return groups
+
+
+def _is_its_group(leader: Process) -> bool:
+    found = process_of(leader.pid)
+    return _has_members(leader) and (found is None or found == leader)
+
+
+def _has_members(leader: Process) -> bool:
+    """Whether somebody in the group has not ended; one who has, and whom nobody has asked how, counts for nothing."""
+    for entry in os.listdir(_PROC):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError):
+                values = (_PROC / entry / "stat").read_text().rpartition(")")[2].split()
+                if int(values[2]) == leader.pid and values[0] not in ("Z", "X"):
+                    return True
+    return False
+
+
+def _signal(leader: Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader.pid, number)

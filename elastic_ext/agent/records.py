@@ -1,0 +1,201 @@
+"""Records of the agent, as they stand in the run directory's files; each of them has one writer, the agent.
+
+    agent.json         AgentRecord        who the agent of this node is, and where its things lie
+    membership.json    MembershipPlan     which nodes the job runs on, and since when
+    workers.json       WorkersRecord      what the agent sees of its workers, every few seconds
+
+A node is one agent with its workers, whatever machine it is on; a round is the time between two meetings of all nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar
+
+__all__ = [
+    "AGENT_FILE",
+    "EVENTS_FILE",
+    "MEMBERSHIP_FILE",
+    "MOST_BYTES",
+    "WORKERS_FILE",
+    "AgentRecord",
+    "MembershipPlan",
+    "NodeShare",
+    "WorkerSeen",
+    "WorkerState",
+    "WorkersRecord",
+]
+
+AGENT_FILE = "agent.json"
+MEMBERSHIP_FILE = "membership.json"
+WORKERS_FILE = "workers.json"
+EVENTS_FILE = "events-agent.jsonl"
+MOST_BYTES = 4 << 20
+"""More is in none of these files."""
+
+WorkerState = Literal["running", "succeeded", "failed"]
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentRecord:
+    """Who the agent of this node is, and where its things lie."""
+
+    node_id: str
+    """What the job calls this node; another one that starts in its place is called otherwise."""
+    job: str
+    run_id: str
+    """The launcher's, which nodes that belong together have in common."""
+    host: str
+    pid: int
+    start_ticks: int
+    """When the process was started, in ticks since the machine was: with the pid it names one process for good."""
+    time: float
+    """When the agent was started, seconds since 1970."""
+    version: str
+    config_file: str
+    memory_folder: str
+    """The folder in memory that goes with the agent."""
+    socket: str
+    """Where the agent is spoken to; empty where it listens to nobody."""
+    log_folder: str
+    """What workers print, where it is redirected; empty where it is not."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> AgentRecord:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return _read(cls, _object(text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeShare:
+    """A node's part in a job."""
+
+    node_id: str
+    host: str
+    first_rank: int
+    num_workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MembershipPlan:
+    """Which nodes the job runs on, in the order of their ranks; a version holds until there is a larger one."""
+
+    version: int
+    nodes: tuple[NodeShare, ...]
+    reason: str
+    time: float
+    """When it was made, seconds since 1970."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all nodes."""
+        return sum(node.num_workers for node in self.nodes)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> MembershipPlan:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return _read(cls, _with_rows(_object(text), "nodes", NodeShare))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSeen:
+    """One worker, as its agent sees it; None for what is not known."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    start_ticks: int
+    state: WorkerState
+    exit_code: int | None = None
+    """Below zero, the signal that ended it."""
+    cpu_percent: float | None = None
+    """Of one core, since the record before."""
+    memory_bytes: int | None = None
+    """What it and the processes that it has started hold of the machine's memory."""
+    num_threads: int | None = None
+    num_processes: int | None = None
+    """Itself and those that it has started."""
+    gpu_percent: float | None = None
+    gpu_memory_bytes: int | None = None
+    step: int | None = None
+    """Steps that its trainer has taken."""
+    steps_per_second: float | None = None
+    activity: str | None = None
+    """What its trainer does, in a word."""
+    activity_seconds: float | None = None
+    """... and for how long it has."""
+    trouble: str | None = None
+    """Why it does not get on, in a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersRecord:
+    """What the agent sees of its workers."""
+
+    time: float
+    restart: int
+    """How often the workers of this job have been restarted after a failure."""
+    membership_version: int
+    workers: tuple[WorkerSeen, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkersRecord:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return _read(cls, _with_rows(_object(text), "workers", WorkerSeen))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
+
+
+def _with_rows(found: dict[str, Any], name: str, row: type[Any]) -> dict[str, Any]:
+    rows = found.get(name)
+    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
+        raise ValueError(f"{name} is no list of objects")
+    return {**found, name: tuple(_read(row, each) for each in rows)}
+
+
+def _read(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
+    """A record of ``kind``; what a newer version has added to it is left out."""
+    values = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name not in found:
+            if str(field.type).endswith("| None"):
+                continue
+            raise ValueError(f"{field.name} is missing")
+        value = found[field.name]
+        if not _fits(value, str(field.type)):
+            raise ValueError(f"{field.name} is {value!r}; allowed: {field.type}")
+        values[field.name] = value
+    return kind(**values)
+
+
+def _fits(value: object, kind: str) -> bool:
+    """Whether ``value`` is of a kind that these records' fields have, as it is written there."""
+    if kind.endswith(" | None"):
+        return value is None or _fits(value, kind.removesuffix(" | None"))
+    if kind.startswith("tuple"):
+        return isinstance(value, tuple)
+    if kind == "WorkerState":
+        return value in ("running", "succeeded", "failed")
+    if kind == "float":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is {"int": int, "str": str}[kind]
