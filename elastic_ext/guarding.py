@@ -137,7 +137,9 @@ class Guarding:
     def end_step(self, largest: int) -> None:
         """It has ended well, on all ranks, and has taken so many samples at once at most."""
         self._most = max(self._most, largest)
-        self._sharing().expect_shared_buffers()
+        sharing = self._sharing()
+        sharing.expect_shared_buffers()
+        sharing.forget_unshared()
         if not self.goes_on:
             self.let_go()
 

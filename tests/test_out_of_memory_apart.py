@@ -169,6 +169,67 @@ def test_parameters_without_a_gradient_on_some_ranks_have_the_mean(ranks: RankPo
     ranks.run(2, take_branches, tmp_path)
 
 
+def change_branches(rank: int, folder: Path, guard: str) -> list[Any]:
+    """After guarded steps, and after one that is rolled back, another branch is taken than they took."""
+    torch.manual_seed(0)
+    branches = Branches()
+    model = DistributedDataParallel(branches, find_unused_parameters=True)
+    loader = Slices(make_data(96), 4, is_endless=True)
+    (folder / guard).mkdir(exist_ok=True)
+    trainer = trainer_of(folder / guard, model, loader, rank=rank, guard=guard, global_batch_size=16)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    fails = guard == "never"
+    with trainer:
+        for batch in loader:
+            branches.chosen = trainer.global_step // 3 % 2
+            if fails and trainer.global_step == 4:
+                branches.chosen, fails = 2, False
+                trainer.run(plain, trainer, model, optimizer, *batch)
+                trainer.rollback()
+                continue
+            trainer.run(plain, trainer, model, optimizer, *batch)
+            if trainer.global_step == 7:
+                break
+    return bits_of(model, optimizer.state_dict())
+
+
+def test_which_parameters_a_step_uses_is_its_own_affair(ranks: RankPool, tmp_path: Path) -> None:
+    one, *others = [
+        bits for guard in ("auto", "always", "never") for bits in ranks.run(2, change_branches, tmp_path, guard)
+    ]
+    assert others == [one] * 5
+
+
+class Parts(nn.Module):
+    """The first part is one over all ranks, and each rank has the second one for itself."""
+
+    def __init__(self, alone: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.common = DistributedDataParallel(nn.Linear(6, 8).double())
+        self.own = DistributedDataParallel(nn.Linear(8, 5).double(), process_group=alone)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.own(torch.tanh(self.common(inputs)))  # type: ignore[no-any-return]
+
+
+def part_over_others(rank: int, folder: Path) -> torch.Tensor:
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    results = []
+    for guard in ("always", "never"):
+        torch.manual_seed(0)
+        model = Parts(groups[rank])
+        with seen_by() as seen:
+            results.append(trained(rank, folder, guard, model, num_steps=3, is_guarded=False))
+        assert ("its parts are averaged over different ranks" in str(seen.log)) is (guard == "always")
+    assert results[0] == results[1]
+    return model.own.module.weight.detach()  # type: ignore[no-any-return]
+
+
+def test_parts_over_other_ranks_are_left_to_ddp(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(2, part_over_others, tmp_path)
+    assert not torch.equal(one, other)
+
+
 def leave_out(rank: int, folder: Path, what: str) -> None:
     """One rank makes no pass, or calls nothing at all, in one micro-step that ends a step."""
     torch.manual_seed(0)
