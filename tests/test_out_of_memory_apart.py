@@ -729,13 +729,18 @@ def test_guarded_steps_go_on_when_parameters_are_thawed(ranks: RankPool, tmp_pat
     ranks.run(2, thaw_both_ways, tmp_path, deadline_seconds=60)
 
 
-def other_guards(rank: int, folder: Path) -> str:
+def other_options(rank: int, folder: Path, one: dict[str, Any], other: dict[str, Any]) -> str:
     with pytest.raises(ElasticError) as raised:
-        Short(rank, folder, batch_size=4, guard="always" if rank else "never")
+        Short(rank, folder, batch_size=4, **(other if rank else one))
     return str(raised.value)
 
 
-def test_ranks_that_guard_otherwise_are_told_so_at_the_start(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(2, other_guards, tmp_path):
-        assert "guard" in told
+@pytest.mark.parametrize(
+    ("one", "other"), [({"guard": "never"}, {"guard": "always"}), ({}, {"sync_every_micro_step": True})], ids=str
+)
+def test_ranks_that_guard_otherwise_are_told_so_at_the_start(
+    ranks: RankPool, tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    for told in ranks.run(2, other_options, tmp_path, one, other):
+        assert next(iter(other)) in told
         assert "ranks start with different values" in told
