@@ -44,14 +44,16 @@ class StepFailure:
     """All that it has left was rolled back."""
 
     @classmethod
-    def of(cls, state: StepState, *, largest: int | None, holds_back: bool, keeps_all: bool) -> StepFailure:
+    def of(
+        cls, state: StepState, *, sees_passes: bool, largest: int | None, holds_back: bool, keeps_all: bool
+    ) -> StepFailure:
         """Of the micro-step under way; ``holds_back`` says that other ranks have a part in the step."""
         during = "forward pass" if state.has_forward else "before the model was called"
         if state.has_backward:
             during = "backward pass"
         return cls(
             micro_step=state.index,
-            during=during if state.before_optimizer is not None else "",  # else nothing looks
+            during=during if sees_passes else "",
             largest=largest,
             is_guarded=state.is_guarded and not (state.is_shared and holds_back),
             keeps_all=keeps_all,
