@@ -128,7 +128,7 @@ class _Replicated(Sharing):
 
     def forget_unshared(self) -> None:
         for replica in self._replicas:
-            if replica.find_unused_parameters:  # it notes what was used until it shares, and looks for gradients there
+            if replica.find_unused_parameters and not replica.static_graph:  # it notes what was used until it shares
                 internals.forget_pass(replica)
 
 
