@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from .averaging import Averaging
 from .control_word import AgreedWord
 from .device_memory import DeviceMemory
-from .errors import StepUndone
+from .errors import StepError, StepUndone
 from .out_of_memory import is_out_of_memory
 from .sharing import Sharing
 from .step_state import StepState
@@ -26,6 +26,9 @@ _logger = logging.getLogger(__name__)
 
 GuardMode = Literal["auto", "always", "never"]
 _ALWAYS = "sync_every_micro_step shares gradients before a step's end"
+_OTHERS_TRAINED = (
+    "ranks would share the gradients of different parameters ({}); start again, and set requires_grad on all ranks alike"
+)
 _STEPS = 3  # after something new: the first asks for the most, as a rule, and the allocator settles in the others
 
 
@@ -176,7 +179,13 @@ class Guarding:
         if heard is not None and heard.failures:
             self.let_go()
             raise StepUndone(heard.failures)
-        return [brings] if heard is None else [word.brings for word in heard.words]
+        if heard is None:
+            return [brings]
+        held = [word.brings for word in heard.words]
+        if len(set(map(len, held))) > 1:
+            numbers = ", ".join(f"{len(each)} on rank {rank}" for rank, each in enumerate(held))
+            raise StepError(_OTHERS_TRAINED.format(numbers))
+        return held
 
     def average(self, held: Sequence[str]) -> None:
         """Have gradients be the mean over the ranks; from here on none can take the step back alone."""

@@ -729,6 +729,21 @@ def test_guarded_steps_go_on_when_parameters_are_thawed(ranks: RankPool, tmp_pat
     ranks.run(2, thaw_both_ways, tmp_path, deadline_seconds=60)
 
 
+def thaw_alone(rank: int, folder: Path) -> None:
+    run = Short(rank, folder, batch_size=4, wrap=frozen_at_first, plan=WHOLE, guard="always", has_moods=False)
+    with run.trainer:
+        run.train(2)
+        run.model.first.weight.requires_grad_(rank == 1)
+        run.train(4)
+
+
+def test_a_parameter_that_one_rank_alone_thaws_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    for outcome in ranks.run_outcomes(2, thaw_alone, tmp_path):
+        assert outcome.error is not None
+        assert outcome.error.type_name == StepError.__name__
+        assert "gradients of different parameters (3 on rank 0, 4 on rank 1)" in outcome.error.message
+
+
 def other_options(rank: int, folder: Path, one: dict[str, Any], other: dict[str, Any]) -> str:
     with pytest.raises(ElasticError) as raised:
         Short(rank, folder, batch_size=4, **(other if rank else one))
