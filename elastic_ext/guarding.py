@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 GuardMode = Literal["auto", "always", "never"]
 _ALWAYS = "sync_every_micro_step shares gradients before a step's end"
 _OTHERS_TRAINED = (
-    "ranks would share the gradients of different parameters ({}); start again, and set requires_grad on all ranks alike"
+    "ranks would share the gradients of different parameters ({}); start again, and set requires_grad alike on all"
 )
 _STEPS = 3  # after something new: the first asks for the most, as a rule, and the allocator settles in the others
 
