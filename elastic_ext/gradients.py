@@ -128,6 +128,11 @@ class Gradients:
         """Whether passes depend on other ranks."""
         return not self._is_alone
 
+    @property
+    def sees_passes(self) -> bool:
+        """Whether passes of the micro-step under way are noticed."""
+        return self._is_needed and (self._weighing.counts or self._state.weight != 1.0)
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """What has gradients: the model's parameters, and what else the optimizers train."""
         yield from dict.fromkeys([*self._model.parameters(), *self._trained()])

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from .averaging import Averaging
 from .control_word import AgreedWord
 from .device_memory import DeviceMemory
-from .errors import StepUndone
+from .errors import StepError, StepUndone
 from .out_of_memory import is_out_of_memory
 from .sharing import Sharing
 from .step_state import StepState
@@ -26,6 +26,9 @@ _logger = logging.getLogger(__name__)
 
 GuardMode = Literal["auto", "always", "never"]
 _ALWAYS = "sync_every_micro_step shares gradients before a step's end"
+_OTHERS_TRAINED = (
+    "ranks would share the gradients of different parameters ({}); start again, and set requires_grad alike on all"
+)
 _STEPS = 3  # after something new: the first asks for the most, as a rule, and the allocator settles in the others
 
 
@@ -44,14 +47,16 @@ class StepFailure:
     """All that it has left was rolled back."""
 
     @classmethod
-    def of(cls, state: StepState, *, largest: int | None, holds_back: bool, keeps_all: bool) -> StepFailure:
+    def of(
+        cls, state: StepState, *, sees_passes: bool, largest: int | None, holds_back: bool, keeps_all: bool
+    ) -> StepFailure:
         """Of the micro-step under way; ``holds_back`` says that other ranks have a part in the step."""
         during = "forward pass" if state.has_forward else "before the model was called"
         if state.has_backward:
             during = "backward pass"
         return cls(
             micro_step=state.index,
-            during=during if state.before_optimizer is not None else "",  # else nothing looks
+            during=during if sees_passes else "",
             largest=largest,
             is_guarded=state.is_guarded and not (state.is_shared and holds_back),
             keeps_all=keeps_all,
@@ -137,7 +142,9 @@ class Guarding:
     def end_step(self, largest: int) -> None:
         """It has ended well, on all ranks, and has taken so many samples at once at most."""
         self._most = max(self._most, largest)
-        self._sharing().expect_shared_buffers()
+        sharing = self._sharing()
+        sharing.expect_shared_buffers()
+        sharing.forget_unshared()
         if not self.goes_on:
             self.let_go()
 
@@ -172,7 +179,13 @@ class Guarding:
         if heard is not None and heard.failures:
             self.let_go()
             raise StepUndone(heard.failures)
-        return [brings] if heard is None else [word.brings for word in heard.words]
+        if heard is None:
+            return [brings]
+        held = [word.brings for word in heard.words]
+        if len(set(map(len, held))) > 1:
+            numbers = ", ".join(f"{len(each)} on rank {rank}" for rank, each in enumerate(held))
+            raise StepError(_OTHERS_TRAINED.format(numbers))
+        return held
 
     def average(self, held: Sequence[str]) -> None:
         """Have gradients be the mean over the ranks; from here on none can take the step back alone."""

@@ -138,7 +138,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
 
         gradients.before_step = keep_up
     follower.compare_schedules(lambda: state.num_scheduled)
-    follower.compare_at_start({"guard": setup.guard})
+    follower.compare_at_start({"guard": setup.guard, "sync_every_micro_step": setup.shares_always})
     growing = Growing(follower, batches, setup.counts, memory, plan=lambda: spread.plan)
     session = Session(
         follower,

@@ -157,6 +157,9 @@ class Sharing:
     def forget(self) -> None:
         """Drop what was gathered outside of the parameters' ``grad``, and give up a pass that failed."""
 
+    def forget_unshared(self) -> None:
+        """Have what passes used that have not shared gradients be no part of those that will."""
+
     def have_shared_buffers(self) -> None:
         """A step that is taken again does not share buffers again."""
 

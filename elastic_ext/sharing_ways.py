@@ -93,6 +93,8 @@ class _Replicated(Sharing):
                 f"DDP was made with {sum(self._num_made)} parameters that had requires_grad, and {sum(self._num_now)} "
                 "had it when the trainer took the model up; freeze and thaw before DDP is made, or within steps"
             )
+        if len({tuple(dist.get_process_group_ranks(replica.process_group)) for replica in self._replicas}) > 1:
+            return "its parts are averaged over different ranks"
         if any(getattr(module, "sparse", False) for replica in self._replicas for module in replica.modules()):
             return "it has sparse gradients"
         return next(filter(None, map(internals.shares_otherwise, self._replicas)), None)
@@ -121,6 +123,12 @@ class _Replicated(Sharing):
     def forget(self) -> None:
         for replica in self._replicas:
             if internals.is_unfinished(replica):
+                internals.forget_pass(replica)
+        self.forget_unshared()
+
+    def forget_unshared(self) -> None:
+        for replica in self._replicas:
+            if replica.find_unused_parameters and not replica.static_graph:  # it notes what was used until it shares
                 internals.forget_pass(replica)
 
 

@@ -217,7 +217,11 @@ class Steps:
             if is_out_of_memory(error):
                 snapshot, holds_back = self._undoing.snapshot, self._guarding.holds_back
                 self.failure = StepFailure.of(
-                    state, largest=self._step.largest, holds_back=holds_back, keeps_all=snapshot is not None
+                    state,
+                    sees_passes=self._gradients.sees_passes,
+                    largest=self._step.largest,
+                    holds_back=holds_back,
+                    keeps_all=snapshot is not None,
                 )
                 if not self.by_function:
                     advise(error, _USE_A_FUNCTION)

@@ -169,6 +169,67 @@ def test_parameters_without_a_gradient_on_some_ranks_have_the_mean(ranks: RankPo
     ranks.run(2, take_branches, tmp_path)
 
 
+def change_branches(rank: int, folder: Path, guard: str) -> list[Any]:
+    """After guarded steps, and after one that is rolled back, another branch is taken than they took."""
+    torch.manual_seed(0)
+    branches = Branches()
+    model = DistributedDataParallel(branches, find_unused_parameters=True)
+    loader = Slices(make_data(96), 4, is_endless=True)
+    (folder / guard).mkdir(exist_ok=True)
+    trainer = trainer_of(folder / guard, model, loader, rank=rank, guard=guard, global_batch_size=16)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    fails = guard == "never"
+    with trainer:
+        for batch in loader:
+            branches.chosen = trainer.global_step // 3 % 2
+            if fails and trainer.global_step == 4:
+                branches.chosen, fails = 2, False
+                trainer.run(plain, trainer, model, optimizer, *batch)
+                trainer.rollback()
+                continue
+            trainer.run(plain, trainer, model, optimizer, *batch)
+            if trainer.global_step == 7:
+                break
+    return bits_of(model, optimizer.state_dict())
+
+
+def test_which_parameters_a_step_uses_is_its_own_affair(ranks: RankPool, tmp_path: Path) -> None:
+    one, *others = [
+        bits for guard in ("auto", "always", "never") for bits in ranks.run(2, change_branches, tmp_path, guard)
+    ]
+    assert others == [one] * 5
+
+
+class Parts(nn.Module):
+    """The first part is one over all ranks, and each rank has the second one for itself."""
+
+    def __init__(self, alone: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.common = DistributedDataParallel(nn.Linear(6, 8).double())
+        self.own = DistributedDataParallel(nn.Linear(8, 5).double(), process_group=alone)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.own(torch.tanh(self.common(inputs)))  # type: ignore[no-any-return]
+
+
+def part_over_others(rank: int, folder: Path) -> torch.Tensor:
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    results = []
+    for guard in ("always", "never"):
+        torch.manual_seed(0)
+        model = Parts(groups[rank])
+        with seen_by() as seen:
+            results.append(trained(rank, folder, guard, model, num_steps=3, is_guarded=False))
+        assert ("its parts are averaged over different ranks" in str(seen.log)) is (guard == "always")
+    assert results[0] == results[1]
+    return model.own.module.weight.detach()  # type: ignore[no-any-return]
+
+
+def test_parts_over_other_ranks_are_left_to_ddp(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(2, part_over_others, tmp_path)
+    assert not torch.equal(one, other)
+
+
 def leave_out(rank: int, folder: Path, what: str) -> None:
     """One rank makes no pass, or calls nothing at all, in one micro-step that ends a step."""
     torch.manual_seed(0)
@@ -668,13 +729,33 @@ def test_guarded_steps_go_on_when_parameters_are_thawed(ranks: RankPool, tmp_pat
     ranks.run(2, thaw_both_ways, tmp_path, deadline_seconds=60)
 
 
-def other_guards(rank: int, folder: Path) -> str:
+def thaw_alone(rank: int, folder: Path) -> None:
+    run = Short(rank, folder, batch_size=4, wrap=frozen_at_first, plan=WHOLE, guard="always", has_moods=False)
+    with run.trainer:
+        run.train(2)
+        run.model.first.weight.requires_grad_(rank == 1)
+        run.train(4)
+
+
+def test_a_parameter_that_one_rank_alone_thaws_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    for outcome in ranks.run_outcomes(2, thaw_alone, tmp_path):
+        assert outcome.error is not None
+        assert outcome.error.type_name == StepError.__name__
+        assert "gradients of different parameters (3 on rank 0, 4 on rank 1)" in outcome.error.message
+
+
+def other_options(rank: int, folder: Path, one: dict[str, Any], other: dict[str, Any]) -> str:
     with pytest.raises(ElasticError) as raised:
-        Short(rank, folder, batch_size=4, guard="always" if rank else "never")
+        Short(rank, folder, batch_size=4, **(other if rank else one))
     return str(raised.value)
 
 
-def test_ranks_that_guard_otherwise_are_told_so_at_the_start(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(2, other_guards, tmp_path):
-        assert "guard" in told
+@pytest.mark.parametrize(
+    ("one", "other"), [({"guard": "never"}, {"guard": "always"}), ({}, {"sync_every_micro_step": True})], ids=str
+)
+def test_ranks_that_guard_otherwise_are_told_so_at_the_start(
+    ranks: RankPool, tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    for told in ranks.run(2, other_options, tmp_path, one, other):
+        assert next(iter(other)) in told
         assert "ranks start with different values" in told
