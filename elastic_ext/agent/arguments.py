@@ -1,0 +1,92 @@
+"""The command line of elastic-run: torchrun's own, with what is said besides; and what came of it, in words."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed.argparse_util import check_env, env
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+__all__ = ["parse", "settings_in_words", "with_rendezvous"]
+
+_PREFIX = "PET_"  # torchrun's, of the environment
+_DEFAULT_PORT = 29500
+
+
+def parser() -> argparse.ArgumentParser:
+    """Torchrun's parser, with the options of this launcher."""
+    found: argparse.ArgumentParser = get_args_parser()
+    found.prog = "elastic-run"
+    found.description = "Start the workers of a training job on this machine, watch them, and say what becomes of them."
+    own = found.add_argument_group("elastic_ext")
+    own.add_argument(
+        "--job",
+        action=env,
+        type=str,
+        default=None,
+        help="What the job is called, for its files; by default --rdzv-id, or the script.",
+    )
+    own.add_argument(
+        "--config-file",
+        "--config_file",
+        action=env,
+        type=Path,
+        default=None,
+        help="The config file that the workers of this node follow; by default config.json in the run directory.",
+    )
+    own.add_argument(
+        "--node-check",
+        "--node_check",
+        action=check_env,
+        help="Look at this machine first, as `elastic-ext doctor` does, and do not start where something is wrong.",
+    )
+    own.add_argument("--master", action=env, type=str, default=None, help="HOST:PORT of a master, where there is one.")
+    own.add_argument(
+        "--token-file",
+        "--token_file",
+        action=env,
+        type=Path,
+        default=None,
+        help="The file with the token that the master wants; readable by its owner alone.",
+    )
+    return found
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """What was given, in the environment (PET_...) or, first of all, on the command line."""
+    return parser().parse_args(arguments)
+
+
+def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
+    """``options`` with the rendezvous that they mean: nodes that need not find each other get one of their own."""
+    found = argparse.Namespace(**vars(options))
+    is_alone = (
+        found.rdzv_backend == "static"
+        and not found.rdzv_endpoint
+        and found.master_port is None
+        and parse_min_max_nnodes(found.nnodes)[1] == 1
+    )
+    if found.standalone or is_alone:
+        found.rdzv_backend, found.rdzv_endpoint, found.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    if found.master_port is None:
+        found.master_port = _DEFAULT_PORT
+    return found
+
+
+def settings_in_words(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
+    """Every setting that is not as it is by default, with where it comes from."""
+    words = []
+    plain = parser()
+    for name, value in sorted(vars(options).items()):
+        if name in ("training_script", "training_script_args"):
+            continue
+        variable = f"{_PREFIX}{name.upper()}"
+        in_environment = environ.get(variable)
+        if in_environment is not None and str(value) == str(plain.get_default(name)):
+            words.append(f"{name}={value} ({variable})")
+        elif value != plain.get_default(name):
+            words.append(f"{name}={value}")
+    return words

@@ -1,0 +1,1 @@
+"""What runs first in a worker's Python, before its script: the folder is put in front of PYTHONPATH."""

@@ -1,0 +1,77 @@
+"""Run by Python as it starts, in a worker: an exception that ends the script is written where the agent looks for it,
+and the agent can ask for the stacks of all threads.
+
+It steps aside at once: PYTHONPATH is as it was, for this process and for those that it starts, and a sitecustomize of
+the machine's own is run in its turn. In any other process it does nothing else. It imports what is there already.
+"""
+
+import os
+import sys
+
+
+def _step_aside() -> None:
+    """Leave no trace: the path as it was, and the next sitecustomize run."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if here in given:
+        given.remove(here)
+        if given:
+            os.environ["PYTHONPATH"] = os.pathsep.join(given)
+        else:
+            del os.environ["PYTHONPATH"]
+    own = sys.modules.pop("sitecustomize")
+    try:
+        import sitecustomize  # type: ignore[import-not-found] # noqa: F401 the machine's own, if it has one
+    except ImportError as error:
+        sys.modules["sitecustomize"] = own
+        if error.name != "sitecustomize":
+            raise
+
+
+def _write_exceptions(path: str) -> None:
+    """Have an exception that ends the script written to ``path``, in the form that torch's agent reads."""
+    before = sys.excepthook
+
+    def write(kind, error, trace):  # type: ignore[no-untyped-def] # no typing: it would be imported in every worker
+        try:
+            if not os.path.exists(path):
+                import json
+                import time
+                import traceback
+
+                text = "".join(traceback.format_exception(kind, error, trace))
+                told = {"py_callstack": text[-100_000:], "timestamp": str(int(time.time()))}
+                message = f"{kind.__name__}: {error}"[:10_000]
+                with open(path, "x") as file:
+                    json.dump({"message": {"message": message, "extraInfo": told}}, file)
+        except Exception:  # the disk is full, or str(error) raises: what Python prints is all there is then
+            pass
+        before(kind, error, trace)
+
+    sys.excepthook = write
+
+
+def _give_stacks(path: str, number: int) -> None:
+    """Have the stacks of all threads written to ``path`` at a signal, unless the script wants that one."""
+    import faulthandler
+
+    try:  # noqa: SIM105 contextlib would be imported
+        faulthandler.register(number, open(path, "a"), all_threads=True)  # noqa: SIM115 open until the end
+    except (OSError, ValueError, RuntimeError):
+        pass
+
+
+def _begin() -> None:
+    is_worker = os.environ.pop("ELASTIC_EXT_AGENT_PID", "") == str(os.getppid())
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if is_worker and error_file:
+        _write_exceptions(error_file)
+    stacks = os.environ.get("ELASTIC_EXT_STACKS", "")
+    if is_worker and stacks:
+        number, _, path = stacks.partition(":")
+        _give_stacks(path, int(number))
+
+
+_step_aside()
+_begin()

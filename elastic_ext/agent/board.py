@@ -1,0 +1,85 @@
+"""RoundBoard: what the agents of one round tell one another, in the store of that round.
+
+    failed/<node>     how the first of its workers failed
+    over              why the job is over, from the node that found it
+    newest/...        the newest config of any node
+    <name>/<node>     a row of an exchange, in which every node says something and hears all
+
+A node is known by its place in the round. What is looked for and not there yet is None; the store's own errors are
+passed on: it is gone with the node that has it.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+__all__ = ["BoardGone", "RoundBoard"]
+
+_PREFIX = "elastic_ext"
+
+
+class BoardGone(Exception):
+    """The store of the round does not answer, or a node has not said its part in time."""
+
+
+class RoundBoard:
+    """One node's part in it."""
+
+    def __init__(self, store: Store, *, place: int, num_nodes: int, number: int = 0) -> None:
+        self.place = place
+        self.num_nodes = num_nodes
+        self._store = PrefixStore(f"{_PREFIX}/{number}", store)
+
+    def tell(self, name: str, row: Any) -> None:
+        """Say something of this node, for those who look."""
+        self._put(f"{name}/{self.place}", row)
+
+    def told(self, name: str) -> dict[int, Any]:
+        """What nodes have said so far, by their places."""
+        found = {}
+        for place in range(self.num_nodes):
+            if (row := self._look(f"{name}/{place}")) is not None:
+                found[place] = row
+        return found
+
+    def announce(self, name: str, row: Any) -> None:
+        """Say something to all; the last to say it is heard."""
+        self._put(name, row)
+
+    def announced(self, name: str) -> Any:
+        """What was said to all, None if nothing was."""
+        return self._look(name)
+
+    def exchange(self, name: str, row: Any, *, timeout_seconds: float) -> list[Any]:
+        """What every node says, in the order of their places, once all have; BoardGone if they have not in time."""
+        self.tell(name, row)
+        names = [f"{name}/{place}" for place in range(self.num_nodes)]
+        try:
+            self._store.wait(names, timedelta(seconds=timeout_seconds))
+            return [json.loads(self._store.get(each)) for each in names]
+        except RuntimeError as error:
+            raise BoardGone(f"no {name} of every node within {timeout_seconds:.0f} seconds: {error}") from error
+
+    def wait(self, name: str, *, timeout_seconds: float) -> Any:
+        """What is announced to all, once it is; BoardGone if it is not in time."""
+        try:
+            self._store.wait([name], timedelta(seconds=timeout_seconds))
+            return json.loads(self._store.get(name))
+        except RuntimeError as error:
+            raise BoardGone(f"nothing was said of {name} within {timeout_seconds:.0f} seconds: {error}") from error
+
+    def _put(self, key: str, row: Any) -> None:
+        try:
+            self._store.set(key, json.dumps(row))
+        except RuntimeError as error:
+            raise BoardGone(f"the store of this round does not answer: {error}") from error
+
+    def _look(self, key: str) -> Any:
+        try:
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError as error:
+            raise BoardGone(f"the store of this round does not answer: {error}") from error

@@ -1,0 +1,454 @@
+"""ElasticAgent: torch's agent, which keeps its loop; what it does at its hooks is wrapped.
+
+    a round        from one meeting of all nodes to the next; its workers are started once
+    a failure      a worker that ended badly; it is counted, and --max-restarts allows so many
+    a change       of membership: a node came, left or was lost; it is not counted
+
+At a failure: workers are stopped, nodes meet, what was staged is made a checkpoint, workers are started. At a change
+that leaves all workers well, as when a node joins, nodes meet first and training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
+from torch.distributed.elastic.utils.api import macros
+
+from elastic_ext.files import write_whole
+
+from .board import BoardGone, RoundBoard
+from .environment import Place, devices_of, environment_of, with_start
+from .failures import Failure, first_of, told
+from .folder import NodeFolders
+from .journal import Journal
+from .persisting import persist
+from .records import MEMBERSHIP_FILE, MembershipPlan, NodeShare
+from .rendezvous import Meeting
+from .verdicts import Counted, count, judge
+from .warden import Warden
+from .workers import Workers
+
+__all__ = ["ElasticAgent", "Launch"]
+
+_EXCHANGE_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How workers of this node are started, whatever the round."""
+
+    node_id: str
+    host: str
+    environment: Mapping[str, str]
+    """What every worker is told of where its things lie."""
+    inherited: Mapping[str, str]
+    """The agent's own environment, which workers have but for what they are told otherwise."""
+    is_python: bool
+    """Whether workers are run by Python, which is given something to run first."""
+    start_method: str
+    log_line_prefix_template: str | None
+    shutdown_seconds: float
+    silence_seconds: float
+    """How long it takes until a node that is gone is known to be."""
+    min_nodes: int
+
+
+class ElasticAgent(LocalElasticAgent):
+    """The agent of one node."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        meeting: Meeting,
+        launch: Launch,
+        folders: NodeFolders,
+        warden: Warden,
+        journal: Journal,
+    ) -> None:
+        super().__init__(
+            spec,
+            logs_specs,
+            start_method=launch.start_method,
+            log_line_prefix_template=launch.log_line_prefix_template,
+            shutdown_timeout=round(launch.shutdown_seconds),
+        )
+        self.final_failures: list[Failure] = []
+        """How workers failed, of all nodes, where that has ended the job."""
+        self.is_change_pending = False
+        self._meeting = meeting
+        self._launch = launch
+        self._folders = folders
+        self._warden = warden
+        self._journal = journal
+        self._plan: MembershipPlan | None = None
+        self._num_failures = 0
+        self._has_failed = self._is_planned = self._is_finished = False
+        self._signal: signal.Signals | None = None
+        self._stop_by: float | None = None
+        self._look_at = 0.0
+        self._num_rounds = 0
+
+    @property
+    def workers(self) -> Workers | None:
+        """Those of the present round; None before the first."""
+        found: Workers | None = self._pcontext  # type: ignore[assignment]
+        return found
+
+    # ---- torch's hooks, wrapped ----
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop, meet, start; where all workers are well, meet, stop, start."""
+        left = self._meeting.departed() - self._leaving()
+        self._is_planned = not (self._has_failed or self.is_change_pending or left)
+        if self._is_planned:
+            self._journal.tell("membership-changing", "nodes come or leave: they meet, and training goes on meanwhile")
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if not self._is_planned:
+            super()._stop_workers(worker_group)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        earlier = self._meeting.board
+        super()._rendezvous(worker_group)
+        board = self._meeting.board
+        assert board is not None
+        if board.place == 0 and earlier is not None:
+            self._tell_leavers(earlier)
+        is_finished = self._have_succeeded()
+        if self._is_planned:
+            self._is_planned = False
+            if not is_finished:
+                super()._stop_workers(worker_group)
+        self._meeting.forget_earlier()
+        self._begin_round(board, worker_group.spec, is_finished=is_finished)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._is_finished:  # as nodes met all workers came to their end
+            return {} if self.workers is None else self.workers.pids()
+        spec = worker_group.spec
+        envs = {worker.local_rank: self._environment(worker, worker_group) for worker in worker_group.workers}
+        self._setup_local_watchdog(envs=envs)
+        self._setup_healthcheck()
+        assert spec.entrypoint is not None
+        workers = Workers(
+            name=spec.role,
+            entrypoint=spec.entrypoint,
+            args={rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs},
+            envs=envs,
+            logs=_ByRound(self._logs_specs, self._num_rounds),
+            start_method=self._start_method,
+            numa=spec.numa_options,
+            log_line_prefixes=self._prefixes(worker_group),
+            stdout_filters=spec.duplicate_stdout_filters,
+            stderr_filters=spec.duplicate_stderr_filters,
+        )
+        self._pcontext = workers
+        self._num_rounds += 1
+        workers.start()
+        self._take_sigterm()
+        self._warden.watch(workers.processes.values())
+        ranks = ", ".join(
+            f"{worker.global_rank} (pid {workers.pids()[worker.local_rank]})" for worker in worker_group.workers
+        )
+        self._journal.tell("workers-started", f"workers started: rank {ranks}")
+        return workers.pids()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._is_finished:
+            return RunResult(state=WorkerState.SUCCEEDED)
+        if self._signal is not None:
+            self._leave(self._signal)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            return self._judged(worker_group, result)
+        if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            if (over := self._over()) is not None:
+                self._journal.tell("over", f"the job is over: {over}", is_bad=True)
+                self._remaining_restarts = 0
+                return RunResult(state=WorkerState.FAILED)
+        return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Stop the workers, in the time that there is."""
+        seconds = self._launch.shutdown_seconds
+        if self._stop_by is not None:
+            seconds = max(self._stop_by - time.monotonic(), 1.0)
+        super()._shutdown(death_sig, timeout=round(seconds))
+
+    # ---- rounds ----
+
+    def _begin_round(self, board: RoundBoard, spec: WorkerSpec, *, is_finished: bool) -> None:
+        """What all nodes of the new round settle among them before workers start."""
+        plan = self._plan
+        own = {
+            "node_id": self._launch.node_id,
+            "host": self._launch.host,
+            "num_workers": spec.local_world_size,
+            "num_failures": self._num_failures,
+            "has_failed": self._has_failed,
+            "is_finished": is_finished,
+            "has_worked": plan is not None,
+            "version": 0 if plan is None else plan.version,
+            "nodes": [] if plan is None else [node.node_id for node in plan.nodes],
+        }
+        rows = board.exchange("nodes", own, timeout_seconds=_EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds)
+        newest = max(rows, key=lambda row: int(row["version"]))
+        now = [str(row["node_id"]) for row in rows]
+        lost, joined = (
+            [node for node in newest["nodes"] if node not in now],
+            [n for n in now if n not in newest["nodes"]],
+        )
+        counted = [Counted(num_failures=row["num_failures"], has_failed=row["has_failed"]) for row in rows]
+        self._num_failures = min(count(counted, num_lost=len(lost)), spec.max_restarts)
+        self._remaining_restarts = spec.max_restarts - self._num_failures
+        self._is_finished = all(row["is_finished"] for row in rows if row["has_worked"]) and newest["version"] > 0
+        self._plan = MembershipPlan(
+            version=int(newest["version"]) + 1,
+            nodes=_shares(rows),
+            reason=_why(joined, lost, any(row["has_failed"] for row in rows), is_first=newest["version"] == 0),
+            time=time.time(),
+        )
+        self._has_failed = self.is_change_pending = False
+        self._journal.restart = self._num_failures
+        self._journal.tell(
+            "membership",
+            f"membership {self._plan.version}: {len(rows)} nodes, {self._plan.world_size} ranks: {self._plan.reason}",
+            plan=self._plan.version,
+            nodes=now,
+        )
+        self._write_plan(self._plan)
+        for outcome in persist(self._folders.staging, board, timeout_seconds=_EXCHANGE_SECONDS):
+            self._journal.tell("staged", outcome.why, path=str(outcome.path or ""))
+
+    def _write_plan(self, plan: MembershipPlan) -> None:
+        try:
+            write_whole(self._folders.run_dir / MEMBERSHIP_FILE, plan.to_json().encode(), durable=False)
+        except OSError as error:
+            self._journal.tell("trouble", f"the membership plan cannot be written: {error}", is_bad=True)
+
+    def _environment(self, worker: Any, group: WorkerGroup) -> dict[str, str]:
+        spec, inherited = group.spec, self._launch.inherited
+        place = Place(
+            rank=worker.global_rank,
+            local_rank=worker.local_rank,
+            role_rank=worker.role_rank,
+            group_rank=group.group_rank or 0,
+            world_size=worker.world_size,
+            local_world_size=spec.local_world_size,
+            role_world_size=worker.role_world_size,
+            group_world_size=group.group_world_size or 1,
+            role=spec.role,
+            master_addr=group.master_addr or "",
+            master_port=group.master_port or 0,
+            restart_count=self._num_failures,
+            max_restarts=spec.max_restarts,
+            run_id=spec.rdzv_handler.get_run_id(),
+            use_agent_store=spec.rdzv_handler.use_agent_store,
+        )
+        found = {
+            **environment_of(place),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            **devices_of(
+                worker.local_rank,
+                visible=inherited.get("CUDA_VISIBLE_DEVICES"),
+                is_virtual=getattr(spec, "virtual_local_rank", False),
+            ),
+            **self._launch.environment,
+        }
+        return with_start(found, inherited.get("PYTHONPATH"), os.getpid()) if self._launch.is_python else found
+
+    def _prefixes(self, group: WorkerGroup) -> dict[int, str] | None:
+        template = self._log_line_prefix_template
+        if not template:
+            return None
+        return {
+            worker.local_rank: Template(template).safe_substitute(
+                role_name=group.spec.role, rank=worker.global_rank, local_rank=worker.local_rank
+            )
+            for worker in group.workers
+        }
+
+    # ---- failures ----
+
+    def _judged(self, group: WorkerGroup, result: RunResult) -> RunResult:
+        """What is made of failed workers: a failure, or a change of membership."""
+        own = [self._failure(group, rank, failure) for rank, failure in result.failures.items()]
+        for failure in own:
+            self._journal.tell(
+                "worker-failed", told(failure), is_bad=True, rank=failure.rank, exit_code=failure.exit_code
+            )
+        began = time.monotonic()
+        while True:
+            everyone = self._everyone(own)
+            verdict = judge(
+                everyone,
+                departed=self._gone(),
+                num_nodes=group.group_world_size or 1,
+                num_left=self._remaining_restarts,
+                waited_seconds=time.monotonic() - began,
+                silence_seconds=self._launch.silence_seconds,
+            )
+            if verdict.kind != "wait":
+                break
+            time.sleep(_POLL_SECONDS)
+        if verdict.kind == "membership":
+            self._journal.tell("membership-changing", verdict.reason)
+            self.is_change_pending = True
+            return RunResult(state=WorkerState.HEALTHY)
+        self._has_failed = True
+        if self._remaining_restarts == 0:
+            self.final_failures = everyone
+            self._announce_over(told(first_of(everyone)))
+        return result
+
+    def _failure(self, group: WorkerGroup, rank: int, failure: ProcessFailure) -> Failure:
+        said = failure.error_file_data.get("message")
+        message, trace = failure.message if isinstance(failure.message, str) else "", ""
+        if isinstance(said, dict):
+            message = str(said.get("message", ""))
+            trace = str(said.get("extraInfo", {}).get("py_callstack", ""))
+        elif not Path(failure.error_file).exists():
+            message = ""
+        return Failure(
+            rank=rank,
+            local_rank=failure.local_rank,
+            host=self._launch.host,
+            node_id=self._launch.node_id,
+            pid=failure.pid,
+            exit_code=failure.exitcode,
+            time=time.time(),
+            message=message,
+            traceback=trace,
+        )
+
+    def _everyone(self, own: list[Failure]) -> list[Failure]:
+        """The failures of all nodes that have told of theirs."""
+        board = self._meeting.board
+        assert board is not None
+        try:
+            board.tell("failed", [failure.to_row() for failure in own])
+            return [Failure.from_row(row) for rows in board.told("failed").values() for row in rows]
+        except BoardGone:
+            return own
+
+    def _gone(self) -> frozenset[str]:
+        self._meeting.num_nodes_waiting()
+        return self._meeting.departed()
+
+    def _over(self) -> str | None:
+        try:
+            return self._meeting.board.announced("over") if self._meeting.board is not None else None
+        except BoardGone:
+            return None
+
+    def _announce_over(self, words: str) -> None:
+        try:
+            assert self._meeting.board is not None
+            self._meeting.board.announce("over", f"on {self._launch.host} {words}")
+        except BoardGone:
+            return
+
+    def _have_succeeded(self) -> bool:
+        if self.workers is None:
+            return False
+        result = self.workers.wait(0)
+        return result is not None and not result.failures
+
+    # ---- leaving ----
+
+    def _take_sigterm(self) -> None:
+        """Torch's handler raises wherever the agent is; while workers run it is better asked for."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else nobody wants it handled
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is None and self._worker_group.state == WorkerState.HEALTHY:
+            self._signal = signal.Signals(number)
+            return
+        raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.Signals(number))
+
+    def _leave(self, number: signal.Signals) -> None:
+        """Let the others meet without this node, while its workers still train with theirs; then end these."""
+        self._stop_by = time.monotonic() + self._launch.shutdown_seconds
+        board = self._meeting.board
+        self._journal.tell("leaving", f"{number.name}: this node leaves the job, with a checkpoint")
+        if board is not None and board.num_nodes > 1:
+            try:
+                board.tell("leaving", self._launch.node_id)
+                if self._meeting.leave() and board.num_nodes > self._launch.min_nodes:
+                    board.wait("met-again", timeout_seconds=self._launch.shutdown_seconds / 3)
+            except BoardGone:
+                pass  # they have not met in time, or cannot: what ends here is saved anyway
+        raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)
+
+    def _leaving(self) -> frozenset[str]:
+        """The nodes of this round that have said that they leave, as torch calls them; all that have gone, if any."""
+        try:
+            assert self._meeting.board is not None
+            told = self._meeting.board.told("leaving")
+        except BoardGone:
+            return frozenset()
+        return self._meeting.departed() if told else frozenset()
+
+    def _tell_leavers(self, earlier: RoundBoard) -> None:
+        try:
+            earlier.announce("met-again", True)
+        except BoardGone:
+            return
+
+
+class _ByRound(LogsSpecs):
+    """Logs of each round beside those of the earlier ones: torch counts failures, and would write over them."""
+
+    def __init__(self, inner: LogsSpecs, number: int) -> None:
+        super().__init__()
+        self._inner = inner
+        self._number = number
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._inner.root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
+        counts = {rank: env["TORCHELASTIC_RESTART_COUNT"] for rank, env in envs.items()}
+        for env in envs.values():
+            env["TORCHELASTIC_RESTART_COUNT"] = str(self._number)
+        found = self._inner.reify(envs)
+        for rank, env in envs.items():
+            env["TORCHELASTIC_RESTART_COUNT"] = counts[rank]
+        return found
+
+
+def _shares(rows: list[dict[str, Any]]) -> tuple[NodeShare, ...]:
+    shares, first = [], 0
+    for row in rows:
+        shares.append(
+            NodeShare(node_id=row["node_id"], host=row["host"], first_rank=first, num_workers=row["num_workers"])
+        )
+        first += int(row["num_workers"])
+    return tuple(shares)
+
+
+def _why(joined: list[str], lost: list[str], has_failed: bool, *, is_first: bool) -> str:
+    if is_first:
+        return "the job starts"
+    reasons = [f"{name} joined" for name in joined] + [f"{name} left or was lost" for name in lost]
+    return ", ".join(reasons) or ("workers failed" if has_failed else "nodes met again")

@@ -1,0 +1,98 @@
+"""How a worker failed, in words, and whether that is what came of another's failure: pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Failure", "first_of", "is_consequence", "told"]
+
+_MOST_LINES = 60
+_OF_OTHERS = re.compile(  # what torch, gloo and NCCL say where the process at the other end is gone
+    r"Connection (closed|reset)|connection was (closed|reset)|Broken pipe|Connection refused|PeerLostError"
+    r"|remote process (has )?(exited|terminated)|socket (closed|error)|Socket Timeout|NCCL.*(remote|system) error"
+    r"|DistNetworkError|RanksFailedError|recvBytes|sendBytes|Timed out waiting .*(recv|send|operation)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How one worker failed."""
+
+    rank: int
+    local_rank: int
+    host: str
+    node_id: str
+    pid: int
+    exit_code: int
+    """Below zero, the signal that ended it."""
+    time: float
+    """When it was seen; seconds since 1970."""
+    message: str
+    """The exception in one line; empty where none was told of."""
+    traceback: str
+    """The worker's own; empty where none was told of."""
+
+    def to_row(self) -> dict[str, Any]:
+        """As JSON's values."""
+        return asdict(self)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Failure:
+        """What ``to_row`` gave."""
+        return cls(**row)
+
+    @property
+    def ending(self) -> str:
+        """How the process ended."""
+        if self.exit_code < 0:
+            return f"ended by {_name_of(-self.exit_code)}"
+        return f"exited with status {self.exit_code}"
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether it says itself that another process was gone: the cause is with that one."""
+    if failure.exit_code < 0:
+        return False
+    return _OF_OTHERS.search(failure.message) is not None
+
+
+def first_of(failures: Sequence[Failure]) -> Failure:
+    """The one that is the cause, as far as can be told: not a consequence, and then the first that was seen."""
+    return min(failures, key=lambda each: (is_consequence(each), each.exit_code == 143, each.time, each.rank))
+
+
+def told(failure: Failure) -> str:
+    """What happened, where, and the worker's own words."""
+    words = (
+        f"rank {failure.rank} (local rank {failure.local_rank}, pid {failure.pid}) on {failure.host} {failure.ending}"
+    )
+    if failure.message:
+        words += f": {failure.message}"
+    if failure.traceback:
+        lines = failure.traceback.rstrip().splitlines()
+        shown = lines if len(lines) <= _MOST_LINES else ["...", *lines[-_MOST_LINES:]]
+        words += "\n" + "\n".join(f"    {line}" for line in shown)
+    elif hint := _hint(failure.exit_code):
+        words += f"; {hint}"
+    return words
+
+
+def _hint(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "the system does so where memory has run out (`dmesg` says), and a person may have"
+    if exit_code == -signal.SIGBUS:
+        return "as where /dev/shm or another file system in memory is full: `df -h /dev/shm`"
+    if exit_code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
+        return "in native code: what it printed last may say where"
+    return ""
+
+
+def _name_of(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

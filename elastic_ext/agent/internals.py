@@ -1,0 +1,58 @@
+"""What torch's agent keeps to itself and is needed here: each is looked for, and done without where it is not found."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.numa.binding
+from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
+
+__all__ = ["bound_command", "bound_function", "leave", "participants"]
+
+_logger = logging.getLogger(__name__)
+
+_LEAVE_SECONDS = 10.0
+
+
+def participants(handler: RendezvousHandler) -> frozenset[str] | None:
+    """The nodes of the present round, as of the last look at the backend; None where a handler does not tell."""
+    state = getattr(getattr(handler, "_state_holder", None), "state", None)
+    found = getattr(state, "participants", None)
+    return None if found is None else frozenset(map(str, found))
+
+
+def leave(handler: RendezvousHandler) -> bool:
+    """Take this node out of the round, so that the others need not wait until it is silent; False where that fails."""
+    operation = getattr(dynamic_rendezvous, "_RendezvousExitOp", None)
+    executor, stop = getattr(handler, "_op_executor", None), getattr(handler, "_stop_heartbeats", None)
+    if operation is None or executor is None or stop is None:
+        return False
+    stop()
+    executor.run(operation(), time.monotonic() + _LEAVE_SECONDS)
+    return True
+
+
+def bound_command(command: Sequence[str], local_rank: int, options: Any) -> tuple[str, ...]:
+    """A worker's command, bound to the processors near its device as ``options`` say."""
+    bind = _named("_maybe_wrap_command_args_with_numa_binding", options)
+    return tuple(command) if bind is None else tuple(bind(tuple(command), gpu_index=local_rank, numa_options=options))
+
+
+def bound_function(function: Callable[..., Any], local_rank: int, options: Any) -> Callable[..., Any]:
+    """... and its function."""
+    bind = _named("_maybe_wrap_with_numa_binding", options)
+    return function if bind is None else bind(function, gpu_index=local_rank, numa_options=options)
+
+
+def _named(name: str, options: Any) -> Callable[..., Any] | None:
+    """What torch calls so, or called so before; None where nothing is to be bound, or it is not there."""
+    if options is None:
+        return None
+    module = torch.numa.binding
+    found = getattr(module, name, None) or getattr(module, name.removeprefix("_"), None)
+    if found is None:
+        _logger.warning("this version of torch binds workers to processors in another way: they are not bound")
+    return found

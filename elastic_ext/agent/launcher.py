@@ -1,0 +1,271 @@
+"""One node of a job, from its start to its end: what elastic-run does."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic import events
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.metrics import initialize_metrics
+from torch.distributed.elastic.metrics.api import MetricsConfig
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args
+
+from elastic_ext.files import write_whole
+from elastic_ext.settings import Settings
+
+from .arguments import settings_in_words, with_rendezvous
+from .elastic_agent import ElasticAgent, Launch
+from .failures import Failure, first_of, told
+from .folder import NodeFolders
+from .journal import Journal
+from .persisting import persist
+from .processes import this_process
+from .records import AGENT_FILE, AgentRecord
+from .rendezvous import Meeting
+from .warden import Warden
+
+__all__ = ["LaunchRefused", "launch"]
+
+_logger = logging.getLogger(__name__)
+
+_NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_KEPT_LOGS = 10
+_LAST_EXCHANGE_SECONDS = 20.0
+_BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
+_NO_RUN = ("", "none")
+
+
+class LaunchRefused(Exception):
+    """What was asked for cannot be started."""
+
+
+def launch(options: argparse.Namespace, environ: Mapping[str, str], *, version: str) -> int:
+    """Run this node's part of a job; the exit status. LaunchRefused or torch's own ValueError for what cannot be."""
+    given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
+    settings = Settings.resolve(
+        environ,
+        script=options.training_script,
+        job=options.job or environ.get("ELASTIC_EXT_JOB") or given_run_id,
+        config_file=options.config_file,
+    )
+    host = socket.gethostname()
+    is_given = bool(environ.get("ELASTIC_EXT_RUN_DIR"))
+    folders = NodeFolders.make(settings.run_dir if is_given else settings.run_dir / "nodes" / host, is_given=is_given)
+    try:
+        return _Node(options, environ, settings, folders, host=host, version=version).run()
+    finally:
+        folders.close()
+
+
+class _Node:
+    """One launch, with all that belongs to it."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        environ: Mapping[str, str],
+        settings: Settings,
+        folders: NodeFolders,
+        *,
+        host: str,
+        version: str,
+    ) -> None:
+        self._environ = environ
+        self._settings = settings
+        self._folders = folders
+        self._version = version
+        self._host = host
+        self._config_file = (
+            settings.config_file
+            if options.config_file or "ELASTIC_EXT_CONFIG_FILE" in environ
+            else (folders.run_dir / "config.json")
+        )
+        if options.log_dir is None:
+            options.log_dir = str(folders.run_dir / "logs")
+            _keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
+        self._said = settings_in_words(options, environ)
+        options = with_rendezvous(options)
+        self._launch, self._entrypoint, self._arguments = config_from_args(options)
+        self._is_python = not options.no_python
+        self._node_id = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._journal = Journal(folders.run_dir)
+
+    def run(self) -> int:
+        launch, folders = self._launch, self._folders
+        self._introduce()
+        shutdown_seconds = float(launch.shutdown_timeout or 0)
+        warden = Warden(folders.memory, folders.memory_lock, patience_seconds=shutdown_seconds)
+        agent: ElasticAgent | None = None
+        status = 1
+        try:
+            meeting = Meeting(self._handler(), is_pending=lambda: agent is not None and agent.is_change_pending)
+            agent = self._agent(meeting, warden, shutdown_seconds)
+            status = self._run(agent, meeting)
+        except RendezvousError as error:
+            self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
+        finally:
+            if agent is not None and agent.workers is not None:
+                board = meeting.board if agent.final_failures else None
+                for outcome in persist(folders.staging, board, timeout_seconds=_LAST_EXCHANGE_SECONDS):
+                    self._journal.tell("staged", outcome.why, path=str(outcome.path or ""))
+            warden.dismiss()
+        return status
+
+    def _run(self, agent: ElasticAgent, meeting: Meeting) -> int:
+        handler = self._launch.event_log_handler
+        is_over = True
+        try:
+            initialize_metrics(MetricsConfig(self._launch.metrics_cfg))
+            result = agent.run()
+            events.record(agent.get_event_succeeded(), handler)
+            if not result.is_failed():
+                self._journal.tell("succeeded", "all workers of this node have ended well")
+                return 0
+            self._tell_failed(agent.final_failures)
+            return 1
+        except SignalException as error:
+            is_over = False  # others may go on without this node
+            events.record(agent.get_event_failed(), handler)
+            self._journal.tell("ended", f"this node has ended its workers after {error.sigval.name}")
+            return 128 + int(error.sigval)
+        except BaseException:
+            events.record(agent.get_event_failed(), handler)
+            raise
+        finally:
+            if is_over:
+                meeting.shutdown()
+
+    def _tell_failed(self, failures: list[Failure]) -> None:
+        if not failures:
+            self._journal.tell("failed", "the job failed on another node, and has ended on this one", is_bad=True)
+            return
+        cause = first_of(failures)
+        others = [f"rank {each.rank} on {each.host} {each.ending}" for each in failures if each is not cause]
+        words = f"the job has failed, and no restart is left: {told(cause)}"
+        if others:
+            words += f"\n  and then: {'; '.join(others)}"
+        self._journal.tell("failed", words, is_bad=True)
+
+    def _handler(self) -> Any:
+        launch = self._launch
+        os.environ.setdefault(_NO_SHARING, "1")  # the workers of each round have a store of their own
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.signals_to_handle
+        parameters = RendezvousParameters(
+            backend=launch.rdzv_backend,
+            endpoint=launch.rdzv_endpoint,
+            run_id=launch.run_id,
+            min_nodes=launch.min_nodes,
+            max_nodes=launch.max_nodes,
+            local_addr=launch.local_addr,
+            **launch.rdzv_configs,
+        )
+        return registry.get_rendezvous_handler(parameters)
+
+    def _agent(self, meeting: Meeting, warden: Warden, shutdown_seconds: float) -> ElasticAgent:
+        launch, folders = self._launch, self._folders
+        master_addr, master_port = _static_address(launch)
+        spec = WorkerSpec(
+            role=launch.role,
+            local_world_size=launch.nproc_per_node,
+            entrypoint=self._entrypoint,
+            args=tuple(self._arguments),
+            rdzv_handler=meeting,
+            max_restarts=launch.max_restarts,
+            monitor_interval=launch.monitor_interval,
+            master_addr=master_addr,
+            master_port=master_port,
+            local_addr=launch.local_addr,
+            event_log_handler=launch.event_log_handler,
+            numa_options=launch.numa_options,
+            duplicate_stdout_filters=launch.duplicate_stdout_filters,
+            duplicate_stderr_filters=launch.duplicate_stderr_filters,
+            virtual_local_rank=launch.virtual_local_rank,
+        )
+        beats = int(launch.rdzv_configs.get("keep_alive_max_attempt", _BEATS))
+        beat_seconds = int(launch.rdzv_configs.get("keep_alive_interval", _BEAT_SECONDS))
+        how = Launch(
+            node_id=self._node_id,
+            host=self._host,
+            environment={
+                "ELASTIC_EXT_JOB": self._settings.job,
+                "ELASTIC_EXT_RUN_DIR": str(folders.run_dir),
+                "ELASTIC_EXT_CONFIG_FILE": str(self._config_file),
+                "ELASTIC_EXT_STAGING_DIR": str(folders.staging),
+                "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(shutdown_seconds, 1.0)),
+            },
+            inherited=self._environ,
+            is_python=self._is_python,
+            start_method=launch.start_method,
+            log_line_prefix_template=launch.log_line_prefix_template,
+            shutdown_seconds=shutdown_seconds,
+            silence_seconds=beats * beat_seconds + 1.0,
+            min_nodes=launch.min_nodes,
+        )
+        assert launch.logs_specs is not None
+        return ElasticAgent(spec, launch.logs_specs, meeting, how, folders, warden, self._journal)
+
+    def _introduce(self) -> None:
+        """Say what is started, and where its things are."""
+        launch, folders = self._launch, self._folders
+        process = this_process()
+        assert launch.logs_specs is not None
+        record = AgentRecord(
+            node_id=self._node_id,
+            job=self._settings.job,
+            run_id=launch.run_id,
+            host=self._host,
+            pid=process.pid,
+            start_ticks=process.start_ticks,
+            time=time.time(),
+            version=self._version,
+            config_file=str(self._config_file),
+            memory_folder=str(folders.memory),
+            socket="",
+            log_folder=launch.logs_specs.root_log_dir,
+        )
+        write_whole(folders.run_dir / AGENT_FILE, record.to_json().encode(), durable=False)
+        nodes = f"{launch.min_nodes}:{launch.max_nodes}" if launch.min_nodes != launch.max_nodes else launch.max_nodes
+        self._journal.tell(
+            "started",
+            f"job {record.job}: {launch.nproc_per_node} workers on this node, {nodes} nodes; node {record.node_id}",
+        )
+        for name, value in (
+            ("settings", ", ".join(self._said) or "all as by default"),
+            ("config", f"{record.config_file}    (elastic-ext config set KEY=VALUE --file ...)"),
+            ("metrics", f"{folders.run_dir}    (elastic-ext status {folders.run_dir})"),
+            ("logs", record.log_folder),
+            ("checkpoints", "where the script has its trainer save them"),
+        ):
+            _logger.info("  %-12s %s", name, value)
+
+
+def _static_address(launch: LaunchConfig) -> tuple[str | None, int | None]:
+    if launch.rdzv_backend != "static":
+        return None, None
+    host, port = parse_rendezvous_endpoint(launch.rdzv_endpoint.strip(), default_port=-1)
+    if port == -1:
+        raise LaunchRefused(f"the endpoint {launch.rdzv_endpoint!r} has no port: give --master-port, or HOST:PORT")
+    return host, port
+
+
+def _keep_newest(folder: Path, number: int) -> None:
+    """Remove all but the newest logs of earlier runs, as far as that can be done."""
+    try:
+        runs = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+    except OSError:
+        return
+    for run in runs[number:]:
+        shutil.rmtree(run, ignore_errors=True)

@@ -1,0 +1,136 @@
+"""Meeting: how nodes meet, through a rendezvous of torch's: what is different here.
+
+The workers of every round have a store of their own, on the first node of that round, so that nodes which join find
+it and nothing of an earlier round is in it. A node that leaves or falls silent is noticed as one that joins is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from .board import BoardGone, RoundBoard
+from .internals import leave, participants
+
+__all__ = ["Meeting"]
+
+_logger = logging.getLogger(__name__)
+
+_STORE = "workers-store"
+_AGAIN = "meet-again"
+_LOOK_SECONDS = 1.0
+_STORE_SECONDS = 60.0
+
+
+class Meeting(RendezvousHandler):
+    """A rendezvous handler around torch's, which was told not to share its own store."""
+
+    def __init__(self, inner: RendezvousHandler, *, is_pending: Callable[[], bool]) -> None:
+        self._inner = inner
+        self._is_pending = is_pending  # whether nodes have to meet again for another reason
+        self._is_dynamic = participants(inner) is not None and not inner.use_agent_store
+        self._members: frozenset[str] = frozenset()
+        self._server: TCPStore | None = None
+        self._earlier: list[TCPStore] = []
+        self._is_lost = False
+        self._num_rounds = 0
+        self._look_at = 0.0
+        self.board: RoundBoard | None = None
+        """Of the present round; None before the first."""
+
+    # ---- what torch's agent calls ----
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._is_dynamic or self._inner.use_agent_store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.board is not None and not self._is_dynamic:
+            self.board.announce(_AGAIN, True)  # a static rendezvous tells nobody
+        info = self._inner.next_rendezvous()
+        self._num_rounds += 1
+        number = 0 if self._is_dynamic else self._num_rounds  # torch gives a dynamic one's rounds names of their own
+        self.board = RoundBoard(info.store, place=info.rank, num_nodes=info.world_size, number=number)
+        self._members = participants(self._inner) or frozenset()
+        if not self._is_dynamic:
+            return info
+        self._earlier += [] if self._server is None else [self._server]
+        self._server = None
+        return RendezvousInfo(info.store, info.rank, info.world_size, self._store_of(info))
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
+
+    def num_nodes_waiting(self) -> int:
+        """How many nodes came, left or fell silent since the round began, or 1 where all have to meet again."""
+        try:
+            num_waiting = self._inner.num_nodes_waiting()
+        except RendezvousConnectionError as error:
+            self._tell_lost(error)
+            return 0
+        return num_waiting + len(self.departed()) + self._is_pending() + self._is_called_again()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+    # ---- and what this agent does besides ----
+
+    def departed(self) -> frozenset[str]:
+        """Nodes that were in this round as it began, and are not, as of the last ``num_nodes_waiting``."""
+        now = participants(self._inner)
+        return frozenset() if now is None else self._members - now
+
+    def leave(self) -> bool:
+        """Leave the round; whether the others learn of it at once."""
+        return leave(self._inner)
+
+    def forget_earlier(self) -> None:
+        """The workers of earlier rounds have ended: what they had as a store may go."""
+        self._earlier.clear()
+
+    def _is_called_again(self) -> bool:
+        """Whether another node of a static rendezvous meets again."""
+        if self._is_dynamic or self.board is None or time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        try:
+            return self.board.announced(_AGAIN) is not None
+        except BoardGone:
+            return False
+
+    def _tell_lost(self, error: RendezvousConnectionError) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            _logger.error(
+                "the rendezvous does not answer any more: the node that has it is gone. The workers of this node go on "
+                "as long as they can; nodes can neither join nor be replaced: %s",
+                error,
+            )
+
+    def _store_of(self, info: RendezvousInfo) -> RendezvousStoreInfo:
+        """A new store for the workers, on the first node."""
+        found = info.bootstrap_store_info
+        assert found is not None and self.board is not None, "torch's dynamic handlers give one"
+        if info.rank == 0:
+            self._server = TCPStore(found.master_addr, 0, is_master=True, wait_for_workers=False)
+            self.board.announce(_STORE, self._server.port)
+        port = self.board.wait(_STORE, timeout_seconds=_STORE_SECONDS)
+        return RendezvousStoreInfo(master_addr=found.master_addr, master_port=port)

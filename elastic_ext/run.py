@@ -1,0 +1,40 @@
+"""elastic-run: torchrun that watches, explains and leaves no mess. The same as `elastic-ext run`.
+
+    elastic-run --standalone --nproc-per-node=8 train.py --its-own-arguments
+
+It takes torchrun's whole command line. The exit status is 0 if all workers ended well, 1 if the job failed, 2 if it
+could not be started as asked, and 128 + N after signal N.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from .agent.arguments import parse
+from .agent.folder import NodeTaken
+from .agent.launcher import LaunchRefused, launch
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this node's part of a job."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("elastic-run %(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger = logging.getLogger(__package__)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        return launch(options, dict(os.environ), version=version("elastic-ext"))
+    except (LaunchRefused, NodeTaken, ValueError, AssertionError) as error:  # torch asserts what was given
+        print(f"elastic-run: refused: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
