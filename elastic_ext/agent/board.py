@@ -11,6 +11,7 @@ passed on: it is gone with the node that has it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from datetime import timedelta
 from typing import Any
@@ -71,6 +72,11 @@ class RoundBoard:
             return json.loads(self._store.get(name))
         except RuntimeError as error:
             raise BoardGone(f"nothing was said of {name} within {timeout_seconds:.0f} seconds: {error}") from error
+
+    def part(self, *, timeout_seconds: float) -> None:
+        """Nothing more is said here: wait until the others have heard all, as the store may go with this node."""
+        with contextlib.suppress(BoardGone):
+            self.exchange("parted", True, timeout_seconds=timeout_seconds)
 
     def _put(self, key: str, row: Any) -> None:
         try:

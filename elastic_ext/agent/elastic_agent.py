@@ -87,6 +87,8 @@ class ElasticAgent(LocalElasticAgent):
             log_line_prefix_template=launch.log_line_prefix_template,
             shutdown_timeout=round(launch.shutdown_seconds),
         )
+        self.is_over = False
+        """Whether a failure has ended the job, here or on another node."""
         self.final_failures: list[Failure] = []
         """How workers failed, of all nodes, where that has ended the job."""
         self.is_change_pending = False
@@ -181,7 +183,7 @@ class ElasticAgent(LocalElasticAgent):
             self._look_at = time.monotonic() + _LOOK_SECONDS
             if (over := self._over()) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
-                self._remaining_restarts = 0
+                self._remaining_restarts, self.is_over = 0, True
                 return RunResult(state=WorkerState.FAILED)
         return result
 
@@ -234,8 +236,8 @@ class ElasticAgent(LocalElasticAgent):
             nodes=now,
         )
         self._write_plan(self._plan)
-        for outcome in persist(self._folders.staging, board, timeout_seconds=_EXCHANGE_SECONDS):
-            self._journal.tell("staged", outcome.why, path=str(outcome.path or ""))
+        for outcome in persist(self._folders.staging, board, name="begin", timeout_seconds=_EXCHANGE_SECONDS):
+            self._journal.tell_staged(outcome.why, outcome.path)
 
     def _write_plan(self, plan: MembershipPlan) -> None:
         try:
@@ -314,7 +316,7 @@ class ElasticAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self._has_failed = True
         if self._remaining_restarts == 0:
-            self.final_failures = everyone
+            self.is_over, self.final_failures = True, everyone
             self._announce_over(told(first_of(everyone)))
         return result
 

@@ -44,6 +44,7 @@ _logger = logging.getLogger(__name__)
 _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _KEPT_LOGS = 10
 _LAST_EXCHANGE_SECONDS = 20.0
+_PART_SECONDS = 5.0
 _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
 _NO_RUN = ("", "none")
 
@@ -57,7 +58,7 @@ def launch(options: argparse.Namespace, environ: Mapping[str, str], *, version: 
     given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
     settings = Settings.resolve(
         environ,
-        script=options.training_script,
+        script=_script_of(options),
         job=options.job or environ.get("ELASTIC_EXT_JOB") or given_run_id,
         config_file=options.config_file,
     )
@@ -99,7 +100,7 @@ class _Node:
         self._said = settings_in_words(options, environ)
         options = with_rendezvous(options)
         self._launch, self._entrypoint, self._arguments = config_from_args(options)
-        self._is_python = not options.no_python
+        self._is_python = isinstance(self._entrypoint, str) and not options.no_python
         self._node_id = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
         self._journal = Journal(folders.run_dir)
 
@@ -118,9 +119,11 @@ class _Node:
             self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
         finally:
             if agent is not None and agent.workers is not None:
-                board = meeting.board if agent.final_failures else None
-                for outcome in persist(folders.staging, board, timeout_seconds=_LAST_EXCHANGE_SECONDS):
-                    self._journal.tell("staged", outcome.why, path=str(outcome.path or ""))
+                board = meeting.board if agent.is_over else None
+                for outcome in persist(folders.staging, board, name="end", timeout_seconds=_LAST_EXCHANGE_SECONDS):
+                    self._journal.tell_staged(outcome.why, outcome.path)
+                if board is not None:
+                    board.part(timeout_seconds=_PART_SECONDS)
             warden.dismiss()
         return status
 
@@ -250,6 +253,12 @@ class _Node:
             ("checkpoints", "where the script has its trainer save them"),
         ):
             _logger.info("  %-12s %s", name, value)
+
+
+def _script_of(options: argparse.Namespace) -> str:
+    """The file that is run, as far as its name tells."""
+    name: str = options.training_script
+    return f"{name.replace('.', '/')}.py" if options.module else name
 
 
 def _static_address(launch: LaunchConfig) -> tuple[str | None, int | None]:

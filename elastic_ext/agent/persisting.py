@@ -6,6 +6,7 @@ Every agent of a round does the same: they say what is staged, choose alike, wri
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,33 +21,38 @@ __all__ = ["persist"]
 
 _logger = logging.getLogger(__name__)
 
+_Exchange = Callable[[str, Any], list[Any]]
+"""What this node says of something, and then what all do."""
 
-def persist(folder: Path, board: RoundBoard | None, *, timeout_seconds: float) -> list[Outcome]:
+
+def persist(folder: Path, board: RoundBoard | None, *, name: str, timeout_seconds: float) -> list[Outcome]:
     """Make checkpoints of what workers have staged in ``folder`` and on the other nodes, and clear it; what came of it.
 
-    Without a board this node is on its own. Nothing is raised that storage, another run or another node has done.
+    Without a board this node is on its own; ``name`` tells one such meeting of a round from another. Nothing is raised
+    that storage, another run or another node has done.
     """
+
+    def exchange(what: str, row: Any) -> list[Any]:
+        assert board is not None
+        return board.exchange(f"{name}/{what}", row, timeout_seconds=timeout_seconds)
+
     try:
-        if board is None or board.num_nodes == 1:
-            outcomes = complete(folder)
-        else:
-            outcomes = _persist_together(folder, board, timeout_seconds)
+        is_alone = board is None or board.num_nodes == 1
+        outcomes = complete(folder) if is_alone else _persist_together(folder, exchange)
     except BoardGone as error:
         outcomes = []
-        _logger.warning(
-            "what was staged on this node is not made a checkpoint, as the others are not heard of: %s", error
-        )
+        _logger.warning("what was staged here is not made a checkpoint, as other nodes are not heard of: %s", error)
     clear(folder)
     return outcomes
 
 
-def _persist_together(folder: Path, board: RoundBoard, timeout_seconds: float) -> list[Outcome]:
+def _persist_together(folder: Path, exchange: _Exchange) -> list[Outcome]:
     own = [asdict(row) for row in rows_in(folder)]
-    rows = [Row(**row) for each in board.exchange("staged", own, timeout_seconds=timeout_seconds) for row in each]
-    return [_completed(folder, board, choice, timeout_seconds) for choice in choose(rows)]
+    rows = [Row(**row) for each in exchange("staged", own) for row in each]
+    return [_completed(folder, exchange, choice) for choice in choose(rows)]
 
 
-def _completed(folder: Path, board: RoundBoard, choice: Choice, timeout_seconds: float) -> Outcome:
+def _completed(folder: Path, exchange: _Exchange, choice: Choice) -> Outcome:
     """One run's newest save: each node writes its part, between two meetings of all."""
     if choice.generation is None:
         return Outcome(run_id=choice.run_id, path=None, why=choice.why)
@@ -58,20 +64,20 @@ def _completed(folder: Path, board: RoundBoard, choice: Choice, timeout_seconds:
                 completion.begin()
         except (ElasticError, OSError) as error:
             trouble = str(error)
-        why = _first(board.exchange(f"begun/{run}", trouble, timeout_seconds=timeout_seconds))
+        why = _first(exchange(f"begun/{run}", trouble))
         if not why:
             try:
                 written = completion.write()
             except (ElasticError, OSError) as error:
                 trouble = str(error)
-            told: list[Any] = board.exchange(f"written/{run}", [trouble, written], timeout_seconds=timeout_seconds)
+            told = exchange(f"written/{run}", [trouble, written])
             why = _first([each for each, _ in told])
             if not why and completion.has_first:
                 try:
                     path = completion.commit([one for _, ranks in told for one in ranks])
                 except (ElasticError, OSError) as error:
                     why = str(error)
-            why = _first(board.exchange(f"committed/{run}", why, timeout_seconds=timeout_seconds))
+            why = _first(exchange(f"committed/{run}", why))
     if why:
         return Outcome(run_id=run, path=None, why=f"what was staged is not completed: {why}")
     return Outcome(run_id=run, path=path, why=f"{choice.why}, and was completed")

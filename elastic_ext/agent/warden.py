@@ -78,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     end_groups(workers, patience_seconds=patience_seconds)
     from elastic_ext.fsdp.checkpoint.complete import complete  # what it needs takes time to load, and is seldom needed
 
-    complete(memory / STAGING)
+    for outcome in complete(memory / STAGING):
+        _logger.info("%s", outcome.why)
     remove_memory_folder(memory)
     return 0
 

@@ -70,11 +70,7 @@ def complete(folder: Path, *, patience_seconds: float = PATIENCE_SECONDS) -> lis
     whole on every rank is completed. Where that cannot be, or needs not be, the outcome says why, and what checkpoints
     there are is as it was. Nothing is raised that storage or another run has done.
     """
-    outcomes = []
-    for choice in choose(rows_in(folder)):
-        outcomes.append(_completed(folder, choice, patience_seconds))
-        _logger.info("%s", outcomes[-1].why)
-    return outcomes
+    return [_completed(folder, choice, patience_seconds) for choice in choose(rows_in(folder))]
 
 
 def clear(folder: Path) -> None:
