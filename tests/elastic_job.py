@@ -1,9 +1,9 @@
-"""A training that agents start in tests: it writes the samples of each step that it has committed, and waits to be told.
+"""A training that agents start in tests: it writes the samples of each step that it has committed.
 
     python -m tests.elastic_job FOLDER --steps N [--every K] [--hold-at STEP]
 
-In FOLDER: checkpoints/, and a file for each process, samples-<rank>-<pid>.txt, with a line for each step: its number,
-then its samples. With --hold-at ranks wait at that step until there is a file FOLDER/go.
+In FOLDER: checkpoints/, and a file for each process, samples-<rank>-<pid>.txt: where it began, and then a line for each
+step: its number, then its samples. With --hold-at ranks wait at that step until there is a file FOLDER/go.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main() -> None:
     optimizer = trainer.prepare(torch.optim.Adam(model.parameters(), lr=1e-2))
     rank = dist.get_rank()
     with trainer, open(options.folder / f"samples-{rank}-{os.getpid()}.txt", "w") as file:
-        print(f"from {trainer.global_step}", file=file, flush=True)
+        number = round_of_ranks()
+        print("from", trainer.global_step, "round", number, file=file, flush=True)
         epoch = trainer.start_epoch
         while trainer.global_step < options.steps:
             with trainer.epoch(epoch):
@@ -56,6 +57,13 @@ def main() -> None:
             epoch += 1
         print("done", file=file, flush=True)
     dist.destroy_process_group()
+
+
+def round_of_ranks() -> int:
+    """What all ranks that were started together have in common; larger for those that came later."""
+    now = torch.tensor([time.time_ns()])
+    dist.broadcast(now, 0)
+    return int(now)
 
 
 def train(trainer, model, optimizer, loader, file, options) -> None:  # type: ignore[no-untyped-def]

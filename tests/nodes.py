@@ -156,19 +156,21 @@ def free_port() -> int:
 
 
 def samples_of_steps(folder: Path) -> dict[int, list[int]]:
-    """The samples of every step as they stand in the end: of the processes that took it last."""
-    taken: dict[int, dict[int, list[tuple[float, list[int]]]]] = {}
+    """The samples of every step as they stand in the end: of the ranks that took it last, where all of them have."""
+    by_round: dict[int, list[dict[int, list[int]]]] = {}
     for file in folder.glob("samples-*.txt"):
-        rank = int(file.name.split("-")[1])
-        for line in file.read_text().splitlines():
-            values = line.split()
-            if values[0].isdecimal():
-                by_rank = taken.setdefault(int(values[0]), {})
-                by_rank.setdefault(rank, []).append((file.stat().st_ctime, [int(each) for each in values[1:]]))
-    return {
-        step: [sample for rank in by_rank for sample in max(by_rank[rank])[1]]
-        for step, by_rank in sorted(taken.items())
-    }
+        first, *lines = file.read_text().splitlines() or [""]
+        if first:
+            steps = {
+                int(line.split()[0]): [int(each) for each in line.split()[1:]] for line in lines if line[0].isdigit()
+            }
+            by_round.setdefault(int(first.split()[3]), []).append(steps)
+    found: dict[int, list[int]] = {}
+    for number in sorted(by_round):
+        of_ranks = by_round[number]
+        for step in set(of_ranks[0]).intersection(*of_ranks[1:]):
+            found[step] = [sample for steps in of_ranks for sample in steps[step]]
+    return dict(sorted(found.items()))
 
 
 def last_step(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""One node under elastic-run: workers that fail are explained and restarted, what was staged is kept, nothing is left."""
+"""One node under elastic-run: failures are explained, workers restarted, what was staged is kept, nothing is left."""
 
 from __future__ import annotations
 

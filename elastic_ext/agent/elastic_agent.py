@@ -115,8 +115,9 @@ class ElasticAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Stop, meet, start; where all workers are well, meet, stop, start."""
-        left = self._meeting.departed() - self._leaving()
-        self._is_planned = not (self._has_failed or self.is_change_pending or left)
+        self._tell("meeting", True)
+        is_hurt = self._has_failed or self.is_change_pending or self._told("failed") or self._lost("meeting", "leaving")
+        self._is_planned = not is_hurt
         if self._is_planned:
             self._journal.tell("membership-changing", "nodes come or leave: they meet, and training goes on meanwhile")
         super()._restart_workers(worker_group)
@@ -301,7 +302,7 @@ class ElasticAgent(LocalElasticAgent):
             everyone = self._everyone(own)
             verdict = judge(
                 everyone,
-                departed=self._gone(),
+                departed=[self._name_of(place) for place in sorted(self._gone())],
                 num_nodes=group.group_world_size or 1,
                 num_left=self._remaining_restarts,
                 waited_seconds=time.monotonic() - began,
@@ -350,9 +351,31 @@ class ElasticAgent(LocalElasticAgent):
         except BoardGone:
             return own
 
-    def _gone(self) -> frozenset[str]:
+    def _gone(self) -> frozenset[int]:
+        """The places of nodes that are lost, or leave."""
         self._meeting.num_nodes_waiting()
-        return self._meeting.departed()
+        return self._lost("meeting", "leaving") | self._told("leaving")
+
+    def _lost(self, *reasons: str) -> frozenset[int]:
+        """The places of nodes that are in the round no more, and have not told why."""
+        return self._meeting.departed().difference(*map(self._told, reasons))
+
+    def _told(self, name: str) -> frozenset[int]:
+        try:
+            assert self._meeting.board is not None
+            return frozenset(self._meeting.board.told(name))
+        except BoardGone:
+            return frozenset()
+
+    def _tell(self, name: str, row: object) -> None:
+        try:
+            assert self._meeting.board is not None
+            self._meeting.board.tell(name, row)
+        except BoardGone:
+            return
+
+    def _name_of(self, place: int) -> str:
+        return self._plan.nodes[place].node_id if self._plan is not None else str(place)
 
     def _over(self) -> str | None:
         try:
@@ -400,15 +423,6 @@ class ElasticAgent(LocalElasticAgent):
             except BoardGone:
                 pass  # they have not met in time, or cannot: what ends here is saved anyway
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)
-
-    def _leaving(self) -> frozenset[str]:
-        """The nodes of this round that have said that they leave, as torch calls them; all that have gone, if any."""
-        try:
-            assert self._meeting.board is not None
-            told = self._meeting.board.told("leaving")
-        except BoardGone:
-            return frozenset()
-        return self._meeting.departed() if told else frozenset()
 
     def _tell_leavers(self, earlier: RoundBoard) -> None:
         try:

@@ -17,11 +17,11 @@ _logger = logging.getLogger(__name__)
 _LEAVE_SECONDS = 10.0
 
 
-def participants(handler: RendezvousHandler) -> frozenset[str] | None:
-    """The nodes of the present round, as of the last look at the backend; None where a handler does not tell."""
+def participants(handler: RendezvousHandler) -> dict[str, int] | None:
+    """The nodes of the present round and their places, as of the last look at the backend; None where none tells."""
     state = getattr(getattr(handler, "_state_holder", None), "state", None)
     found = getattr(state, "participants", None)
-    return None if found is None else frozenset(map(str, found))
+    return None if found is None else {str(node): place for node, place in found.items()}
 
 
 def leave(handler: RendezvousHandler) -> bool:

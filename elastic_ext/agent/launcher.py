@@ -8,17 +8,23 @@ import os
 import secrets
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    registry,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
@@ -45,6 +51,7 @@ _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _KEPT_LOGS = 10
 _LAST_EXCHANGE_SECONDS = 20.0
 _PART_SECONDS = 5.0
+_MORE_SECONDS = 5.0
 _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
 _NO_RUN = ("", "none")
 
@@ -162,7 +169,7 @@ class _Node:
             words += f"\n  and then: {'; '.join(others)}"
         self._journal.tell("failed", words, is_bad=True)
 
-    def _handler(self) -> Any:
+    def _handler(self) -> RendezvousHandler:
         launch = self._launch
         os.environ.setdefault(_NO_SHARING, "1")  # the workers of each round have a store of their own
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.signals_to_handle
@@ -175,7 +182,21 @@ class _Node:
             local_addr=launch.local_addr,
             **launch.rdzv_configs,
         )
-        return registry.get_rendezvous_handler(parameters)
+        limit = _seconds_to_answer(launch)
+        made: list[RendezvousHandler | BaseException] = []
+        thread = threading.Thread(
+            target=_make_handler, args=(parameters, made), daemon=True, name="elastic_ext rendezvous"
+        )
+        thread.start()  # which waits for ever where something else listens at the endpoint
+        thread.join(limit)
+        if not made:
+            raise RendezvousConnectionError(
+                f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds. Something listens there that is "
+                "no rendezvous, or the machine is not reached: choose another port, or look at --rdzv-endpoint"
+            )
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        return made[0]
 
     def _agent(self, meeting: Meeting, warden: Warden, shutdown_seconds: float) -> ElasticAgent:
         launch, folders = self._launch, self._folders
@@ -253,6 +274,18 @@ class _Node:
             ("checkpoints", "where the script has its trainer save them"),
         ):
             _logger.info("  %-12s %s", name, value)
+
+
+def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler | BaseException]) -> None:
+    try:
+        made.append(registry.get_rendezvous_handler(parameters))
+    except BaseException as error:  # raised where it is waited for
+        made.append(error)
+
+
+def _seconds_to_answer(launch: LaunchConfig) -> float:
+    """How long a rendezvous may take to answer: what its own time limit is, and some more."""
+    return float(launch.rdzv_configs.get("read_timeout", 60)) + _MORE_SECONDS
 
 
 def _script_of(options: argparse.Namespace) -> str:

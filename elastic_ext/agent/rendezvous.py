@@ -38,7 +38,7 @@ class Meeting(RendezvousHandler):
         self._inner = inner
         self._is_pending = is_pending  # whether nodes have to meet again for another reason
         self._is_dynamic = participants(inner) is not None and not inner.use_agent_store
-        self._members: frozenset[str] = frozenset()
+        self._members: dict[str, int] = {}
         self._server: TCPStore | None = None
         self._earlier: list[TCPStore] = []
         self._is_lost = False
@@ -63,7 +63,7 @@ class Meeting(RendezvousHandler):
         self._num_rounds += 1
         number = 0 if self._is_dynamic else self._num_rounds  # torch gives a dynamic one's rounds names of their own
         self.board = RoundBoard(info.store, place=info.rank, num_nodes=info.world_size, number=number)
-        self._members = participants(self._inner) or frozenset()
+        self._members = participants(self._inner) or {}
         if not self._is_dynamic:
             return info
         self._earlier += [] if self._server is None else [self._server]
@@ -93,10 +93,10 @@ class Meeting(RendezvousHandler):
 
     # ---- and what this agent does besides ----
 
-    def departed(self) -> frozenset[str]:
-        """Nodes that were in this round as it began, and are not, as of the last ``num_nodes_waiting``."""
+    def departed(self) -> frozenset[int]:
+        """The places of nodes that are in this round no more, as of the last ``num_nodes_waiting``."""
         now = participants(self._inner)
-        return frozenset() if now is None else self._members - now
+        return frozenset() if now is None else frozenset(self._members[node] for node in self._members.keys() - now)
 
     def leave(self) -> bool:
         """Leave the round; whether the others learn of it at once."""

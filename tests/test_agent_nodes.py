@@ -1,0 +1,229 @@
+"""Several nodes of one job: they join, leave, fail and are lost, and training goes on with those that there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from elastic_ext.agent.processes import is_alive
+from elastic_ext.agent.records import MEMBERSHIP_FILE, MembershipPlan
+from tests.elastic_job import NUM_SAMPLES
+from tests.nodes import Node, free_port, last_step, nodes, samples_of_steps, until
+
+JOB = ("-m", "tests.elastic_job")
+FOR_EVER = ("--steps=1000000", "--pace=0.02", "--every=1000000")
+
+
+class Cluster:
+    """Where nodes of one job meet, and how they are started."""
+
+    def __init__(self, folder: Path, *, nnodes: str = "1:3", max_restarts: int = 0, conf: str = "") -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.launch = [
+            f"--nnodes={nnodes}",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            "--rdzv-id=job",
+            f"--rdzv-conf=last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=4{conf}",
+            f"--max-restarts={max_restarts}",
+            "--local-addr=127.0.0.1",
+        ]
+
+    def node(self, number: int, arguments: Sequence[str] = FOR_EVER, *, num_workers: int = 1) -> Node:
+        launch = [*self.launch, f"--nproc-per-node={num_workers}"]
+        return Node(self.folder / f"node-{number}", [*launch, *JOB, str(self.folder), *arguments])
+
+    def wait_for_steps(self, number: int) -> int:
+        """Until so many more steps were taken; the last of them."""
+        first = last_step(self.folder)
+        until(lambda: last_step(self.folder) >= first + number or None, what=f"{number} steps more")
+        return last_step(self.folder)
+
+    def begun(self) -> list[int]:
+        """After which step the processes of each round went on, in the order in which they came."""
+        files = sorted(self.folder.glob("samples-0-*.txt"), key=lambda file: int(file.stem.split("-")[2]))
+        return [int(file.read_text().split()[1]) for file in files]
+
+    def check_samples(self) -> None:
+        """Every step has the samples of one, and every epoch has each once."""
+        steps = samples_of_steps(self.folder)
+        assert sorted(steps) == list(range(1, len(steps) + 1))
+        taken = [sample for step in sorted(steps) for sample in steps[step]]
+        for start in range(0, len(taken) - NUM_SAMPLES + 1, NUM_SAMPLES):
+            assert sorted(taken[start : start + NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+
+
+def plan_of(node: Node) -> MembershipPlan:
+    return MembershipPlan.from_json((node.run_dir / MEMBERSHIP_FILE).read_text())
+
+
+def lose(node: Node) -> None:
+    """As where a machine loses its power."""
+    workers = node.workers()
+    node.send(signal.SIGSTOP)  # so that it does not see its workers end
+    for worker in workers.values():
+        os.kill(worker.pid, signal.SIGKILL)
+    node.process.kill()
+
+
+def test_a_node_joins_and_one_leaves_while_training_goes_on_and_no_step_is_lost(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with nodes(cluster.node(0), cluster.node(1, num_workers=2)) as (first, second):
+        cluster.wait_for_steps(3)
+        third = cluster.node(2)
+        with nodes(third):
+            first.wait_for("training goes on meanwhile")
+            before = last_step(tmp_path)
+            third.wait_for("workers started")
+            assert last_step(tmp_path) > before  # the round of before had trained on
+            at_join = cluster.wait_for_steps(3)
+            assert [plan_of(node).world_size for node in (first, second, third)] == [4, 4, 4]
+            second.send(signal.SIGTERM)
+            assert second.end() == 143
+            cluster.wait_for_steps(3)
+            plan = plan_of(first)
+            assert (plan.version, plan.world_size) == (3, 2) and second.record().node_id in plan.reason
+            begun = cluster.begun()
+            assert begun[0] == 0 < begun[1] <= at_join < begun[2], begun
+            first.send(signal.SIGTERM)
+            third.send(signal.SIGTERM)
+            assert {first.end(), third.end()} == {143}
+    steps = samples_of_steps(tmp_path)
+    assert len(steps) == max(steps)
+    cluster.check_samples()
+    assert "worker-failed" not in [*first.kinds(), *second.kinds(), *third.kinds()]
+
+
+def test_a_failure_is_counted_once_on_all_nodes_and_the_last_ends_all_of_them(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nnodes="2", max_restarts=1)
+    with nodes(cluster.node(0), cluster.node(1)) as (first, second):
+        cluster.wait_for_steps(2)
+        os.kill(next(iter(second.workers().values())).pid, signal.SIGKILL)
+        first.wait_for("workers started", times=2)
+        second.wait_for("workers started", times=2)
+        cluster.wait_for_steps(2)
+        killed = next(iter(second.workers().items()))
+        os.kill(killed[1].pid, signal.SIGKILL)
+        assert (first.end(), second.end()) == (1, 1)
+    for node in (first, second):
+        assert re.search(rf"rank {killed[0]} \(local rank 0, pid {killed[1].pid}\) on \S+ ended by SIGKILL", node.text)
+        assert [event["generation"] for event in node.events() if event["kind"] == "membership"] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_node_that_is_lost_is_no_failure_that_counts(tmp_path: Path, is_first: bool) -> None:
+    cluster = Cluster(tmp_path, conf=",is_host=0")
+    store = TCPStore("127.0.0.1", cluster.port, is_master=True, wait_for_workers=False)  # on none of the nodes
+    with nodes(cluster.node(0), cluster.node(1), cluster.node(2)) as made:
+        cluster.wait_for_steps(2)
+        ranks = [next(iter(node.workers())) for node in made]
+        lost = made[ranks.index(0 if is_first else 2)]
+        others = [node for node in made if node is not lost]
+        lose(lost)
+        for node in others:
+            node.wait_for("workers started", times=2)
+        cluster.wait_for_steps(3)
+        assert plan_of(others[0]).world_size == 2 and lost.record().node_id in plan_of(others[0]).reason
+        for node in others:
+            node.send(signal.SIGTERM)
+        assert {node.end() for node in others} == {143}
+    cluster.check_samples()
+    del store
+
+
+@pytest.mark.slow
+def test_where_the_rendezvous_is_lost_the_others_end_and_say_why(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nnodes="2", max_restarts=3)
+    with nodes(cluster.node(0)) as (first,):
+        until(lambda: _listens(cluster.port) or None)
+        with nodes(cluster.node(1)) as (second,):
+            cluster.wait_for_steps(2)
+            workers = second.workers()
+            lose(first)
+            assert second.end() == 1
+            assert "rendezvous" in second.text and "gone" in second.text
+            assert not any(is_alive(worker) for worker in workers.values())
+
+
+@pytest.mark.slow
+def test_workers_of_which_one_is_stopped_go_on_once_it_is_continued(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nnodes="2")
+    with nodes(cluster.node(0), cluster.node(1)) as (first, second):
+        cluster.wait_for_steps(2)
+        (worker,) = second.workers().values()
+        os.kill(worker.pid, signal.SIGSTOP)
+        until(lambda: _state_of(worker.pid) == "T" or None)
+        os.kill(worker.pid, signal.SIGCONT)
+        cluster.wait_for_steps(2)
+        first.send(signal.SIGTERM)
+        second.send(signal.SIGTERM)
+        assert {first.end(), second.end()} == {143}
+    cluster.check_samples()
+
+
+@pytest.mark.slow
+def test_nodes_of_a_static_rendezvous_restart_together(tmp_path: Path) -> None:
+    port = free_port()
+    launch = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+        "--max-restarts=1",
+    ]
+    made = [
+        Node(tmp_path / f"node-{rank}", [*launch, f"--node-rank={rank}", *JOB, str(tmp_path), *FOR_EVER])
+        for rank in (0, 1)
+    ]
+    with nodes(*made) as (first, second):
+        until(lambda: last_step(tmp_path) > 2 or None)
+        os.kill(second.workers()[1].pid, signal.SIGKILL)
+        first.wait_for("workers started", times=2)
+        step = last_step(tmp_path)
+        until(lambda: last_step(tmp_path) > step + 2 or None)
+        assert second.workers()[1]
+
+
+def test_an_agent_is_refused_the_run_directory_of_another(tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text("import signal; signal.pause()")
+    with nodes(Node(tmp_path / "node", [str(script)])) as (first,):
+        first.wait_for("workers started")
+        with nodes(Node(tmp_path / "node", [str(script)])) as (second,):
+            assert second.end() == 2
+            assert "is held by another agent" in second.text and "ELASTIC_EXT_RUN_DIR" in second.text
+        assert first.process.poll() is None
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        arguments = [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{other.getsockname()[1]}",
+            "--rdzv-id=j",
+            "x.py",
+        ]
+        with nodes(Node(tmp_path / "node", ["--rdzv-conf=read_timeout=1", *arguments])) as (node,):
+            assert node.end() == 1
+            assert str(other.getsockname()[1]) in node.text and "could not meet" in node.text
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
