@@ -25,7 +25,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     registry,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
@@ -200,7 +199,6 @@ class _Node:
 
     def _agent(self, meeting: Meeting, warden: Warden, shutdown_seconds: float) -> ElasticAgent:
         launch, folders = self._launch, self._folders
-        master_addr, master_port = _static_address(launch)
         spec = WorkerSpec(
             role=launch.role,
             local_world_size=launch.nproc_per_node,
@@ -209,8 +207,6 @@ class _Node:
             rdzv_handler=meeting,
             max_restarts=launch.max_restarts,
             monitor_interval=launch.monitor_interval,
-            master_addr=master_addr,
-            master_port=master_port,
             local_addr=launch.local_addr,
             event_log_handler=launch.event_log_handler,
             numa_options=launch.numa_options,
@@ -292,15 +288,6 @@ def _script_of(options: argparse.Namespace) -> str:
     """The file that is run, as far as its name tells."""
     name: str = options.training_script
     return f"{name.replace('.', '/')}.py" if options.module else name
-
-
-def _static_address(launch: LaunchConfig) -> tuple[str | None, int | None]:
-    if launch.rdzv_backend != "static":
-        return None, None
-    host, port = parse_rendezvous_endpoint(launch.rdzv_endpoint.strip(), default_port=-1)
-    if port == -1:
-        raise LaunchRefused(f"the endpoint {launch.rdzv_endpoint!r} has no port: give --master-port, or HOST:PORT")
-    return host, port
 
 
 def _keep_newest(folder: Path, number: int) -> None:

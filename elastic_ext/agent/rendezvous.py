@@ -64,8 +64,8 @@ class Meeting(RendezvousHandler):
         number = 0 if self._is_dynamic else self._num_rounds  # torch gives a dynamic one's rounds names of their own
         self.board = RoundBoard(info.store, place=info.rank, num_nodes=info.world_size, number=number)
         self._members = participants(self._inner) or {}
-        if not self._is_dynamic:
-            return info
+        if not self._is_dynamic and self._num_rounds == 1:
+            return info  # a static one has a store for workers, and the same again in later rounds, with what is in it
         self._earlier += [] if self._server is None else [self._server]
         self._server = None
         return RendezvousInfo(info.store, info.rank, info.world_size, self._store_of(info))
