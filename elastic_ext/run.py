@@ -16,7 +16,7 @@ from importlib.metadata import version
 
 from .agent.arguments import parse
 from .agent.folder import NodeTaken
-from .agent.launcher import LaunchRefused, launch
+from .agent.launcher import launch
 
 __all__ = ["main"]
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger.setLevel(logging.INFO)
     try:
         return launch(options, dict(os.environ), version=version("elastic-ext"))
-    except (LaunchRefused, NodeTaken, ValueError, AssertionError) as error:  # torch asserts what was given
+    except (NodeTaken, ValueError, AssertionError) as error:  # torch asserts what was given
         print(f"elastic-run: refused: {error}", file=sys.stderr)
         return 2
 

@@ -110,6 +110,7 @@ class Session:
                 self.checkpoints.resume(self.resume)
                 self.checkpoints.try_out()
                 self._saving.start()
+            self._tell_begun()
             if self._accelerated is not None:
                 self._accelerated.begin(lambda: steps.is_committing)
         except BaseException as error:
@@ -196,6 +197,14 @@ class Session:
     def _measure(self) -> Measures:
         self._growing.warn()
         return self._speed.measure()
+
+    def _tell_begun(self) -> None:
+        """From which step training goes on, for those who know where it had been."""
+        step = self._counts.global_step
+        details = {"global_batch_size": self._batches.global_batch}
+        self.follower.reports.tell(
+            "training-began", step=step, text=f"training goes on after step {step}", details=details
+        )
 
     def fence(self) -> None:
         """Return once parameters and optimizer state may change: nothing of them is being copied any more."""

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer
+from tests.file_operations import FileOperations
 
 NUM_SAMPLES = 96
 GLOBAL_BATCH = 12
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--full-from", type=int, default=-1, help="from that step on nothing more goes on the disk")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -44,6 +46,7 @@ def main() -> None:
         global_batch_size=GLOBAL_BATCH,
         shared_storage_path=options.folder / "checkpoints",
         checkpoint_interval=CheckpointInterval(steps=options.every),
+        when_save_fails="warn",
     )
     optimizer = trainer.prepare(torch.optim.Adam(model.parameters(), lr=1e-2))
     rank = dist.get_rank()
@@ -57,6 +60,10 @@ def main() -> None:
             epoch += 1
         print("done", file=file, flush=True)
     dist.destroy_process_group()
+
+
+def was_restarted() -> bool:
+    return os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 
 
 def round_of_ranks() -> int:
@@ -76,6 +83,8 @@ def train(trainer, model, optimizer, loader, file, options) -> None:  # type: ig
             optimizer.step()
             optimizer.zero_grad()
         held += indices.tolist()
+        if trainer.global_step == options.full_from > step and not was_restarted():
+            FileOperations(options.folder / "checkpoints", "full", range(100000), like="os.mkdir")
         if trainer.global_step > step:
             print(trainer.global_step, *held, file=file, flush=True)
             held = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -52,3 +53,17 @@ def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
         node.send(signal.SIGTERM)
         assert node.end() == 143
     assert list((tmp_path / "checkpoints").rglob("COMMIT"))
+
+
+def test_what_was_staged_on_all_ranks_is_a_checkpoint_before_they_are_restarted(tmp_path: Path) -> None:
+    arguments = ("--steps=20", "--every=4", "--full-from=6", "--hold-at=10")
+    with nodes(started(tmp_path, *arguments, launch=("--max-restarts=1",))) as (node,):
+        node.wait_for("No space left")
+        until(lambda: held(tmp_path, 10))
+        (tmp_path / "go").touch()
+        os.kill(node.workers()[0].pid, signal.SIGKILL)
+        assert node.end() == 0, node.text
+    (staged,) = [event for event in node.events() if event["kind"] == "staged"]
+    assert staged["details"]["path"].endswith("step_8"), staged
+    began = [json.loads(line) for line in (node.run_dir / "events-0.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in began if event["kind"] == "training-began"] == [0, 8]

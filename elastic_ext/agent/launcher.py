@@ -42,7 +42,7 @@ from .records import AGENT_FILE, AgentRecord
 from .rendezvous import Meeting
 from .warden import Warden
 
-__all__ = ["LaunchRefused", "launch"]
+__all__ = ["launch"]
 
 _logger = logging.getLogger(__name__)
 
@@ -55,12 +55,8 @@ _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
 _NO_RUN = ("", "none")
 
 
-class LaunchRefused(Exception):
-    """What was asked for cannot be started."""
-
-
 def launch(options: argparse.Namespace, environ: Mapping[str, str], *, version: str) -> int:
-    """Run this node's part of a job; the exit status. LaunchRefused or torch's own ValueError for what cannot be."""
+    """Run this node's part of a job; the exit status. ValueError or torch's AssertionError for what cannot be."""
     given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
     settings = Settings.resolve(
         environ,
