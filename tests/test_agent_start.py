@@ -1,0 +1,86 @@
+"""What is run first in a worker's Python steps aside: nothing of it is left for the script, or for what that starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.agent.environment import AT_START, Place, devices_of, environment_of, with_start
+
+SCRIPT = """
+import os, subprocess, sys
+print(os.environ.get("PYTHONPATH"), any("at_start" in path for path in sys.path), "ELASTIC_EXT_AGENT_PID" in os.environ)
+print(sys.excepthook is sys.__excepthook__)
+print(getattr(sys.modules.get("sitecustomize"), "OWN", None), flush=True)
+subprocess.run([sys.executable, "-c", "import os, sys; print(os.environ.get('PYTHONPATH'), sys.excepthook.__name__)"])
+"""
+
+
+def output_of(path: str | None, *, agent_pid: int, **more: str) -> list[str]:
+    environ = with_start({**os.environ, **more}, path, agent_pid)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("path", [None, "/some/where", "/some/where:/else"])
+def test_the_script_finds_its_path_as_it_was(path: str | None, tmp_path: Path) -> None:
+    lines = output_of(path, agent_pid=os.getpid(), TORCHELASTIC_ERROR_FILE=str(tmp_path / "e"))
+    assert lines[0] == f"{path} False False"
+    assert lines[1] == "False"  # what ends the script is written
+    assert lines[3] == f"{path} excepthook"
+
+
+def test_a_process_that_is_no_worker_is_left_alone(tmp_path: Path) -> None:
+    lines = output_of(None, agent_pid=1, TORCHELASTIC_ERROR_FILE=str(tmp_path / "e"))
+    assert lines[1] == "True"
+
+
+def test_a_sitecustomize_of_the_machines_own_is_run(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("OWN = 5\n")
+    assert output_of(str(tmp_path), agent_pid=os.getpid())[2] == "5"
+
+
+def test_stacks_are_given_at_a_signal(tmp_path: Path) -> None:
+    file = tmp_path / "stacks"
+    environ = with_start({**os.environ, "ELASTIC_EXT_STACKS": f"{signal.SIGUSR2.value}:{file}"}, None, os.getpid())
+    script = "import os, signal\ndef here(): os.kill(os.getpid(), signal.SIGUSR2)\nhere()"
+    subprocess.run([sys.executable, "-c", script], env=environ, check=True)
+    assert "in here" in file.read_text()
+
+
+def test_virtual_local_ranks_see_one_device_each() -> None:
+    assert devices_of(1, visible=None, is_virtual=False) == {}
+    assert devices_of(1, visible="4,5", is_virtual=False) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert devices_of(1, visible=None, is_virtual=True) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1"}
+    assert devices_of(1, visible="4, 5", is_virtual=True) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "5"}
+    with pytest.raises(ValueError, match="local rank 2 has none"):
+        devices_of(2, visible="4,5", is_virtual=True)
+
+
+def test_places_are_told_in_torchruns_words() -> None:
+    place = Place(
+        rank=5,
+        local_rank=1,
+        role_rank=5,
+        group_rank=2,
+        world_size=8,
+        local_world_size=2,
+        role_world_size=8,
+        group_world_size=3,
+        role="trainer",
+        master_addr="host",
+        master_port=29500,
+        restart_count=1,
+        max_restarts=3,
+        run_id="job",
+        use_agent_store=True,
+    )
+    environ = environment_of(place)
+    assert environ["RANK"] == "5" and environ["GROUP_RANK"] == "2" and environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert AT_START.joinpath("sitecustomize.py").is_file()
