@@ -37,6 +37,7 @@ LAYERS: Mapping[str, int] = {
     "given": 0,
     "keys": 0,
     "metrics": 0,
+    "record_json": 0,
     "rules": 0,
     "sections": 0,
     "settings": 0,
