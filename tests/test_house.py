@@ -49,6 +49,7 @@ LAYERS: Mapping[str, int] = {
     "agent.folder": 1,
     "agent.processes": 1,
     "agent.records": 1,
+    "agent.tuner": 1,
     "agree": 1,
     "appliers": 1,
     "control_word": 1,
