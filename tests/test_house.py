@@ -46,6 +46,8 @@ LAYERS: Mapping[str, int] = {
     # 1: one job each
     "accelerator": 1,
     "agent": 1,
+    "agent.asking": 1,
+    "agent.control": 1,
     "agent.folder": 1,
     "agent.processes": 1,
     "agent.records": 1,
@@ -427,6 +429,9 @@ READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "set
 WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
+    "agent.control:Control.start": "closes what it has opened, and raises again",
+    "agent.control:Control._run": "the top of a thread: logged, and its owner sees that it has ended",
+    "agent.control:Control._answer_to": "whatever answers: who asked is told, and the agent goes on",
     "appliers:Appliers.check": "an applier is the user's code: what it raises is told to all ranks",
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
     "data.ahead:Ahead.__next__": "what cannot be made is passed before it is raised again",
