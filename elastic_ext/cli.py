@@ -13,7 +13,8 @@
     elastic-ext ckpt export PATH DEST          the model as plain safetensors files
     elastic-ext ckpt convert PATH --to ... DEST    to torch.distributed.checkpoint, and back; this alone imports torch
 
-The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR.
+The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR. Where an
+agent runs, `set` and `undo` have it write the file.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from .agent.asking import AgentFailed, AgentRefused, ControlError
+from .agent.contact import AgentsConfig, living_agent_of
 from .ckpt.commands import add_commands
 from .ckpt.taking import path_of
 from .config import ElasticConfig
@@ -52,8 +56,14 @@ def _run_config(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"elastic-ext: refused: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"elastic-ext: {error}; the config file is as it was", file=sys.stderr)
+    except AgentRefused as error:
+        print(f"elastic-ext: refused: {on_one_line(str(error))}", file=sys.stderr)
+        return 2
+    except (OSError, AgentFailed) as error:
+        print(f"elastic-ext: {on_one_line(str(error))}; the config file is as it was", file=sys.stderr)
+        return 1
+    except ControlError as error:
+        print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
         return 1
     encoding = sys.stdout.encoding or "utf-8"  # what the terminal cannot show is escaped
     sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
@@ -90,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     by_name["set"].add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="KEY= takes the key out")
     by_name["set"].add_argument("--reason", default="", help="why, for the log and the history")
     by_name["set"].add_argument("--at-step", type=int, help="the first step that runs under this version")
+    for name in ("set", "undo"):
+        by_name[name].add_argument("--force", action="store_true", help="write the file even where an agent has it")
     by_name["diff"].add_argument("versions", nargs="*", type=int, metavar="VERSION", help="from, and to")
     by_name["history"].add_argument("--json", action="store_true", help="one JSON object per version")
     return parser
@@ -114,7 +126,7 @@ def _set(history: ConfigHistory, options: argparse.Namespace) -> str:
     for path, value in pairs.items():
         if value is None and f"{path}=" not in options.assignments:
             raise _refused(f"{path} is null", f"a value, or {path}= to take the key out")
-    new = history.set(
+    new = _writer(history, options).set(
         {path: value for path, value in pairs.items() if value is not None},
         remove=[path for path, value in pairs.items() if value is None],
         reason=options.reason,
@@ -150,7 +162,18 @@ def _history(history: ConfigHistory, options: argparse.Namespace) -> str:
 
 
 def _undo(history: ConfigHistory, options: argparse.Namespace) -> str:
-    return _written(history, history.undo())
+    return _written(history, _writer(history, options).undo())
+
+
+def _writer(history: ConfigHistory, options: argparse.Namespace) -> ConfigHistory | AgentsConfig:
+    """Who is to write the file: the agent that has it, where one runs."""
+    if options.force:
+        return history
+    folders = [history.path.parent]
+    if os.environ.get("ELASTIC_EXT_RUN_DIR"):
+        folders.append(Path(os.environ["ELASTIC_EXT_RUN_DIR"]).expanduser())
+    agent = living_agent_of(history.path, folders, host=socket.gethostname())
+    return history if agent is None else AgentsConfig(agent)
 
 
 _COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}

@@ -47,6 +47,7 @@ LAYERS: Mapping[str, int] = {
     "accelerator": 1,
     "agent": 1,
     "agent.asking": 1,
+    "agent.contact": 1,
     "agent.control": 1,
     "agent.folder": 1,
     "agent.processes": 1,

@@ -74,7 +74,8 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_seconds: float = 30.0
                 end.sendall(line)
             answer = _answer_of(_received(end, deadline), path)
     except TimeoutError:
-        raise AgentSilent(f"the agent at {path} has not answered within {timeout_seconds:g} seconds") from None
+        late = f"has not answered within {timeout_seconds:g} seconds, and may still do what it was asked to"
+        raise AgentSilent(f"the agent at {path} {late}") from None
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         raise AgentAbsent(f"no agent listens at {path}") from None
     except OSError as error:
