@@ -6,6 +6,8 @@
     elastic-ext config history                 every version, with its reason
     elastic-ext config undo                    the content before this one, as a new version
 
+    elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
+
     elastic-ext ckpt ls PATH                   the checkpoints that are there
     elastic-ext ckpt show PATH                 what is in one, tensor by tensor
     elastic-ext ckpt verify PATH               every byte read and checked
@@ -30,8 +32,11 @@ from pathlib import Path
 
 from .agent.asking import AgentFailed, AgentRefused, ControlError
 from .agent.contact import AgentsConfig, living_agent_of
+from .agent.status_command import add_arguments as add_arguments_of_status
+from .agent.status_command import run as run_status
 from .ckpt.commands import add_commands
 from .ckpt.taking import path_of
+from .ckpt.terminal import Terminal
 from .config import ElasticConfig
 from .errors import ConfigError, Refusal
 from .history import ConfigHistory, Entry
@@ -40,6 +45,8 @@ from .strict_json import read_value, shown
 from .wording import on_one_line
 
 __all__ = ["main", "parse_assignment"]
+
+_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,6 +77,16 @@ def _run_config(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run_status(options: argparse.Namespace) -> int:
+    try:
+        status = run_status(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return status
+
+
 def parse_assignment(text: str) -> tuple[str, object]:
     """``KEY=VALUE`` as key and value: JSON where it is JSON, else text; None where the value is empty.
 
@@ -90,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="elastic-ext", description="Look at and change elastic training jobs.")
     groups = parser.add_subparsers(required=True)
     add_commands(groups.add_parser("ckpt", help="the checkpoints of jobs"))
+    status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
+    add_arguments_of_status(status)
+    status.set_defaults(run=_run_status)
     config = groups.add_parser("config", help="the versioned config file of a job")
     config.set_defaults(run=_run_config)
     commands = config.add_subparsers(dest="command", required=True)
@@ -184,6 +204,11 @@ _HELP = {
     "history": "every version, with its time, reason and changes",
     "undo": "write the content before this one as a new version",
 }
+
+
+_STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job
+of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default. Exit status: 0 healthy, 1 trouble,
+2 there is no such job."""
 
 
 def _existing(history: ConfigHistory) -> ElasticConfig:

@@ -52,6 +52,9 @@ LAYERS: Mapping[str, int] = {
     "agent.folder": 1,
     "agent.processes": 1,
     "agent.records": 1,
+    "agent.status": 1,
+    "agent.status_files": 1,
+    "agent.status_words": 1,
     "agent.tuner": 1,
     "agree": 1,
     "appliers": 1,
@@ -239,6 +242,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint.todcp": 2,
     "fsdp.checkpoint.verifying": 2,
     # 3: what joins them
+    "agent.status_command": 3,
     "checkpoints": 3,
     "ckpt": 3,
     "ckpt.commands": 3,
