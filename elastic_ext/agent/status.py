@@ -299,7 +299,7 @@ def _config_words(files: RunFiles, config: ConfigStatus, *, step: int) -> Iterat
     elif version > lowest and at_step is not None and at_step > step:
         yield False, f"version {version} of the config file waits for step {at_step}"
     elif version > lowest:
-        words = f"version {version} is in the config file for {age_in_words(age)}, and version {lowest} in force"
+        words = f"version {version} has been in the config file for {age_in_words(age)}; version {lowest} is in force"
         yield age > _LAG_SECONDS, words + ("; the log of rank 0 says why" if age > _LAG_SECONDS else "")
 
 

@@ -203,14 +203,15 @@ def _living(
     agent: AgentRecord | None, workers: WorkersRecord | None, metrics: tuple[RankMetrics, ...], host: str
 ) -> frozenset[int]:
     """The pids that are still those of the processes that were meant, of those on this machine."""
-    living: set[int] = set()
+    exactly: dict[int, bool] = {}
     if workers is not None and agent is not None and agent.host == host:
-        living.update(
-            each.pid for each in workers.workers if is_alive(Process(pid=each.pid, start_ticks=each.start_ticks))
-        )
+        exactly = {each.pid: is_alive(Process(pid=each.pid, start_ticks=each.start_ticks)) for each in workers.workers}
+    living = {pid for pid, lives in exactly.items() if lives}
     booted = _boot_time()
     for each in metrics:
-        process = process_of(each.pid) if each.host == host and 0 < each.pid < 1 << 31 else None
+        if each.host != host or each.pid in exactly or not 0 < each.pid < 1 << 31:
+            continue
+        process = process_of(each.pid)
         if process is not None and _started(process, booted) <= each.time + _SLACK_SECONDS:
             living.add(each.pid)
     return frozenset(living)
