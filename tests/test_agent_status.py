@@ -439,10 +439,13 @@ def test_files_are_read_and_processes_told_alive_from_dead(tmp_path: Path) -> No
 def test_a_pid_that_another_process_has_by_now_is_not_alive(tmp_path: Path) -> None:
     me = this_process()
     write_all(tmp_path, replace(me, start_ticks=me.start_ticks + 1))
-    long_ago = metrics(0, time=1000.0, host=socket.gethostname(), pid=me.pid)  # before this process was started
-    (tmp_path / "metrics-0.json").write_text(long_ago.to_json())
     files = read(tmp_path)
     assert not files.is_agent_running and files.living == frozenset()
+    (tmp_path / WORKERS_FILE).unlink()
+    assert read(tmp_path).living == {me.pid}  # the metrics are of now
+    long_ago = metrics(0, time=1000.0, host=socket.gethostname(), pid=me.pid)  # before this process was started
+    (tmp_path / "metrics-0.json").write_text(long_ago.to_json())
+    assert read(tmp_path).living == frozenset()
 
 
 def test_an_agent_on_another_machine_runs_as_long_as_it_holds_its_folder(tmp_path: Path) -> None:

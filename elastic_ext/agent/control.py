@@ -64,6 +64,7 @@ class Control:
         self._thread: threading.Thread | None = None
         self._connections: set[_Connection] = set()  # this and what follows is the thread's
         self._pause_until: float | None = None
+        self._is_short = False  # of what it takes to let somebody in; said once
         self._is_listening = False
         self._inode = 0
 
@@ -155,10 +156,12 @@ class Control:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # such as too many open files, which asking again at once does not change
-            if self._pause_until is None:
+            if not self._is_short:
                 _logger.warning("nobody can ask this agent for anything for the moment: %s", in_words(error))
+            self._is_short = True
             self._pause_until = time.monotonic() + _PAUSE_SECONDS
             return
+        self._is_short = False
         connection = _Connection(accepted, deadline=time.monotonic() + self._patience_seconds)
         self._connections.add(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
