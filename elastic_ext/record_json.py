@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import types
@@ -31,14 +30,14 @@ def record_of(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
 
     A field may be missing where its dataclass has a default for it.
     """
-    values = {}
+    values, types_of = {}, get_type_hints(kind)
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in found:
             if field.default is MISSING and field.default_factory is MISSING:
                 raise ValueError(f"{field.name} is missing")
             continue
         value = found[field.name]
-        if not _fits(value, _types_of(kind)[field.name]):
+        if not _fits(value, types_of[field.name]):
             raise ValueError(f"{field.name} is {value!r}; allowed: {field.type}")
         values[field.name] = value
     return kind(**values)
@@ -59,11 +58,6 @@ def with_rows(found: Mapping[str, Any], name: str, kind: type[Any]) -> dict[str,
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
         raise ValueError(f"{name} is no list of objects")
     return {**found, name: tuple(record_of(kind, each) for each in rows)}
-
-
-@functools.cache
-def _types_of(kind: type[Any]) -> Mapping[str, Any]:
-    return get_type_hints(kind)
 
 
 def _fits(value: object, kind: Any) -> bool:

@@ -264,3 +264,11 @@ def test_an_agent_in_another_process_is_asked_and_after_its_death_the_file_is_wr
             ask(tmp_path / "socket", {"do": "config-undo"})
         assert main(["config", "undo", "--file", file]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["version 3 written", "user.x: 2 -> 1"]
+
+
+def test_an_agent_that_does_not_say_what_it_has_written_is_a_failure_in_words(agent: Agent) -> None:
+    agent.control.close()
+    agent.control = Control(agent.control.path, {"config-set": lambda request: {}})
+    agent.control.start()
+    assert agent.run("set", "user.x=1", "--file", str(agent.path)) == 1
+    assert "does not say what it has written" in agent.err

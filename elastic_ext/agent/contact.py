@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ext.config import ElasticConfig
 from elastic_ext.files import read_at_most
 
-from .asking import AgentAbsent, AgentRefused, AgentSilent, ask
+from .asking import AgentAbsent, AgentFailed, AgentRefused, AgentSilent, ask
 from .folder import is_held
 from .processes import Process, is_alive
 from .records import AGENT_FILE, MOST_BYTES, AgentRecord
@@ -53,6 +53,8 @@ class AgentsConfig:
             raise AgentSilent(f"{agent}, and cannot be asked: {error}; {_FORCE}") from None
         except ValueError as error:  # it is too long to be asked
             raise AgentRefused(f"{error}; {_FORCE}") from None
+        if not isinstance(answer.get("config"), dict):
+            raise AgentFailed("the agent, which is of another version, does not say what it has written")
         return ElasticConfig.from_dict(answer["config"])
 
 
