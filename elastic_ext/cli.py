@@ -6,6 +6,8 @@
     elastic-ext config history                 every version, with its reason
     elastic-ext config undo                    the content before this one, as a new version
 
+    elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
+
     elastic-ext ckpt ls PATH                   the checkpoints that are there
     elastic-ext ckpt show PATH                 what is in one, tensor by tensor
     elastic-ext ckpt verify PATH               every byte read and checked
@@ -13,7 +15,8 @@
     elastic-ext ckpt export PATH DEST          the model as plain safetensors files
     elastic-ext ckpt convert PATH --to ... DEST    to torch.distributed.checkpoint, and back; this alone imports torch
 
-The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR.
+The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR. Where an
+agent runs, `set` and `undo` have it write the file.
 """
 
 from __future__ import annotations
@@ -21,13 +24,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from .agent.asking import AgentFailed, AgentRefused, ControlError
+from .agent.contact import AgentsConfig, living_agent_of
+from .agent.status_command import add_arguments as add_arguments_of_status
+from .agent.status_command import run as run_status
 from .ckpt.commands import add_commands
 from .ckpt.taking import path_of
+from .ckpt.terminal import Terminal
 from .config import ElasticConfig
 from .errors import ConfigError, Refusal
 from .history import ConfigHistory, Entry
@@ -36,6 +45,8 @@ from .strict_json import read_value, shown
 from .wording import on_one_line
 
 __all__ = ["main", "parse_assignment"]
+
+_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,12 +63,28 @@ def _run_config(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"elastic-ext: refused: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"elastic-ext: {error}; the config file is as it was", file=sys.stderr)
+    except AgentRefused as error:
+        print(f"elastic-ext: refused: {on_one_line(str(error))}", file=sys.stderr)
+        return 2
+    except (OSError, AgentFailed) as error:
+        print(f"elastic-ext: {on_one_line(str(error))}; the config file is as it was", file=sys.stderr)
+        return 1
+    except ControlError as error:
+        print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
         return 1
     encoding = sys.stdout.encoding or "utf-8"  # what the terminal cannot show is escaped
     sys.stdout.write(output.encode(encoding, "backslashreplace").decode(encoding))
     return 0
+
+
+def _run_status(options: argparse.Namespace) -> int:
+    try:
+        status = run_status(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return status
 
 
 def parse_assignment(text: str) -> tuple[str, object]:
@@ -80,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="elastic-ext", description="Look at and change elastic training jobs.")
     groups = parser.add_subparsers(required=True)
     add_commands(groups.add_parser("ckpt", help="the checkpoints of jobs"))
+    status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
+    add_arguments_of_status(status)
+    status.set_defaults(run=_run_status)
     config = groups.add_parser("config", help="the versioned config file of a job")
     config.set_defaults(run=_run_config)
     commands = config.add_subparsers(dest="command", required=True)
@@ -90,6 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     by_name["set"].add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="KEY= takes the key out")
     by_name["set"].add_argument("--reason", default="", help="why, for the log and the history")
     by_name["set"].add_argument("--at-step", type=int, help="the first step that runs under this version")
+    for name in ("set", "undo"):
+        by_name[name].add_argument("--force", action="store_true", help="write the file even where an agent has it")
     by_name["diff"].add_argument("versions", nargs="*", type=int, metavar="VERSION", help="from, and to")
     by_name["history"].add_argument("--json", action="store_true", help="one JSON object per version")
     return parser
@@ -114,7 +146,7 @@ def _set(history: ConfigHistory, options: argparse.Namespace) -> str:
     for path, value in pairs.items():
         if value is None and f"{path}=" not in options.assignments:
             raise _refused(f"{path} is null", f"a value, or {path}= to take the key out")
-    new = history.set(
+    new = _writer(history, options).set(
         {path: value for path, value in pairs.items() if value is not None},
         remove=[path for path, value in pairs.items() if value is None],
         reason=options.reason,
@@ -150,7 +182,18 @@ def _history(history: ConfigHistory, options: argparse.Namespace) -> str:
 
 
 def _undo(history: ConfigHistory, options: argparse.Namespace) -> str:
-    return _written(history, history.undo())
+    return _written(history, _writer(history, options).undo())
+
+
+def _writer(history: ConfigHistory, options: argparse.Namespace) -> ConfigHistory | AgentsConfig:
+    """Who is to write the file: the agent that has it, where one runs."""
+    if options.force:
+        return history
+    folders = [history.path.parent]
+    if os.environ.get("ELASTIC_EXT_RUN_DIR"):
+        folders.append(Path(os.environ["ELASTIC_EXT_RUN_DIR"]).expanduser())
+    agent = living_agent_of(history.path, folders, host=socket.gethostname())
+    return history if agent is None else AgentsConfig(agent)
 
 
 _COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}
@@ -161,6 +204,11 @@ _HELP = {
     "history": "every version, with its time, reason and changes",
     "undo": "write the content before this one as a new version",
 }
+
+
+_STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job
+of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default. Exit status: 0 healthy, 1 trouble,
+2 there is no such job."""
 
 
 def _existing(history: ConfigHistory) -> ElasticConfig:

@@ -6,8 +6,10 @@ stays the only truth about what training should be doing.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from typing import Any
 
 from .config import ElasticConfig
 from .errors import ConfigError, Refusal
-from .files import exclusive, read_at_most, write_whole
+from .files import exclusive, read_at_most, try_lock, write_whole
 from .strict_json import MAX_BYTES
 
 __all__ = ["ConfigHistory", "Entry", "undone"]
@@ -27,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _MOST_ENTRIES = 200
 _MOST_BYTES = _MOST_ENTRIES * MAX_BYTES
 _LATEST = 1e11  # seconds since 1970; what lies beyond is no date
+_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +74,15 @@ def undone(entries: Sequence[Entry]) -> Entry:
 
 
 class ConfigHistory:
-    """The config file at ``path`` with its earlier versions. One writer at a time, among processes of one machine."""
+    """The config file at ``path`` with its earlier versions. One writer at a time, among processes of one machine.
 
-    def __init__(self, path: Path) -> None:
+    A writer waits for another one, by default as long as that takes; what writes raises TimeoutError once it has waited
+    for ``patience_seconds``, and has written nothing then.
+    """
+
+    def __init__(self, path: Path, *, patience_seconds: float | None = None) -> None:
         self.path = path
+        self._patience_seconds = patience_seconds
         self._history = path.with_name(f".{path.name}.history")
         self._lock = path.with_name(f".{path.name}.lock")
 
@@ -126,11 +134,43 @@ class ConfigHistory:
             )
             return self._write(new, entries, restores=target.origin)
 
+    def put(self, new: ElasticConfig) -> bool:
+        """Write a version that was made elsewhere, as it is; False, and nothing is, where the file's is as high."""
+        with self._alone() as recorded:
+            try:
+                current = self.current()
+            except ConfigError:  # it is replaced
+                current = None
+            if current is not None and current.version >= new.version:
+                return False
+            self._write(new, self._with_current(recorded, current))
+            return True
+
+    def take_in(self) -> None:
+        """Enter what the file holds now, where it is not the newest version that was entered."""
+        with self._alone() as recorded:
+            entries = self._with_current(recorded, self.current())
+            if len(entries) > len(recorded):
+                self._write_history(entries)
+
     @contextmanager
     def _alone(self) -> Iterator[list[Entry]]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(self._lock):
+        with exclusive(self._lock) if self._patience_seconds is None else self._locked(self._patience_seconds):
             yield self._read()
+
+    @contextmanager
+    def _locked(self, patience_seconds: float) -> Iterator[None]:
+        deadline = time.monotonic() + patience_seconds
+        while (lock := try_lock(self._lock)) is None:
+            if time.monotonic() >= deadline:
+                words = "another process writes the config file, and has not ended"
+                raise TimeoutError(errno.ETIMEDOUT, words, str(self.path))
+            time.sleep(_POLL_SECONDS)
+        try:
+            yield
+        finally:
+            os.close(lock)
 
     def _read(self) -> list[Entry]:
         try:
@@ -155,12 +195,14 @@ class ConfigHistory:
         data = new.to_json().encode()
         ElasticConfig.parse(data)  # values that are allowed one by one can make a file that is too large
         write_whole(self.path, data)
-        kept = [*entries, Entry(time=time.time(), config=new, restores=restores)][-_MOST_ENTRIES:]
         try:
-            write_whole(self._history, "".join(entry.to_json() + "\n" for entry in kept).encode())
+            self._write_history([*entries, Entry(time=time.time(), config=new, restores=restores)])
         except OSError as error:
             _logger.warning("version %d is written, but not its history %s: %s", new.version, self._history, error)
         return new
+
+    def _write_history(self, entries: Sequence[Entry]) -> None:
+        write_whole(self._history, "".join(entry.to_json() + "\n" for entry in entries[-_MOST_ENTRIES:]).encode())
 
 
 def _next_version(entries: Sequence[Entry]) -> int:

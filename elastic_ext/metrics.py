@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from .record_json import object_of, record_of, with_record
+
 __all__ = ["JobEvent", "Measures", "RankMetrics"]
 
 
@@ -44,6 +46,11 @@ class RankMetrics:
     def to_json(self) -> str:
         return json.dumps(asdict(self)) + "\n"
 
+    @classmethod
+    def from_json(cls, text: str) -> RankMetrics:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return record_of(cls, with_record(object_of(text), "measures", Measures))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobEvent:
@@ -59,3 +66,8 @@ class JobEvent:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> JobEvent:
+        """The record that ``to_json`` gave, its details as JSON has them; ValueError for anything else."""
+        return record_of(cls, object_of(text))

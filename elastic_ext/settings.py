@@ -47,6 +47,16 @@ class Settings:
         """Whether ``ELASTIC_EXT`` leaves the library switched on; it must say the same on every rank."""
         return _enabled(environ.get("ELASTIC_EXT", ""))
 
+    @staticmethod
+    def jobs_folder(environ: Mapping[str, str]) -> Path:
+        """Where the run directories of jobs lie that were given none; ValueError if the home folder is not known."""
+        return _absolute(_cache(environ) / "elastic_ext")
+
+    @staticmethod
+    def run_dir_of(environ: Mapping[str, str], job: str) -> Path:
+        """The run directory of a job of this name that was given none."""
+        return Settings.jobs_folder(environ) / _as_name(job)
+
     @classmethod
     def resolve(
         cls,
@@ -67,7 +77,7 @@ class Settings:
             if path is not None:
                 path_given(argument, path)
         name = job or environ.get("ELASTIC_EXT_JOB") or _launcher_job(environ) or _script_job(script)
-        folder = Path(run_dir or environ.get("ELASTIC_EXT_RUN_DIR") or _cache(environ) / "elastic_ext" / _as_name(name))
+        folder = Path(run_dir or environ.get("ELASTIC_EXT_RUN_DIR") or cls.run_dir_of(environ, name))
         file = Path(config_file or environ.get("ELASTIC_EXT_CONFIG_FILE") or folder / "config.json")
         return cls(
             enabled=cls.is_enabled(environ),

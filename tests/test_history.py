@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError
+from elastic_ext.files import exclusive
 from elastic_ext.history import ConfigHistory, Entry, undone
 from tests.configs import configs, unhurried
 
@@ -355,3 +356,66 @@ def test_an_entry_comes_back_from_its_line(config: ElasticConfig, restores: int 
     written = Entry(time=time, config=config, restores=restores)
     assert len(written.to_json().splitlines()) == 1
     assert Entry.from_json(written.to_json()) == written
+
+
+# ---- versions from elsewhere ----
+
+
+def test_a_version_from_elsewhere_is_written_as_it_is_and_entered(history: ConfigHistory) -> None:
+    history.set({"user.x": 1}, reason="")
+    by_hand(history, 4, 2)
+    new = ElasticConfig.from_values({"user.x": 3}, version=9, reason="of another node")
+    assert history.put(new)
+    assert history.current() == new
+    assert versions(history) == [1, 4, 9]
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_version_from_elsewhere_that_is_not_above_the_files_is_not_written(
+    history: ConfigHistory, version: int
+) -> None:
+    by_hand(history, 4, 2)
+    before = history.path.read_bytes()
+    assert not history.put(ElasticConfig.from_values({"user.x": 3}, version=version))
+    assert history.path.read_bytes() == before
+
+
+def test_a_version_from_elsewhere_replaces_what_was_refused(history: ConfigHistory) -> None:
+    history.path.write_bytes(b"half a fi")
+    assert history.put(ElasticConfig.from_values({"user.x": 3}, version=9))
+    assert versions(history) == [9]
+
+
+def test_an_edit_by_hand_is_entered_when_it_is_taken_in_and_once_only(history: ConfigHistory) -> None:
+    history.set({"user.x": 1}, reason="")
+    by_hand(history, 4, 2)
+    history.take_in()
+    first = history_file(history).read_bytes()
+    history.take_in()
+    assert history_file(history).read_bytes() == first
+    history.path.unlink()
+    assert versions(history) == [1, 4]
+
+
+def test_a_file_that_is_refused_or_gone_is_not_entered(history: ConfigHistory) -> None:
+    history.take_in()
+    history.path.write_bytes(b"half a fi")
+    with pytest.raises(ConfigError):
+        history.take_in()
+    assert not history_file(history).exists()
+
+
+def test_a_writer_with_limited_patience_gives_up_before_one_that_does_not_end_and_writes_nothing(
+    history: ConfigHistory,
+) -> None:
+    hasty = ConfigHistory(history.path, patience_seconds=0.0)
+    hasty.set({"user.x": 1}, reason="")
+    before = history.path.read_bytes()
+    new = ElasticConfig.from_values({"user.x": 3}, version=9)
+    with exclusive(history.path.with_name(".config.json.lock")):
+        for write in (lambda: hasty.set({"user.x": 2}, reason=""), hasty.undo, lambda: hasty.put(new), hasty.take_in):
+            with pytest.raises(TimeoutError, match="another process writes the config file"):
+                write()
+    assert history.path.read_bytes() == before
+    hasty.set({"user.x": 2}, reason="")
+    assert versions(history) == [1, 2]

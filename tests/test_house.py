@@ -37,6 +37,7 @@ LAYERS: Mapping[str, int] = {
     "given": 0,
     "keys": 0,
     "metrics": 0,
+    "record_json": 0,
     "rules": 0,
     "sections": 0,
     "settings": 0,
@@ -45,9 +46,16 @@ LAYERS: Mapping[str, int] = {
     # 1: one job each
     "accelerator": 1,
     "agent": 1,
+    "agent.asking": 1,
+    "agent.contact": 1,
+    "agent.control": 1,
     "agent.folder": 1,
     "agent.processes": 1,
     "agent.records": 1,
+    "agent.status": 1,
+    "agent.status_files": 1,
+    "agent.status_words": 1,
+    "agent.tuner": 1,
     "agree": 1,
     "appliers": 1,
     "control_word": 1,
@@ -234,6 +242,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint.todcp": 2,
     "fsdp.checkpoint.verifying": 2,
     # 3: what joins them
+    "agent.status_command": 3,
     "checkpoints": 3,
     "ckpt": 3,
     "ckpt.commands": 3,
@@ -425,6 +434,9 @@ READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "set
 WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
+    "agent.control:Control.start": "closes what it has opened, and raises again",
+    "agent.control:Control._run": "the top of a thread: logged, and its owner sees that it has ended",
+    "agent.control:Control._answer_to": "whatever answers: who asked is told, and the agent goes on",
     "appliers:Appliers.check": "an applier is the user's code: what it raises is told to all ranks",
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
     "data.ahead:Ahead.__next__": "what cannot be made is passed before it is raised again",

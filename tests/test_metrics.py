@@ -29,8 +29,8 @@ EVENT = JobEvent(
 
 
 def test_metrics_read_back_as_they_were_written() -> None:
-    record = json.loads(METRICS.to_json())
-    assert RankMetrics(**record | {"measures": Measures(**record["measures"])}) == METRICS
+    assert RankMetrics.from_json(METRICS.to_json()) == METRICS
+    assert JobEvent.from_json(EVENT.to_json()) == dataclasses.replace(EVENT, details={"a": [1, None]})
 
 
 def test_an_event_is_one_line_whatever_its_text() -> None:

@@ -171,3 +171,11 @@ def test_the_restart_is_counted_by_the_launcher(text: str, restart: int) -> None
 def test_a_restart_count_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="TORCHELASTIC_RESTART_COUNT"):
         Settings.resolve({"TORCHELASTIC_RESTART_COUNT": text}, script="train.py")
+
+
+@pytest.mark.parametrize("job", ["train", "a/b", "..", "größe"])
+def test_the_run_directory_of_a_job_that_was_given_none_is_found_by_its_name(job: str) -> None:
+    for environ in ({"XDG_CACHE_HOME": "/c"}, {"XDG_CACHE_HOME": "not absolute"}, {}):
+        found = Settings.run_dir_of(environ, job)
+        assert found == Settings.resolve(environ, script="train.py", job=job).run_dir
+        assert found.parent == Settings.jobs_folder(environ)

@@ -18,9 +18,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic_ext.files import try_lock
+from elastic_ext.files import is_locked, try_lock
 
-__all__ = ["STAGING", "NodeFolders", "NodeTaken", "remove_memory_folder"]
+__all__ = ["STAGING", "NodeFolders", "NodeTaken", "is_held", "remove_memory_folder"]
 
 _logger = logging.getLogger(__name__)
 
@@ -58,6 +58,11 @@ class NodeFolders:
         remove_memory_folder(self.memory)
         os.close(self.memory_lock)
         os.close(self._run_lock)
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether an agent holds this run directory, on whatever machine; OSError where there is no telling."""
+    return is_locked(run_dir / _LOCK)
 
 
 def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:

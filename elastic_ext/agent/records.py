@@ -10,9 +10,10 @@ A node is one agent with its workers, whatever machine it is on; a round is the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from elastic_ext.record_json import object_of, record_of, with_rows
 
 __all__ = [
     "AGENT_FILE",
@@ -36,7 +37,6 @@ MOST_BYTES = 4 << 20
 """More is in none of these files."""
 
 WorkerState = Literal["running", "succeeded", "failed"]
-_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class AgentRecord:
     @classmethod
     def from_json(cls, text: str) -> AgentRecord:
         """The record that ``to_json`` gave; ValueError for anything else."""
-        return _read(cls, _object(text))
+        return record_of(cls, object_of(text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class MembershipPlan:
     @classmethod
     def from_json(cls, text: str) -> MembershipPlan:
         """The record that ``to_json`` gave; ValueError for anything else."""
-        return _read(cls, _with_rows(_object(text), "nodes", NodeShare))
+        return record_of(cls, with_rows(object_of(text), "nodes", NodeShare))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,49 +153,4 @@ class WorkersRecord:
     @classmethod
     def from_json(cls, text: str) -> WorkersRecord:
         """The record that ``to_json`` gave; ValueError for anything else."""
-        return _read(cls, _with_rows(_object(text), "workers", WorkerSeen))
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
-    return found
-
-
-def _with_rows(found: dict[str, Any], name: str, row: type[Any]) -> dict[str, Any]:
-    rows = found.get(name)
-    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
-        raise ValueError(f"{name} is no list of objects")
-    return {**found, name: tuple(_read(row, each) for each in rows)}
-
-
-def _read(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
-    """A record of ``kind``; what a newer version has added to it is left out."""
-    values = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        if field.name not in found:
-            if str(field.type).endswith("| None"):
-                continue
-            raise ValueError(f"{field.name} is missing")
-        value = found[field.name]
-        if not _fits(value, str(field.type)):
-            raise ValueError(f"{field.name} is {value!r}; allowed: {field.type}")
-        values[field.name] = value
-    return kind(**values)
-
-
-def _fits(value: object, kind: str) -> bool:
-    """Whether ``value`` is of a kind that these records' fields have, as it is written there."""
-    if kind.endswith(" | None"):
-        return value is None or _fits(value, kind.removesuffix(" | None"))
-    if kind.startswith("tuple"):
-        return isinstance(value, tuple)
-    if kind == "WorkerState":
-        return value in ("running", "succeeded", "failed")
-    if kind == "float":
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return type(value) is {"int": int, "str": str}[kind]
+        return record_of(cls, with_rows(object_of(text), "workers", WorkerSeen))

@@ -1,0 +1,293 @@
+"""Control: the socket by which an agent is spoken to, by processes of its own user on its own machine.
+
+How both ends speak is in asking.py. Nothing here knows what is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import selectors
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from elastic_ext.errors import ElasticError, in_words
+from elastic_ext.strict_json import shown
+
+from .asking import MOST_ANSWER_BYTES, MOST_REQUEST_BYTES, address_of
+
+__all__ = ["Control", "Handler"]
+
+_logger = logging.getLogger(__name__)
+
+Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""What answers requests of one name: ValueError refuses one, and OSError or ElasticError says what went wrong."""
+
+_PIECE_BYTES = 64 << 10
+_PAUSE_SECONDS = 0.2
+_JOIN_SECONDS = 30.0
+
+
+class Control:
+    """The agent's end: listens at ``path`` from ``start()`` (or ``with``) to ``close()``, on one thread.
+
+    The ``handlers`` are called on that thread, one after another. A connection that has not brought a whole request
+    within ``patience_seconds``, or not taken its answer, is dropped. ``uid`` is whose processes are heard; its default
+    is the own one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        handlers: Mapping[str, Handler],
+        *,
+        patience_seconds: float = 5.0,
+        most_connections: int = 16,
+        uid: int | None = None,
+    ) -> None:
+        self.path = path
+        self._handlers = dict(handlers)
+        self._patience_seconds = patience_seconds
+        self._most_connections = most_connections
+        self._uid = os.getuid() if uid is None else uid
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._connections: set[_Connection] = set()  # this and what follows is the thread's
+        self._pause_until: float | None = None
+        self._is_short = False  # of what it takes to let somebody in; said once
+        self._is_listening = False
+        self._inode = 0
+
+    def start(self) -> None:
+        """Listen. OSError where that cannot be; ValueError where ``path`` is not a name for a socket."""
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._waker, self._woken = socket.socketpair()
+        try:
+            self._listener.setblocking(False)
+            os.fchmod(self._listener.fileno(), 0o600)  # which the file has from its first moment
+            _remove_socket(self.path)
+            with address_of(self.path) as address:
+                self._listener.bind(address)
+            self._inode = os.lstat(self.path).st_ino
+            self._listener.listen(self._most_connections)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+        except BaseException:
+            self._release()
+            raise
+        self._thread = threading.Thread(target=self._run, name="elastic_ext control", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it listens."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop listening, and remove the socket. Connections end without an answer. Closing twice is allowed."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        with contextlib.suppress(OSError):  # it was closed before
+            self._waker.send(b"x")
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=_JOIN_SECONDS)
+            if self._thread.is_alive():
+                _logger.warning("what an agent was asked for has not ended; its thread is left behind")
+
+    def __enter__(self) -> Control:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._tidy()
+                for key, _ in self._selector.select(self._seconds_to_wait()):
+                    if self._stop.is_set():
+                        break
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif isinstance(key.data, _Connection):
+                        self._serve(key.data)
+        except Exception:  # the top of a thread: the agent goes on, and those who ask find nobody
+            _logger.exception("nobody can ask this agent for anything any more")
+        finally:
+            self._release()
+
+    def _seconds_to_wait(self) -> float | None:
+        moments = [connection.deadline for connection in self._connections]
+        if self._pause_until is not None:
+            moments.append(self._pause_until)
+        return max(min(moments) - time.monotonic(), 0.0) if moments else None
+
+    def _tidy(self) -> None:
+        """Drop connections that take too long; listen where there is room for another one, else let those wait."""
+        now = time.monotonic()
+        for connection in [each for each in self._connections if now >= each.deadline]:
+            self._drop(connection)
+        if self._pause_until is not None and now >= self._pause_until:
+            self._pause_until = None
+        listens = self._pause_until is None and len(self._connections) < self._most_connections
+        if listens and not self._is_listening:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        elif self._is_listening and not listens:
+            self._selector.unregister(self._listener)
+        self._is_listening = listens
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # such as too many open files, which asking again at once does not change
+            if not self._is_short:
+                _logger.warning("nobody can ask this agent for anything for the moment: %s", in_words(error))
+            self._is_short = True
+            self._pause_until = time.monotonic() + _PAUSE_SECONDS
+            return
+        self._is_short = False
+        connection = _Connection(accepted, deadline=time.monotonic() + self._patience_seconds)
+        self._connections.add(connection)
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        if _uid_of(accepted) != self._uid:
+            words = f"this agent hears processes of user {self._uid} alone"
+            self._begin_answer(connection, _line_of({"refused": words}))
+
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            if connection.unsent:
+                connection.send()
+            else:
+                self._hear(connection)
+        except OSError:  # whoever asked has gone
+            connection.is_over = True
+        if connection.is_over:
+            self._drop(connection)
+
+    def _hear(self, connection: _Connection) -> None:
+        """Take what has come; once that is a request, have it answered."""
+        line = connection.receive()
+        if line is None:
+            return
+        began = time.monotonic()
+        answer = self._answer_to(line)
+        for each in self._connections:  # nobody else was heard meanwhile
+            each.deadline += time.monotonic() - began
+        self._begin_answer(connection, answer)
+
+    def _answer_to(self, line: bytes) -> bytes:
+        """The line that answers a request."""
+        try:
+            request = _request_of(line)
+            return _line_of(self._handlers[_name_in(request, self._handlers)](request))
+        except ValueError as error:
+            return _line_of({"refused": str(error)})
+        except (OSError, ElasticError) as error:
+            return _line_of({"error": in_words(error)})
+        except Exception as error:  # of whatever answers: only the one who asked is to suffer by that
+            _logger.exception("what an agent was asked for failed")
+            return _line_of({"error": f"{in_words(error)} (the agent's log says more)"})
+
+    def _begin_answer(self, connection: _Connection, line: bytes) -> None:
+        connection.unsent = memoryview(line)
+        connection.deadline = time.monotonic() + self._patience_seconds
+        self._selector.modify(connection.socket, selectors.EVENT_WRITE, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+    def _release(self) -> None:
+        """Close everything, and remove the socket unless another has its name by now."""
+        for connection in list(self._connections):
+            self._drop(connection)
+        with contextlib.suppress(OSError):
+            if self._inode and os.lstat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+        for each in (self._listener, self._waker, self._woken, self._selector):
+            each.close()
+
+
+class _Connection:
+    """Somebody who asks, as the thread sees them."""
+
+    def __init__(self, accepted: socket.socket, *, deadline: float) -> None:
+        accepted.setblocking(False)
+        self.socket = accepted
+        self.deadline = deadline
+        self.unsent = memoryview(b"")
+        self.is_over = False
+        self._received = bytearray()
+
+    def receive(self) -> bytes | None:
+        """The request, once all of it has come; of one that is too long, more than is allowed."""
+        piece = self.socket.recv(_PIECE_BYTES)
+        self.is_over = not piece
+        self._received += piece
+        end = self._received.find(b"\n", len(self._received) - len(piece))
+        if end < 0 and len(self._received) <= MOST_REQUEST_BYTES:
+            return None
+        return bytes(self._received if end < 0 else self._received[:end])
+
+    def send(self) -> None:
+        self.unsent = self.unsent[self.socket.send(self.unsent[:_PIECE_BYTES]) :]
+        self.is_over = not self.unsent
+
+
+def _request_of(line: bytes) -> dict[str, Any]:
+    if len(line) > MOST_REQUEST_BYTES:
+        raise ValueError(f"the request is too long; allowed: at most {MOST_REQUEST_BYTES} bytes")
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError):
+        request = None
+    if not isinstance(request, dict):
+        raise ValueError("the request is not a JSON object; allowed: one on a single line")
+    return request
+
+
+def _name_in(request: Mapping[str, Any], handlers: Mapping[str, Handler]) -> str:
+    """What a request asks for."""
+    name = request.get("do")
+    if not isinstance(name, str) or name not in handlers:
+        raise ValueError(f"do is {shown(name)}; allowed: one of {', '.join(sorted(handlers))}")
+    return name
+
+
+def _line_of(answer: Mapping[str, Any]) -> bytes:
+    line = json.dumps(answer).encode() + b"\n"
+    if len(line) > MOST_ANSWER_BYTES:
+        return _line_of({"error": f"the answer has {len(line)} bytes, and at most {MOST_ANSWER_BYTES} are sent"})
+    return line
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove what an agent that was killed has left; nothing else."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "there is something else than a socket", str(path))
+        os.unlink(path)
+
+
+def _uid_of(connected: socket.socket) -> int:
+    """Whose process is at the other end."""
+    size = struct.calcsize("3i")
+    uid: int = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+    return uid

@@ -1,0 +1,113 @@
+"""elastic-ext status: the jobs of this machine, or one of them, in words or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic_ext.ckpt.terminal import Terminal
+from elastic_ext.errors import in_words
+from elastic_ext.settings import Settings
+
+from .contact import agent_in
+from .status import NodeStatus, status_of
+from .status_files import is_run_directory, read_run_directory
+from .status_words import line_of, words
+
+__all__ = ["HEALTHY", "REFUSED", "TROUBLE", "add_arguments", "run"]
+
+HEALTHY = 0
+TROUBLE = 1
+REFUSED = 2
+"""No such job or run directory."""
+_MOST_JOBS = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which job, and how it is shown."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("run_dir", nargs="?", type=_path, metavar="RUN_DIR", help="the run directory of a job")
+    which.add_argument("--job", help="the name of a job whose run directory is where it is by default")
+    parser.add_argument("--json", action="store_true", help="one JSON object per run directory")
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str], terminal: Terminal) -> int:
+    """Show it; gives the exit status."""
+    try:
+        folders, is_list = _folders(options.run_dir, options.job, environ)
+        now, host = time.time(), socket.gethostname()
+        found = [status_of(read_run_directory(folder, now=now, host=host)) for folder in folders]
+    except OSError as error:
+        terminal.complain(in_words(error))
+        return REFUSED
+    except ValueError as error:
+        terminal.complain(str(error))
+        return REFUSED
+    if is_list:
+        found.sort(key=lambda each: (each.state == "running", _last_seen(each)), reverse=True)
+        for status in found:
+            terminal.tell(status.to_dict(), line_of(status))
+        terminal.say("one of them in full: elastic-ext status RUN_DIR, or --job NAME")
+    else:
+        for number, status in enumerate(found):
+            terminal.tell(status.to_dict(), ("\n" if number else "") + words(status))
+    counted = [each for each in found if not is_list or each.state == "running"]
+    return TROUBLE if any(each.troubles for each in counted) else HEALTHY
+
+
+def _folders(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -> tuple[list[Path], bool]:
+    """The run directories that are meant, and whether they are many that nobody named; ValueError if there is none."""
+    if run_dir is not None:
+        return [_checked(run_dir)], False
+    if job is not None:
+        return _folders_of(job, environ), False
+    if environ.get("ELASTIC_EXT_RUN_DIR"):
+        return [_checked(Path(environ["ELASTIC_EXT_RUN_DIR"]).expanduser())], False
+    folder = Settings.jobs_folder(environ)
+    found = _run_directories(folder)
+    if not found:
+        raise ValueError(f"no job has a run directory in {folder}; give one, or set ELASTIC_EXT_RUN_DIR")
+    return found, len(found) > 1
+
+
+def _folders_of(job: str, environ: Mapping[str, str]) -> list[Path]:
+    """The run directories of a job: one per agent of this machine."""
+    first = Settings.run_dir_of(environ, job)
+    others = [each for each in _run_directories(first.parent) if each.name.startswith(f"{first.name}-")]
+    found = [each for each in others if (agent := agent_in(each)) is not None and agent.job == job]
+    if first.is_dir() and is_run_directory(first):
+        found.insert(0, first)
+    if not found:
+        known = ", ".join(each.name for each in _run_directories(first.parent)[:10]) or "none"
+        raise ValueError(f"job {job!r} has no run directory {first}; those that are there: {known}")
+    return found
+
+
+def _run_directories(folder: Path) -> list[Path]:
+    """The newest of those in ``folder``."""
+    try:
+        inside = [(each.stat().st_mtime, each) for each in folder.iterdir() if each.is_dir()]
+    except FileNotFoundError:
+        return []
+    return [each for _, each in sorted(inside, reverse=True)[:_MOST_JOBS] if is_run_directory(each)]
+
+
+def _checked(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the run directory of a job")
+    if not is_run_directory(folder):
+        raise ValueError(f"{folder} holds nothing of a job; give its run directory, or --job NAME")
+    return folder
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is given, as where a variable is not set; allowed: a run directory")
+    return Path(text).expanduser()
+
+
+def _last_seen(status: NodeStatus) -> float:
+    return -min((each.seen_seconds for each in status.ranks), default=float("inf"))

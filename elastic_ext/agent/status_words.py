@@ -1,0 +1,139 @@
+"""A NodeStatus in words, for people: one job in full, or each of several on a line. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from elastic_ext.wording import age_in_words, on_one_line, size_in_words
+
+from .records import AgentRecord, MembershipPlan
+from .status import ConfigStatus, NodeStatus, RankStatus
+
+__all__ = ["line_of", "words"]
+
+_MOST_EVENTS = 5
+_MOST_ROWS = 64
+
+
+def words(status: NodeStatus) -> str:
+    """All that there is to say, on several lines."""
+    lines = [_heading(status)]
+    lines += [f"  {name:<14} {text}" for name, text in _facts(status)]
+    if status.ranks:
+        lines += ["  ranks", *(f"    {row}" for row in _table(status.ranks[:_MOST_ROWS]))]
+        if len(status.ranks) > _MOST_ROWS:
+            lines.append(f"    and {len(status.ranks) - _MOST_ROWS} more")
+    for name, sentences in (("trouble", status.troubles), ("to know", status.notes)):
+        if sentences:
+            lines += [f"  {name}", *(f"    {each}" for each in sentences)]
+    if status.events:
+        lines += ["  last events", *(f"    {each}" for each in _events(status))]
+    return "\n".join(on_one_line(line) for line in lines)
+
+
+def line_of(status: NodeStatus) -> str:
+    """The most important of it, on one line."""
+    running = [each for each in status.ranks if each.state == "running"]
+    parts = [status.state if status.state != "running" else f"running, {_ranks_in_words(len(running))}"]
+    steps = [each.step for each in status.ranks if each.step is not None]
+    if steps:
+        parts.append(f"step {max(steps)}")
+    if status.troubles:
+        more = f" (and {len(status.troubles) - 1} more)" if len(status.troubles) > 1 else ""
+        parts.append(f"trouble: {status.troubles[0]}{more}")
+    return on_one_line(f"{status.job or 'a job without a name'}: {', '.join(parts)}  [{status.run_dir}]")
+
+
+def _heading(status: NodeStatus) -> str:
+    if status.state == "empty":
+        return f"{status.run_dir}: no process has written anything here"
+    running = sum(each.state == "running" for each in status.ranks)
+    of_all = f" of {status.world_size}" if status.world_size and status.world_size > len(status.ranks) else ""
+    what = f"running, {_ranks_in_words(running)}{of_all} here" if status.state == "running" else "has ended"
+    return f"{status.job or 'a job without a name'}: {what}" + (", in trouble" if status.troubles else "")
+
+
+def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
+    if status.state != "empty":
+        yield "run directory", status.run_dir
+    if status.agent is not None:
+        yield "agent", _agent_in_words(status.agent, status.time, is_running=status.is_agent_running)
+        if status.agent.log_folder:
+            yield "logs", status.agent.log_folder
+    if status.membership is not None:
+        yield "nodes", _nodes_in_words(status.membership)
+    if status.restart:
+        yield "restarts", str(status.restart)
+    speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
+    if speed is not None and status.state == "running":
+        yield "speed", f"{speed:.4g} samples/s over all ranks"
+    yield "config", _config_in_words(status.config)
+
+
+def _agent_in_words(agent: AgentRecord, now: float, *, is_running: bool) -> str:
+    text = f"{agent.node_id}, pid {agent.pid} on {agent.host}, elastic_ext {agent.version}"
+    if is_running:
+        return f"{text}, for {age_in_words(now - agent.time)} (since {_moment(agent.time)})"
+    return f"{text}, has ended (was started {_moment(agent.time)})"
+
+
+def _nodes_in_words(plan: MembershipPlan) -> str:
+    parts = []
+    for node in plan.nodes:
+        last = node.first_rank + node.num_workers - 1
+        parts.append(f"{node.node_id} on {node.host} (ranks {node.first_rank} to {last})")
+    return f"{', '.join(parts)}; version {plan.version}, since {_moment(plan.time)}: {plan.reason}"
+
+
+def _config_in_words(config: ConfigStatus) -> str:
+    file = "no file" if config.file_version is None else f"version {config.file_version} in the file"
+    if config.refusal:
+        file = "a file that is refused"
+    if not config.in_force:
+        return file
+    return f"version {', '.join(map(str, config.in_force))} in force, {file}"
+
+
+def _table(ranks: Sequence[RankStatus]) -> list[str]:
+    """A row per rank, in columns of equal width; columns that are empty in all rows are left out."""
+    rows = [_row(each) for each in ranks]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width) for row in rows]
+
+
+def _row(rank: RankStatus) -> tuple[str, ...]:
+    doing = rank.activity or ""
+    if rank.activity and rank.activity_seconds is not None:
+        doing = f"{rank.activity} for {age_in_words(rank.activity_seconds)}"
+    version = "" if rank.config_version is None else f"config {rank.config_version}"
+    return (
+        str(rank.rank),
+        f"pid {rank.pid}",
+        rank.state,
+        "" if rank.step is None else f"step {rank.step}",
+        "" if rank.steps_per_second is None else f"{rank.steps_per_second:.3g} steps/s",
+        "" if rank.memory_bytes is None else size_in_words(rank.memory_bytes),
+        "" if rank.accelerator_bytes is None else f"{size_in_words(rank.accelerator_bytes)} on its accelerator",
+        "" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f}% of a core",
+        version + (f", revision {rank.config_revision}" if version and rank.config_revision else ""),
+        doing,
+        f"seen {age_in_words(rank.seen_seconds)} ago",
+    )
+
+
+def _events(status: NodeStatus) -> Iterator[str]:
+    for event in status.events[-_MOST_EVENTS:]:
+        step = "" if event.step is None else f", step {event.step}"
+        yield f"{_moment(event.time)}  {event.source}{step}: {event.text}"
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # which no clock has shown
+        return "a time that cannot be"
+
+
+def _ranks_in_words(count: int) -> str:
+    return f"{count} rank" + ("" if count == 1 else "s")
