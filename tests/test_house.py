@@ -67,6 +67,7 @@ LAYERS: Mapping[str, int] = {
     "loader_workers": 1,
     "ranks": 1,
     "rounds": 1,
+    "pulse": 1,
     "rates": 1,
     "reports": 1,
     "rundir": 1,
@@ -250,6 +251,7 @@ LAYERS: Mapping[str, int] = {
     "attempts": 3,
     "parallelism": 3,
     "preparing": 3,
+    "pulsing": 3,
     "registered": 3,
     "resuming": 3,
     "saves": 3,
@@ -368,6 +370,7 @@ USES_TORCH = frozenset(
         "own_positions",
         "parallelism",
         "preparing",
+        "pulsing",
         "registered",
         "resuming",
         "held_copies",
@@ -425,8 +428,8 @@ READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "set
 WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
-    "appliers:Appliers.check": "an applier is the user's code: what it raises is told to all ranks",
-    "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
+    "appliers:Appliers._check": "an applier is the user's code: what it raises is told to all ranks",
+    "appliers:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
     "data.ahead:Ahead.__next__": "what cannot be made is passed before it is raised again",
     "data.ahead:Ahead._taken": "whatever was raised instead of the batch, it is taken; raised again",
     "data.ahead:Ahead._batch_of": "another batch's failure is none of this one's, which is made again by itself",
