@@ -118,7 +118,7 @@ class FilePulse(Pulse):
             write_whole(path, bytes(start), durable=False)
             with open(path, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), _SIZE)
-        except BaseException:
+        except OSError:
             self._withdraw_stacks()
             raise
         _leave_to_parent(weakref.ref(self))
