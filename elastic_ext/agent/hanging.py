@@ -13,8 +13,8 @@ import json
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
 from elastic_ext.pulse import Activity, PulseReading
 
@@ -41,6 +41,7 @@ _SLOW = 0.5  # of the limit
 _WITH_LIMIT = frozenset({Activity.STEP, Activity.BOUNDARY, Activity.CHANGING})
 _LONG = frozenset({Activity.STARTING, Activity.RESUMING, Activity.SAVING})
 _HELD = ("T", "t")
+_ASLEEP = 3  # looks: a moment of it is what every read of a disk takes
 _WORDS = {
     Activity.STARTING: "starting",
     Activity.RESUMING: "resuming",
@@ -171,6 +172,8 @@ class _Worker:
     key: object = None
     """Another one whenever it has got on."""
     seconds: float = 0.0
+    num_asleep: int = 0
+    """Looks one after another that found it asleep where nothing can wake it."""
     num_boundaries: int = 0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_DURATIONS))
 
@@ -205,14 +208,15 @@ class Judge:
                 rank=look.rank, is_held=is_held, progress="stuck" if is_held else "getting on", reason=reason
             )
         worker = self._workers.setdefault(look.rank, _Worker())
-        _note(worker, reading, now, passed)
+        _note(worker, look, reading, now, passed)
+        is_asleep = worker.num_asleep >= _ASLEEP
         limit = math.inf if self._limits is None else self._limits.seconds_for(reading, worker.durations)
         is_over = worker.seconds > limit
         where, reason = _where(reading), ""
         progress: Progress = "getting on"
         if is_over or is_held:
             progress = "stuck"
-        elif worker.seconds > _SLOW * limit or look.process_state == "D":
+        elif worker.seconds > _SLOW * limit or is_asleep:
             progress = "slow"
         if progress != "getting on":
             reason = f"it has been {where} for {_seconds(worker.seconds)}"
@@ -222,7 +226,7 @@ class Judge:
                 reason += f" (that is a hang after {_seconds(limit)})"
             if is_held:
                 reason += f"; {_held_in_words(look.pid)}"
-            elif look.process_state == "D":
+            elif is_asleep:
                 reason += "; it waits for a device or a file system, where nothing can wake it (state D)"
         return Standing(
             rank=look.rank,
@@ -251,10 +255,9 @@ def find_hang(standings: Sequence[Standing], *, world_size: int) -> Verdict:
     stuck = [each for each in over if not any(_may_wait_for(each, other) for other in behind)]
     if not stuck:
         causes = "; ".join(_doing(each) for each in behind)
-        return Verdict(
-            said=f"{causes}; {ranks_in_words(over)} {_wait(over)} for {'it' if len(behind) == 1 else 'them'}"
-        )
-    held = [each for each in standings if each.is_held]
+        whom = "it" if len(behind) == 1 else "them"
+        return Verdict(said=f"{causes}; {ranks_in_words(over)} {_wait(over)} for {whom}")
+    held = [each for each in standings if each.is_held and any(_may_wait_for(one, each) for one in stuck)]
     least = min(each.place or (0, 0) for each in stuck)
     last = held or [each for each in stuck if each.place == least]
     others = [each for each in over if each not in last]
@@ -283,11 +286,9 @@ def standings_to_json(standings: Sequence[Standing]) -> str:
 def standings_from_json(text: str) -> tuple[Standing, ...]:
     """What ``standings_to_json`` gave; ValueError for anything else."""
     try:
-        rows = json.loads(text)
-        found = tuple(Standing(**{**row, "place": _place_of(row["place"])}) for row in rows)
+        return tuple(_standing_of(row) for row in json.loads(text))
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"no standings of workers: {error}") from None
-    return found
 
 
 def ranks_in_words(standings: Sequence[Standing]) -> str:
@@ -298,15 +299,16 @@ def ranks_in_words(standings: Sequence[Standing]) -> str:
     return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-def _note(worker: _Worker, reading: PulseReading, now: float, passed: float) -> None:
+def _note(worker: _Worker, look: WorkerLook, reading: PulseReading, now: float, passed: float) -> None:
     """Note in ``worker`` what is new."""
     key = (reading.pid, reading.restart, reading.activity, reading.since_ns)
     if key != worker.key:
-        worker.key, worker.seconds = key, 0.0
+        worker.key, worker.seconds, worker.num_asleep = key, 0.0, 0
+    worker.num_asleep = worker.num_asleep + 1 if look.process_state == "D" else 0
     worker.seconds = max(min(worker.seconds + passed, now - reading.since_ns * 1e-9), 0.0)
     if reading.num_alike < _NUM_FIRST:
         worker.durations.clear()
-    elif reading.num_boundaries != worker.num_boundaries and reading.num_alike > _NUM_FIRST:
+    elif reading.num_boundaries != worker.num_boundaries:
         worker.durations.append(reading.last_step_seconds)
     worker.num_boundaries = reading.num_boundaries
 
@@ -340,6 +342,14 @@ def _wait(standings: Sequence[Standing]) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s"
+
+
+def _standing_of(row: dict[str, Any]) -> Standing:
+    """One of what a newer version may have added to."""
+    if type(row["rank"]) is not int or not all(type(row[name]) is bool for name in ("is_over", "is_held")):
+        raise TypeError(f"{row!r}")
+    known = {each.name: row[each.name] for each in fields(Standing) if each.name in row}
+    return Standing(**{**known, "place": _place_of(row["place"]), "seconds": float(row["seconds"])})
 
 
 def _place_of(value: object) -> Place | None:
