@@ -273,7 +273,9 @@ def read_pulse(path: Path) -> PulseReading | None:
         with open(path, "rb", buffering=0) as file:
             for _ in range(_NUM_TRIES):
                 data = os.pread(file.fileno(), _SIZE, 0)
-                if data == before:  # whatever order a processor writes in, half of it is not what there is twice
+                if (
+                    data and data == before
+                ):  # whatever order a processor writes in, half of it is not what there is twice
                     return _reading(data)
                 is_whole = len(data) == _SIZE and _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0] % 2 == 0
                 before = data if is_whole else b""

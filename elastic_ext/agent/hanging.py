@@ -247,7 +247,7 @@ def find_hang(standings: Sequence[Standing], *, world_size: int) -> Verdict:
 
     They may be those of several nodes: then what looked like a hang on one may be a rank of another that evaluates.
     """
-    over = [each for each in standings if each.is_over]
+    over = [each for each in standings if each.is_over and each.place is not None]
     if not over:
         return Verdict(said="; ".join(f"rank {each.rank}: {each.reason}" for each in standings if each.is_held))
     ahead = max(each.place or (0, 0) for each in over)
@@ -286,7 +286,10 @@ def standings_to_json(standings: Sequence[Standing]) -> str:
 def standings_from_json(text: str) -> tuple[Standing, ...]:
     """What ``standings_to_json`` gave; ValueError for anything else."""
     try:
-        return tuple(_standing_of(row) for row in json.loads(text))
+        rows = json.loads(text)
+        if not isinstance(rows, list):
+            raise TypeError("not a list")
+        return tuple(_standing_of(row) for row in rows)
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"no standings of workers: {error}") from None
 
@@ -305,7 +308,7 @@ def _note(worker: _Worker, look: WorkerLook, reading: PulseReading, now: float, 
     if key != worker.key:
         worker.key, worker.seconds, worker.num_asleep = key, 0.0, 0
     worker.num_asleep = worker.num_asleep + 1 if look.process_state == "D" else 0
-    worker.seconds = max(min(worker.seconds + passed, now - reading.since_ns * 1e-9), 0.0)
+    worker.seconds = max(min(worker.seconds + passed, (round(now * 1e9) - reading.since_ns) / 1e9), 0.0)
     if reading.num_alike < _NUM_FIRST:
         worker.durations.clear()
     elif reading.num_boundaries != worker.num_boundaries:
