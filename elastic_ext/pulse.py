@@ -37,11 +37,11 @@ _SIZE = 128
 _HEAD = struct.Struct("<8sIIQ")  # magic, format, 0, sequence
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 16
-_FIXED = struct.Struct("<IIIIQQiI")  # pid, rank, restart, stacks signal, start ticks, thread, stacks descriptor, 0
+_FIXED = struct.Struct("<IIIIQQQiI")  # pid, rank, restart, stacks signal, start ticks, thread, its file: inode, number
 _FIXED_AT = 24
 _MOVING = struct.Struct("<qqqIIdQ")  # since, step, boundaries, micro-step, activity, last step's seconds, alike
-_MOVING_AT = 64
-_NUM_TRIES = 20  # of a reader, each a few microseconds: a writer is done by then, or has died in the middle
+_MOVING_AT = 72
+_NUM_TRIES = 100  # of a reader, each a microsecond or two: a writer is done by then, or has died in the middle
 
 _FIRST_SIGNAL = 4  # above SIGRTMIN: the ones before are what others take first
 _MOST_STACKS_BYTES = 1 << 20  # of earlier processes, that a new one adds to
@@ -109,7 +109,8 @@ class FilePulse(Pulse):
         self._last_step_seconds = 0.0
         me, thread = this_process(), threading.get_ident()
         start = bytearray(_SIZE)
-        fixed = me.pid, rank, restart, self._stacks_signal, me.start_ticks, thread, self._stacks_descriptor, 0
+        inode = os.fstat(self._stacks_descriptor).st_ino if self._stacks_signal else 0
+        fixed = me.pid, rank, restart, self._stacks_signal, me.start_ticks, thread, inode, self._stacks_descriptor, 0
         _HEAD.pack_into(start, 0, _MAGIC, _FORMAT, 0, 0)
         _FIXED.pack_into(start, _FIXED_AT, *fixed)
         self._memory: mmap.mmap | bytearray = start
@@ -232,7 +233,9 @@ class PulseReading:
     stacks_signal: int
     """The signal at which this process writes its stacks; 0 where it does not."""
     stacks_descriptor: int
-    """... and to which of its files."""
+    """... and to which of its files,"""
+    stacks_inode: int
+    """... if that is still the one."""
 
 
 def begin_pulse(folder: Path | None, *, rank: int, restart: int, run_dir: Path) -> Pulse:
@@ -288,7 +291,7 @@ def _reading(data: bytes) -> PulseReading | None:
     magic, version, _, _ = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != _FORMAT:
         return None
-    pid, rank, restart, stacks_signal, start_ticks, thread, descriptor, _ = _FIXED.unpack_from(data, _FIXED_AT)
+    pid, rank, restart, stacks_signal, start_ticks, thread, inode, descriptor, _ = _FIXED.unpack_from(data, _FIXED_AT)
     since, step, num_boundaries, micro_step, activity, seconds, alike = _MOVING.unpack_from(data, _MOVING_AT)
     if activity not in Activity.__members__.values():
         return None
@@ -307,6 +310,7 @@ def _reading(data: bytes) -> PulseReading | None:
         num_alike=alike,
         stacks_signal=stacks_signal,
         stacks_descriptor=descriptor,
+        stacks_inode=inode,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -86,6 +87,20 @@ def keeps_the_interpreter(ready: Callable[[], None]) -> None:
     library.pthread_mutex_lock(mutex)
 
 
+def has_closed_what_was_open(ready: Callable[[], None]) -> None:
+    """As a daemon does; and has opened another file under every number of those."""
+    folder = Path(sys.argv[2])
+    os.closerange(3, 20)
+    for _ in range(3, 20):
+        os.open(folder / "of its own", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    waits_to_be_ended(ready)
+
+
+def does_not_answer(ready: Callable[[], None]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    waits_to_be_ended(ready)
+
+
 def becomes_another_program(ready: Callable[[], None]) -> None:
     ready()
     os.execv("/bin/sleep", ["sleep", "600"])
@@ -117,11 +132,17 @@ def main(does: str, folder: Path, rank: int) -> None:
             pulse.enter(0)
             step += 1
             pulse.leave(step, step, 0)
-            if step > 100:
+            if step % 50 == 0:
                 threading.Event().wait(0.001)
     pulse.enter(0)
     acts = {"is in a step": waits_to_be_ended}
-    for function in (waits_for_a_lock, keeps_the_interpreter, becomes_another_program):
+    for function in (
+        waits_for_a_lock,
+        keeps_the_interpreter,
+        becomes_another_program,
+        has_closed_what_was_open,
+        does_not_answer,
+    ):
         acts[function.__name__.replace("_", " ")] = function
     return acts[does](ready)
 

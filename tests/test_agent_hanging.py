@@ -43,6 +43,7 @@ def reading(since: float, activity: Activity = Activity.STEP, *, steps: int = ST
         "num_alike": steps,
         "stacks_signal": 0,
         "stacks_descriptor": -1,
+        "stacks_inode": 0,
     }
     return PulseReading(activity=activity, since_ns=round(since * 1e9), **(values | more))
 

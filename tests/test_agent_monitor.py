@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic_ext.agent.hanging import HangLimits
@@ -176,10 +177,10 @@ def test_after_a_restart_pulses_of_before_are_gone(tmp_path: Path, clock: Clock)
 
 
 @pytest.fixture
-def metrics(tmp_path: Path) -> Iterator[Path]:
+def metrics(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
-    yield folder / "metrics-0.json"
+    return folder / "metrics-0.json"
 
 
 @pytest.mark.parametrize("is_its", [True, False])
@@ -231,7 +232,13 @@ def test_processor_time_and_memory_are_counted_with_those_that_a_process_has_sta
             assert (len(first.children), first.cpu_percent) == (1, None)
             own = table.sample(Process(pid=first.children[0], start_ticks=-1), 0.0)
             assert own is None, "it is another process than that one"
-            used = until(lambda: (told := table.sample(found, 1.0)) and (told.cpu_percent or 0) > 5 and told)
+            child = psutil.Process(first.children[0])
+            before = child.cpu_times().user
+            until(lambda: child.cpu_times().user > before + 0.1)
+            used = table.sample(found, 1.0)
+            assert used is not None
+            assert used.cpu_percent is not None
+            assert used.cpu_percent >= 10  # in the second that passed on this clock, of the child alone
             assert used.memory_bytes > 2 << 20
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -132,7 +132,7 @@ def test_what_is_no_pulse_is_read_as_none(tmp_path: Path, pulse: FilePulse) -> N
         b"\0" * len(whole),
         whole[:8] + struct.pack("<I", 99) + whole[12:],  # another format
         whole[:16] + struct.pack("<Q", 7) + whole[24:],  # in the middle of a write
-        whole[:92] + struct.pack("<I", 99) + whole[96:],  # another activity
+        whole[:100] + struct.pack("<I", 99) + whole[104:],  # another activity
     ):
         path.write_bytes(data)
         assert read_pulse(path) is None

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from elastic_ext.files import write_whole
-from elastic_ext.pulse import PulseReading, pulse_file, read_pulse, stacks_file
+from elastic_ext.pulse import PulseReading, pulse_file, read_pulse
 
 from .monitor import Watched
 from .processes import Process, process_of
@@ -34,7 +34,7 @@ _NUM_STILL = 5  # polls in which nothing is added: a dump, which takes milliseco
 _MOST_BYTES = 1 << 20
 _MOST_FILES = 10
 _MOST_THREADS = 64
-_NO_STACKS = "it did not write its stacks within {:.0f} s"
+_NO_STACKS = "it did not write its stacks within {:.1f} s"
 _STOPPED = "it is stopped (state T), and writes nothing"
 _SYSCALLS = {
     "x86_64": {
@@ -124,7 +124,7 @@ def capture(
     ``py_spy`` is the program of that name, where it is to be used. Nothing is raised: this comes before the end of a
     job whose reason is another one.
     """
-    asked = [_ask(each, run_dir, pulse_dir) for each in workers]
+    asked = [_ask(each, pulse_dir) for each in workers]
     _wait(asked, patience_seconds)
     _ask_py_spy([each for each in asked if not each.text], py_spy, patience_seconds)
     places = [found for each in asked if (found := _where(each)) is not None]
@@ -139,7 +139,7 @@ def capture(
 # --- by itself ------------------------------------------------------------------------------------------------------
 
 
-def _ask(worker: Watched, run_dir: Path, pulse_dir: Path) -> _Asked:
+def _ask(worker: Watched, pulse_dir: Path) -> _Asked:
     """Have a worker write its stacks, if it is one that does."""
     asked = _Asked(worker=worker, state=_state_of(worker.process.pid))
     reading = asked.reading = read_pulse(pulse_file(pulse_dir, worker.rank))
@@ -159,7 +159,7 @@ def _ask(worker: Watched, run_dir: Path, pulse_dir: Path) -> _Asked:
             reading.pid, reading.stacks_signal
         ):  # which would end it, as where it has become another program
             return asked
-        asked.file = _open_stacks(reading, run_dir)
+        asked.file = _open_stacks(reading)
         asked.start = asked.size = os.fstat(asked.file).st_size
         signal.pidfd_send_signal(process, reading.stacks_signal)
     except OSError as error:
@@ -170,12 +170,12 @@ def _ask(worker: Watched, run_dir: Path, pulse_dir: Path) -> _Asked:
     return asked
 
 
-def _open_stacks(reading: PulseReading, run_dir: Path) -> int:
-    """The file that a process writes its stacks to, wherever that lies."""
-    try:
-        return os.open(f"/proc/{reading.pid}/fd/{reading.stacks_descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # the system does not let one look there
-        return os.open(stacks_file(run_dir, reading.rank), os.O_RDONLY | os.O_CLOEXEC)
+def _open_stacks(reading: PulseReading) -> int:
+    """The file that a process writes its stacks to, wherever that lies; OSError where it has another one there now."""
+    path = f"/proc/{reading.pid}/fd/{reading.stacks_descriptor}"
+    if os.stat(path).st_ino != reading.stacks_inode:
+        raise FileNotFoundError(f"it has closed the file for them, and has another one as number {path}")
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _wait(asked: Sequence[_Asked], patience_seconds: float) -> None:
