@@ -18,7 +18,7 @@ from elastic_ext.agent.monitor import Watched
 from elastic_ext.agent.processes import process_of
 from elastic_ext.pulse import Activity, PulseReading, begin_pulse, pulse_file, read_pulse
 
-__all__ = ["Worker", "reading_of", "until", "worker"]
+__all__ = ["Worker", "reading_of", "state_of", "until", "worker"]
 
 Found = TypeVar("Found")
 _DEADLINE_SECONDS = 60.0
@@ -47,6 +47,8 @@ def worker(does: str, folder: Path, rank: int = 0) -> Iterator[Worker]:
     try:
         assert process.stdout is not None
         assert process.stdout.readline().decode().strip() == _MARK
+        if does != "gets on":
+            until(lambda: state_of(process.pid) == "S")  # and has come to where it stays
         yield Worker(process, rank)
     finally:
         process.kill()
@@ -60,6 +62,11 @@ def until(look: Callable[[], Found | None]) -> Found:
         assert time.monotonic() < deadline, "nothing came"
         threading.Event().wait(0.005)
     return found
+
+
+def state_of(pid: int) -> str:
+    """A letter, as Linux has it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def reading_of(folder: Path, rank: int = 0) -> PulseReading:

@@ -20,7 +20,7 @@ from elastic_ext.agent.records import WorkersRecord
 from elastic_ext.agent.sampling import GpuUse, NvidiaGpus, ProcessTable
 from elastic_ext.metrics import Measures, RankMetrics
 from elastic_ext.pulse import pulse_file
-from tests.beating import reading_of, until, worker
+from tests.beating import reading_of, state_of, until, worker
 
 
 class Clock:
@@ -131,7 +131,7 @@ def test_one_rank_in_a_step_while_another_is_outside_is_no_hang_and_is_said(tmp_
 def test_a_stopped_worker_is_named_as_what_the_others_wait_for(tmp_path: Path, clock: Clock) -> None:
     with worker("is in a step", tmp_path, 0) as one, worker("is in a step", tmp_path, 1) as other:
         os.kill(other.process.pid, signal.SIGSTOP)
-        until(lambda: Path(f"/proc/{other.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        until(lambda: state_of(other.process.pid) == "T")
         clock.now = reading_of(tmp_path, 1).since_ns * 1e-9
         monitor = monitor_of(tmp_path, clock, HangLimits(first_seconds=20.0))
         assert "stopped it (state T)" in seen_for(monitor, clock, 3, one.watched, other.watched).said

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from elastic_ext.agent.processes import process_of
 from elastic_ext.agent.stacks import Captured, capture
 from elastic_ext.agent.traces import Frame, Thread, Where, parse_stacks, told_apart, where_of
 from elastic_ext.pulse import pulse_file, read_pulse, stacks_file
-from tests.beating import Worker, until, worker
+from tests.beating import Worker, state_of, until, worker
 from tests.ranks import RankPool
 from tests.training import make_data, make_model, trainer_of
 
@@ -46,7 +47,7 @@ def text_of(found: Captured) -> str:
 
 def stop(process: Worker) -> None:
     os.kill(process.process.pid, signal.SIGSTOP)
-    until(lambda: Path(f"/proc/{process.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    until(lambda: state_of(process.process.pid) == "T")
 
 
 # --- real workers ---------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_of_two_ranks_that_train_the_hung_one_is_named_by_where_it_is(ranks: Ran
     with ThreadPoolExecutor(1) as pool:
         outcomes = pool.submit(ranks.run, 2, train, tmp_path, env={"ELASTIC_EXT_PULSE_DIR": str(tmp_path)})
         try:
-            pulses = [until(lambda rank=rank: read_pulse(pulse_file(tmp_path, rank))) for rank in (0, 1)]
+            pulses = [until(partial(read_pulse, pulse_file(tmp_path, rank))) for rank in (0, 1)]
             workers = []
             for pulse in pulses:
                 process = process_of(pulse.pid)
