@@ -34,13 +34,14 @@ _logger = logging.getLogger(__name__)
 _MAGIC = b"EEPULSE\0"
 _FORMAT = 1
 _SIZE = 128
-_HEAD = struct.Struct("<8sIIQ")  # magic, format, 0, sequence
-_SEQUENCE = struct.Struct("<Q")
-_SEQUENCE_AT = 16
-_FIXED = struct.Struct("<IIIIQQQiI")  # pid, rank, restart, stacks signal, start ticks, thread, its file: inode, number
-_FIXED_AT = 24
-_MOVING = struct.Struct("<qqqIIdQ")  # since, step, boundaries, micro-step, activity, last step's seconds, alike
+_FIXED = struct.Struct("<8sIIIIIIQQQiI")
+"""Magic, format, 0; pid, rank, restart, stacks signal; start ticks, thread; the stacks' file: inode, number; 0."""
 _MOVING_AT = 72
+_LEAVING = struct.Struct("<QqIIqqQd")
+"""Sequence, since, activity, micro-step; step, boundaries, alike, the last step's seconds."""
+_ENTERING = struct.Struct("<QqII")  # as much of that as has changed where a micro-step begins
+_NOTING = struct.Struct("<QqI")
+_SEQUENCE = struct.Struct("<Q")  # odd while something is being written
 _NUM_TRIES = 100  # of a reader, each a microsecond or two: a writer is done by then, or has died in the middle
 
 _FIRST_SIGNAL = 4  # above SIGRTMIN: the ones before are what others take first
@@ -63,6 +64,9 @@ class Activity(IntEnum):
     CHANGING = 6
     """A config is coming into force."""
     ENDED = 7
+
+
+_STEP, _OUTSIDE = int(Activity.STEP), int(Activity.OUTSIDE)  # which are packed in half of an enum's time
 
 
 class Pulse:
@@ -101,21 +105,18 @@ class FilePulse(Pulse):
     def __init__(self, path: Path, *, rank: int, restart: int, stacks: Path) -> None:
         """OSError where ``path`` cannot be written; without the file ``stacks`` none are given."""
         self._stacks_signal, self._stacks_descriptor = _offer_stacks(stacks)
-        self._sequence = 0
-        self._micro_step = self._step = self._num_boundaries = self._num_alike = 0
-        self._activity = Activity.STARTING
-        self._since = self._entered = time.monotonic_ns()
+        self._sequence = self._num_boundaries = self._num_alike = 0
+        self._activity = int(Activity.STARTING)
+        self._entered = time.monotonic_ns()
         self._inside = 0  # nanoseconds within the step under way
-        self._last_step_seconds = 0.0
         me, thread = this_process(), threading.get_ident()
-        start = bytearray(_SIZE)
         inode = os.fstat(self._stacks_descriptor).st_ino if self._stacks_signal else 0
-        fixed = me.pid, rank, restart, self._stacks_signal, me.start_ticks, thread, inode, self._stacks_descriptor, 0
-        _HEAD.pack_into(start, 0, _MAGIC, _FORMAT, 0, 0)
-        _FIXED.pack_into(start, _FIXED_AT, *fixed)
+        told = me.pid, rank, restart, self._stacks_signal, me.start_ticks, thread, inode, self._stacks_descriptor
+        start = bytearray(_SIZE)
+        _FIXED.pack_into(start, 0, _MAGIC, _FORMAT, 0, *told, 0)
+        _LEAVING.pack_into(start, _MOVING_AT, 0, self._entered, self._activity, 0, 0, 0, 0, 0.0)
         self._memory: mmap.mmap | bytearray = start
         try:
-            self._write()
             write_whole(path, bytes(start), durable=False)
             with open(path, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), _SIZE)
@@ -124,28 +125,38 @@ class FilePulse(Pulse):
             raise
         _leave_to_parent(weakref.ref(self))
 
+    # Training waits for these two: what they write together, and what they leave as it is, is chosen to take little.
+
     def enter(self, micro_step: int) -> None:
-        self._activity, self._micro_step = Activity.STEP, micro_step
-        self._since = self._entered = time.monotonic_ns()
+        self._activity = _STEP
         if micro_step == 0:
             self._inside = 0
-        self._write()
+        odd = (self._sequence + 1) | 1  # also after a write that an exception has cut short
+        self._sequence = odd + 1
+        self._entered = now = time.monotonic_ns()
+        memory = self._memory
+        _ENTERING.pack_into(memory, _MOVING_AT, odd, now, _STEP, micro_step)
+        _SEQUENCE.pack_into(memory, _MOVING_AT, odd + 1)
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
+        self._activity = _OUTSIDE
         now = time.monotonic_ns()
         self._inside += now - self._entered
-        self._step, self._micro_step = step, micro_step
-        if num_boundaries != self._num_boundaries:
+        odd = (self._sequence + 1) | 1
+        self._sequence = odd + 1
+        memory = self._memory
+        if num_boundaries == self._num_boundaries:
+            _ENTERING.pack_into(memory, _MOVING_AT, odd, now, _OUTSIDE, micro_step)
+        else:
             self._num_boundaries = num_boundaries
-            self._num_alike += 1
-            self._last_step_seconds = self._inside * 1e-9
-            self._inside = 0
-        self._activity, self._since = Activity.OUTSIDE, now
-        self._write()
+            self._num_alike = alike = self._num_alike + 1
+            seconds = self._inside * 1e-9
+            _LEAVING.pack_into(memory, _MOVING_AT, odd, now, _OUTSIDE, micro_step, step, num_boundaries, alike, seconds)
+        _SEQUENCE.pack_into(memory, _MOVING_AT, odd + 1)
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        before = self._activity
+        before = Activity(self._activity)
         self.note(activity)
         try:
             yield
@@ -153,22 +164,21 @@ class FilePulse(Pulse):
             self.note(before)
 
     def pass_step(self, step: int) -> None:
-        if self._activity is Activity.STEP:
+        if self._activity == _STEP:
             return  # and leaving it says the same
-        now = time.monotonic_ns()
-        self._num_boundaries += 1
-        self._num_alike += 1
-        self._step, self._last_step_seconds = step, (now - self._entered) * 1e-9
-        self._since = self._entered = now
-        self._write()
+        self._inside = 0
+        self.leave(step, self._num_boundaries + 1, 0)
+        self._entered = time.monotonic_ns()
 
     def note(self, activity: Activity) -> None:
-        self._activity, self._since = activity, time.monotonic_ns()
-        self._write()
+        self._activity = int(activity)
+        self._write(_NOTING, time.monotonic_ns(), self._activity)
 
     def note_change(self) -> None:
         self._num_alike = 0
-        self._write()
+        _, *told = _LEAVING.unpack_from(self._memory, _MOVING_AT)
+        told[-2] = 0
+        self._write(_LEAVING, *told)
 
     def end(self) -> None:
         self.note(Activity.ENDED)
@@ -181,24 +191,11 @@ class FilePulse(Pulse):
         """In a forked process, which is not the rank: what is written from here on goes nowhere."""
         self._memory = bytearray(_SIZE)
 
-    def _write(self) -> None:
-        sequence = (self._sequence + 1) | 1  # also after a write that an exception has cut short
-        memory = self._memory
-        self._sequence = sequence
-        _SEQUENCE.pack_into(memory, _SEQUENCE_AT, sequence)
-        _MOVING.pack_into(
-            memory,
-            _MOVING_AT,
-            self._since,
-            self._step,
-            self._num_boundaries,
-            self._micro_step,
-            self._activity,
-            self._last_step_seconds,
-            self._num_alike,
-        )
-        self._sequence = sequence + 1
-        _SEQUENCE.pack_into(memory, _SEQUENCE_AT, sequence + 1)
+    def _write(self, what: struct.Struct, *values: float) -> None:
+        odd = (self._sequence + 1) | 1
+        self._sequence = odd + 1
+        what.pack_into(self._memory, _MOVING_AT, odd, *values)
+        _SEQUENCE.pack_into(self._memory, _MOVING_AT, odd + 1)
 
     def _withdraw_stacks(self) -> None:
         if self._stacks_signal:
@@ -280,7 +277,7 @@ def read_pulse(path: Path) -> PulseReading | None:
                     data and data == before
                 ):  # whatever order a processor writes in, half of it is not what there is twice
                     return _reading(data)
-                is_whole = len(data) == _SIZE and _SEQUENCE.unpack_from(data, _SEQUENCE_AT)[0] % 2 == 0
+                is_whole = len(data) == _SIZE and _SEQUENCE.unpack_from(data, _MOVING_AT)[0] % 2 == 0
                 before = data if is_whole else b""
     except OSError:
         pass
@@ -288,11 +285,11 @@ def read_pulse(path: Path) -> PulseReading | None:
 
 
 def _reading(data: bytes) -> PulseReading | None:
-    magic, version, _, _ = _HEAD.unpack_from(data)
+    magic, version, _, *told, inode, descriptor, _ = _FIXED.unpack_from(data)
     if magic != _MAGIC or version != _FORMAT:
         return None
-    pid, rank, restart, stacks_signal, start_ticks, thread, inode, descriptor, _ = _FIXED.unpack_from(data, _FIXED_AT)
-    since, step, num_boundaries, micro_step, activity, seconds, alike = _MOVING.unpack_from(data, _MOVING_AT)
+    pid, rank, restart, stacks_signal, start_ticks, thread = told
+    _, since, activity, micro_step, step, num_boundaries, alike, seconds = _LEAVING.unpack_from(data, _MOVING_AT)
     if activity not in Activity.__members__.values():
         return None
     return PulseReading(
