@@ -57,7 +57,7 @@ sys.stdin.read()
 def main() -> list[Result]:
     """A table of a very small step, and one of a moderate one."""
     torch.set_num_threads(1)
-    return [cost_of_writing(num_rounds=200), share_of_steps(num_rounds=60)]
+    return [cost_of_writing(num_rounds=200), share_of_steps(num_rounds=200)]
 
 
 def cost_of_writing(*, num_rounds: int) -> DifferenceTable:

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
@@ -34,14 +34,11 @@ _logger = logging.getLogger(__name__)
 _MAGIC = b"EEPULSE\0"
 _FORMAT = 1
 _SIZE = 128
-_FIXED = struct.Struct("<8sIIIIIIQQQiI")
+_FIXED = struct.Struct("=8sIIIIIIQQQiI")
 """Magic, format, 0; pid, rank, restart, stacks signal; start ticks, thread; the stacks' file: inode, number; 0."""
-_MOVING_AT = 72
-_LEAVING = struct.Struct("<QqIIqqQd")
-"""Sequence, since, activity, micro-step; step, boundaries, alike, the last step's seconds."""
-_ENTERING = struct.Struct("<QqII")  # as much of that as has changed where a micro-step begins
-_NOTING = struct.Struct("<QqI")
-_SEQUENCE = struct.Struct("<Q")  # odd while something is being written
+_MOVING = struct.Struct("=8q")
+_SEQUENCE, _SINCE, _ACTIVITY, _MICRO_STEP, _STEPS, _BOUNDARIES, _ALIKE, _NANOSECONDS = range(8, 16)
+"""Where the numbers stand that change, of 16; the sequence is odd while something is being written."""
 _NUM_TRIES = 100  # of a reader, each a microsecond or two: a writer is done by then, or has died in the middle
 
 _FIRST_SIGNAL = 4  # above SIGRTMIN: the ones before are what others take first
@@ -66,7 +63,7 @@ class Activity(IntEnum):
     ENDED = 7
 
 
-_STEP, _OUTSIDE = int(Activity.STEP), int(Activity.OUTSIDE)  # which are packed in half of an enum's time
+_STEP, _OUTSIDE = int(Activity.STEP), int(Activity.OUTSIDE)  # which are written faster
 
 
 class Pulse:
@@ -114,18 +111,18 @@ class FilePulse(Pulse):
         told = me.pid, rank, restart, self._stacks_signal, me.start_ticks, thread, inode, self._stacks_descriptor
         start = bytearray(_SIZE)
         _FIXED.pack_into(start, 0, _MAGIC, _FORMAT, 0, *told, 0)
-        _LEAVING.pack_into(start, _MOVING_AT, 0, self._entered, self._activity, 0, 0, 0, 0, 0.0)
-        self._memory: mmap.mmap | bytearray = start
+        self._numbers = memoryview(start).cast("q")
+        self._numbers[_SINCE] = self._entered
         try:
             write_whole(path, bytes(start), durable=False)
             with open(path, "r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _SIZE)
+                self._numbers = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("q")
         except OSError:
             self._withdraw_stacks()
             raise
         _leave_to_parent(weakref.ref(self))
 
-    # Training waits for these two: what they write together, and what they leave as it is, is chosen to take little.
+    # Training waits for these two: what they write, and how, is chosen to take little.
 
     def enter(self, micro_step: int) -> None:
         self._activity = _STEP
@@ -133,10 +130,12 @@ class FilePulse(Pulse):
             self._inside = 0
         odd = (self._sequence + 1) | 1  # also after a write that an exception has cut short
         self._sequence = odd + 1
-        self._entered = now = time.monotonic_ns()
-        memory = self._memory
-        _ENTERING.pack_into(memory, _MOVING_AT, odd, now, _STEP, micro_step)
-        _SEQUENCE.pack_into(memory, _MOVING_AT, odd + 1)
+        numbers = self._numbers
+        numbers[_SEQUENCE] = odd
+        numbers[_ACTIVITY] = _STEP
+        numbers[_MICRO_STEP] = micro_step
+        numbers[_SINCE] = self._entered = time.monotonic_ns()
+        numbers[_SEQUENCE] = odd + 1
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._activity = _OUTSIDE
@@ -144,15 +143,17 @@ class FilePulse(Pulse):
         self._inside += now - self._entered
         odd = (self._sequence + 1) | 1
         self._sequence = odd + 1
-        memory = self._memory
-        if num_boundaries == self._num_boundaries:
-            _ENTERING.pack_into(memory, _MOVING_AT, odd, now, _OUTSIDE, micro_step)
-        else:
-            self._num_boundaries = num_boundaries
-            self._num_alike = alike = self._num_alike + 1
-            seconds = self._inside * 1e-9
-            _LEAVING.pack_into(memory, _MOVING_AT, odd, now, _OUTSIDE, micro_step, step, num_boundaries, alike, seconds)
-        _SEQUENCE.pack_into(memory, _MOVING_AT, odd + 1)
+        numbers = self._numbers
+        numbers[_SEQUENCE] = odd
+        numbers[_ACTIVITY] = _OUTSIDE
+        numbers[_MICRO_STEP] = micro_step
+        numbers[_SINCE] = now
+        if num_boundaries != self._num_boundaries:
+            self._num_boundaries = numbers[_BOUNDARIES] = num_boundaries
+            self._num_alike = numbers[_ALIKE] = self._num_alike + 1
+            numbers[_STEPS] = step
+            numbers[_NANOSECONDS] = self._inside
+        numbers[_SEQUENCE] = odd + 1
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
@@ -172,30 +173,29 @@ class FilePulse(Pulse):
 
     def note(self, activity: Activity) -> None:
         self._activity = int(activity)
-        self._write(_NOTING, time.monotonic_ns(), self._activity)
+        self._write({_ACTIVITY: self._activity, _SINCE: time.monotonic_ns()})
 
     def note_change(self) -> None:
         self._num_alike = 0
-        _, *told = _LEAVING.unpack_from(self._memory, _MOVING_AT)
-        told[-2] = 0
-        self._write(_LEAVING, *told)
+        self._write({_ALIKE: 0})
 
     def end(self) -> None:
         self.note(Activity.ENDED)
-        memory, self._memory = self._memory, bytearray(_SIZE)
-        if isinstance(memory, mmap.mmap):
-            memory.close()
+        self.leave_to_parent()
         self._withdraw_stacks()
 
     def leave_to_parent(self) -> None:
         """In a forked process, which is not the rank: what is written from here on goes nowhere."""
-        self._memory = bytearray(_SIZE)
+        self._numbers = memoryview(bytearray(_SIZE)).cast("q")
 
-    def _write(self, what: struct.Struct, *values: float) -> None:
+    def _write(self, values: Mapping[int, int]) -> None:
         odd = (self._sequence + 1) | 1
         self._sequence = odd + 1
-        what.pack_into(self._memory, _MOVING_AT, odd, *values)
-        _SEQUENCE.pack_into(self._memory, _MOVING_AT, odd + 1)
+        numbers = self._numbers
+        numbers[_SEQUENCE] = odd
+        for place, value in values.items():
+            numbers[place] = value
+        numbers[_SEQUENCE] = odd + 1
 
     def _withdraw_stacks(self) -> None:
         if self._stacks_signal:
@@ -277,7 +277,7 @@ def read_pulse(path: Path) -> PulseReading | None:
                     data and data == before
                 ):  # whatever order a processor writes in, half of it is not what there is twice
                     return _reading(data)
-                is_whole = len(data) == _SIZE and _SEQUENCE.unpack_from(data, _MOVING_AT)[0] % 2 == 0
+                is_whole = len(data) == _SIZE and _MOVING.unpack_from(data, _FIXED.size)[0] % 2 == 0
                 before = data if is_whole else b""
     except OSError:
         pass
@@ -289,7 +289,7 @@ def _reading(data: bytes) -> PulseReading | None:
     if magic != _MAGIC or version != _FORMAT:
         return None
     pid, rank, restart, stacks_signal, start_ticks, thread = told
-    _, since, activity, micro_step, step, num_boundaries, alike, seconds = _LEAVING.unpack_from(data, _MOVING_AT)
+    _, since, activity, micro_step, step, num_boundaries, alike, inside = _MOVING.unpack_from(data, _FIXED.size)
     if activity not in Activity.__members__.values():
         return None
     return PulseReading(
@@ -303,7 +303,7 @@ def _reading(data: bytes) -> PulseReading | None:
         step=step,
         num_boundaries=num_boundaries,
         micro_step=micro_step,
-        last_step_seconds=seconds,
+        last_step_seconds=inside / 1e9,
         num_alike=alike,
         stacks_signal=stacks_signal,
         stacks_descriptor=descriptor,

@@ -131,8 +131,8 @@ def test_what_is_no_pulse_is_read_as_none(tmp_path: Path, pulse: FilePulse) -> N
         whole[:-1],
         b"\0" * len(whole),
         whole[:8] + struct.pack("<I", 99) + whole[12:],  # another format
-        whole[:72] + struct.pack("<Q", 7) + whole[80:],  # in the middle of a write
-        whole[:88] + struct.pack("<I", 99) + whole[92:],  # another activity
+        whole[:64] + struct.pack("=q", 7) + whole[72:],  # in the middle of a write
+        whole[:80] + struct.pack("=q", 99) + whole[88:],  # another activity
     ):
         path.write_bytes(data)
         assert read_pulse(path) is None
