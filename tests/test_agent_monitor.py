@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -242,6 +243,31 @@ def test_processor_time_and_memory_are_counted_with_those_that_a_process_has_sta
             assert used.memory_bytes > 2 << 20
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+class Driver:
+    """Two GPUs as the driver's library tells of them; one has nothing new of how busy it is."""
+
+    class NVMLError(Exception):
+        """As the library raises."""
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=10, usedGpuMemory=1 << 30), SimpleNamespace(pid=11 + handle, usedGpuMemory=None)]
+
+    def nvmlDeviceGetProcessUtilization(self, handle: int, since: int) -> list[SimpleNamespace]:
+        if handle == 1 or since >= 7:
+            raise self.NVMLError
+        return [SimpleNamespace(pid=10, smUtil=40, timeStamp=7), SimpleNamespace(pid=10, smUtil=60, timeStamp=6)]
+
+
+def test_what_a_process_has_of_several_gpus_is_added_up() -> None:
+    probe = NvidiaGpus(Driver(), [0, 1])
+    assert probe.by_pid() == {
+        10: GpuUse(memory_bytes=2 << 30, percent=60.0),
+        11: GpuUse(memory_bytes=None, percent=None),
+        12: GpuUse(memory_bytes=None, percent=None),
+    }
+    assert probe.by_pid()[10].percent is None, "that was told before"
 
 
 def test_where_there_is_no_gpu_there_is_no_probe() -> None:

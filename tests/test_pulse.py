@@ -323,6 +323,26 @@ def test_a_step_that_fails_or_cannot_begin_is_left(tmp_path: Path, monkeypatch: 
         assert reading_of(tmp_path).activity is Activity.OUTSIDE
 
 
+def test_a_micro_step_that_is_a_function_is_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_EXT_PULSE_DIR", str(tmp_path))
+    model, loader = make_model(), Slices(make_data(4), 2)
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=4)
+    optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = []
+
+    def work(batch: Any) -> None:
+        seen.append(reading_of(tmp_path))
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with trainer:
+        for batch in loader:
+            trainer.run(work, batch)
+            assert reading_of(tmp_path).activity is Activity.OUTSIDE
+    assert [(each.activity, each.micro_step) for each in seen] == [(Activity.STEP, 0), (Activity.STEP, 1)]
+
+
 def test_checkpoints_that_training_waits_for_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIC_EXT_PULSE_DIR", str(tmp_path))
     seen: list[Activity] = []
