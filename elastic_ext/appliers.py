@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .config import SECTIONS, ElasticConfig, section_of
 from .errors import ApplyError, RanksFailedError
+from .pulse import Activity, Pulse
 from .rules import Value
 from .strict_json import shown
 
@@ -89,6 +90,8 @@ class Appliers:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._appliers: list[Applier] = []
+        self.pulse = Pulse()
+        """Where it is noted that a config is checked or applied."""
 
     def add(self, applier: Applier) -> None:
         """Ask and call ``applier`` from the next change on."""
@@ -103,6 +106,10 @@ class Appliers:
 
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
         """Every rank's reasons against ``new``, by rank; an applier that raises is an error on all ranks."""
+        with self.pulse.during(Activity.CHANGING):
+            return self._check(new)
+
+    def _check(self, new: ElasticConfig) -> dict[int, list[str]]:
         reasons: list[str] = []
         failure: Exception | None = None
         try:
@@ -119,6 +126,10 @@ class Appliers:
 
         If one rank fails, all raise ApplyError.
         """
+        with self.pulse.during(Activity.CHANGING):
+            return self._apply(old, new)
+
+    def _apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
         changed = {section_of(path) for path in old.differences(new)}
         concerned = [each for section in SECTIONS for each in self._appliers if section == each.section in changed]
         reasons: list[str] = []

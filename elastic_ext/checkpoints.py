@@ -27,6 +27,7 @@ from .fsdp.checkpoint.retain import Retention
 from .held_copies import HeldCopies
 from .interval import CheckpointInterval
 from .overlap import Overlap
+from .pulse import Activity, Pulse
 from .resuming import Resuming
 from .saves import Saves
 from .training_state import PASSES_BY_ITSELF, Moment, Resumed, TrainingState
@@ -55,11 +56,13 @@ class Checkpoints:
         how_to_resume: Resume,
         overlap: Overlap,
         leaves_on_signals: bool,
+        pulse: Pulse,
     ) -> None:
         self._job = job
         self._state = state
         self._counts = state.counts
-        self._saves = Saves(job, state, warns=when_save_fails == "warn")
+        self._pulse = pulse  # where it is noted that training waits for storage
+        self._saves = Saves(job, state, warns=when_save_fails == "warn", pulse=pulse)
         self.held = HeldCopies(job, state, self._saves)
         """What there is, should training be told to end."""
         self._given = interval or CheckpointInterval()
@@ -141,7 +144,8 @@ class Checkpoints:
 
     def fence(self) -> None:
         """Return once parameters and optimizers may change."""
-        self._job.live.fence()
+        with self._pulse.during(Activity.SAVING):
+            self._job.live.fence()
 
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
@@ -250,13 +254,15 @@ class Checkpoints:
 
     def resume(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
         """Take the job's folder, and go on from its newest checkpoint, unless that is never to be done."""
-        self._job.run.claim()
+        with self._pulse.during(Activity.RESUMING):
+            self._job.run.claim()
         return self._how != "never" and self.load(take_up)
 
     def load(self, take_up: Callable[[Mapping[str, Any]], None]) -> bool:
         """Go on from the newest checkpoint, if there is one; ``take_up`` is given its config."""
         self._due = None
-        resumed = self._resuming.load(take_up)
+        with self._pulse.during(Activity.RESUMING):
+            resumed = self._resuming.load(take_up)
         if resumed is not None:
             self._saves.note(resumed.path)
             self._last_epoch = self._counts.epoch
@@ -269,7 +275,8 @@ class Checkpoints:
         self._due = None
         self._job.live.drop_held()
         self._saves.settle()
-        return self._resuming.load_earlier(step, skips=skips, is_torn=is_torn, more=more, on_begin=on_begin)
+        with self._pulse.during(Activity.RESUMING):
+            return self._resuming.load_earlier(step, skips=skips, is_torn=is_torn, more=more, on_begin=on_begin)
 
     def go_back(self, resumed: Resumed, in_force: ElasticConfig, *, skips: bool) -> None:
         """Go on from what was loaded, under the config ``in_force``."""
@@ -311,4 +318,4 @@ def checkpoints_for(
             in_background=arguments.pop("in_background"), keep_previous=arguments.pop("keep_previous")
         ),
     )
-    return Checkpoints(job_checkpoints, state, startup=startup, **arguments)
+    return Checkpoints(job_checkpoints, state, startup=startup, pulse=follower.pulse, **arguments)

@@ -18,8 +18,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -31,6 +31,7 @@ from .control_word import AgreedWord, Purpose
 from .errors import ElasticError, RanksError
 from .knobs import Knobs
 from .peers import Trouble
+from .pulse import Activity, begin_pulse
 from .ranks import Ranks
 from .reports import Reports
 from .rounds import NoSource, Proposal
@@ -127,6 +128,13 @@ class ConfigFollower:
         )
         self.reports = Reports(settings, ranks)
         """What this rank writes of itself."""
+        self.pulse = begin_pulse(
+            settings.pulse_dir if settings.enabled else None,
+            rank=ranks.rank,
+            restart=settings.restart,
+            run_dir=settings.run_dir,
+        )
+        """What an agent sees of it."""
         self._agreement = Agreement(
             ranks,
             self._watcher or NoSource(),
@@ -136,6 +144,7 @@ class ConfigFollower:
             lag_warning_seconds=settings.lag_warning_seconds,
         )
         self._agreement.step = start_step
+        self._agreement.appliers.pulse = self.pulse
         if self._watcher is not None:
             self._watcher.on_news = self._agreement.rouse
         self._knobs = Knobs()
@@ -174,6 +183,7 @@ class ConfigFollower:
             )
         self._record(applied)
         self._found_at_start = applied
+        self.pulse.note(Activity.OUTSIDE)
 
     @property
     def ranks(self) -> Ranks:
@@ -218,7 +228,9 @@ class ConfigFollower:
         a count of backward passes to compare between ranks.
         """
         self._raise_if_closed()
-        passed = self._agreement.boundary(step=self.step + 1 if step is None else step, backwards=backwards)
+        with self.pulse.during(Activity.BOUNDARY):
+            passed = self._agreement.boundary(step=self.step + 1 if step is None else step, backwards=backwards)
+        self.pulse.pass_step(self.step)
         if self._found_at_start is not None:
             self._warn_of_unread(self._found_at_start)
             self._found_at_start = None
@@ -266,7 +278,8 @@ class ConfigFollower:
     def hear_all(self, *, failed: str = "", brings: str = "") -> AgreedWord | None:
         """Within a step, with all ranks: hear of those whose memory ran out in it, and that bring other gradients."""
         self._raise_if_closed()
-        return self._agreement.hear_all(failed, brings)
+        with self.pulse.during(Activity.BOUNDARY):
+            return self._agreement.hear_all(failed, brings)
 
     def meet_to_shrink(self) -> None:
         """As ``end_epoch``, before a step comes again for which memory did not suffice; ``revise`` may come after."""
@@ -351,6 +364,7 @@ class ConfigFollower:
             self._watcher.close()
         self._agreement.close()
         self._ranks.close()
+        self.pulse.end()
 
     def __enter__(self) -> ConfigFollower:
         try:
@@ -372,9 +386,11 @@ class ConfigFollower:
         finally:
             self.close()
 
-    def _waiting(self, is_doubtful: bool) -> AbstractContextManager[None]:
-        seconds = _DOUBTFUL_SECONDS if is_doubtful else math.inf
-        return self._ranks.waiting_at_most(min(seconds, self.settings.timeout_seconds))
+    @contextmanager
+    def _waiting(self, is_doubtful: bool) -> Iterator[None]:
+        seconds = min(_DOUBTFUL_SECONDS if is_doubtful else math.inf, self.settings.timeout_seconds)
+        with self.pulse.during(Activity.BOUNDARY), self._ranks.waiting_at_most(seconds):
+            yield
 
     def _raise_if_closed(self) -> None:
         if self._closed:

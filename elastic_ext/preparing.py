@@ -24,6 +24,7 @@ from .gradients import Gradients
 from .growing import Growing
 from .guarding import Guarding, GuardMode
 from .parallelism import Parallelism, values_of
+from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
 from .scaling import BatchRule
 from .session import Session, raise_on_all
@@ -155,7 +156,8 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         rule=setup.rule,
         shows_progress=setup.shows_progress,
     )
-    steps = Steps(
+    kind_of_steps = PulsingSteps if follower.pulse.is_seen else Steps
+    steps = kind_of_steps(
         StepParts(
             state=setup.state,
             gradients=gradients,
@@ -172,6 +174,8 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         meet=follower.retry,
         tells=ranks.rank == 0,
     )
+    if isinstance(steps, PulsingSteps):
+        steps.pulse = follower.pulse
     for applier in setup.appliers:
         follower.on_change(*applier)
     training_state = TrainingState(

@@ -15,6 +15,7 @@ from .errors import CheckpointError, CheckpointFenced
 from .fsdp.checkpoint.collecting import SaveRequest, ToSave
 from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
 from .fsdp.checkpoint.livesaver import Manner
+from .pulse import Activity, Pulse
 from .training_state import Moment, TrainingState
 
 __all__ = ["Saves"]
@@ -25,13 +26,14 @@ _logger = logging.getLogger(__name__)
 class Saves:
     """One rank's part in them; where it ``warns`` a save that fails is a warning."""
 
-    def __init__(self, job: JobCheckpoints, state: TrainingState, *, warns: bool) -> None:
+    def __init__(self, job: JobCheckpoints, state: TrainingState, *, warns: bool, pulse: Pulse) -> None:
         self.path: Path | None = None
         """Of the last checkpoint that there is, or is being saved."""
         self._job = job
         self._state = state
         self._counts = state.counts
         self._warns = warns
+        self._pulse = pulse  # where it is noted that training waits for a save
         self._saved_at: int | None = None  # the global step of that
         self._back_at: int | None = None  # the global step that training went back to last
         self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
@@ -45,7 +47,8 @@ class Saves:
         """Begin to save, where that goes on while training does; else save. None where another save is under way."""
         if not self._job.live.can_save:
             return self.save_and_wait(name, moment)
-        path = self._job.save_live(self._request(name, moment, overlaps=manner.overlaps), manner)
+        with self._pulse.during(Activity.SAVING):
+            path = self._job.save_live(self._request(name, moment, overlaps=manner.overlaps), manner)
         if path is not None and manner.starts:
             self.note(path)
         return path
@@ -53,7 +56,8 @@ class Saves:
     def save_and_wait(self, name: str, moment: Moment) -> Path:
         """Save while training waits."""
         self.settle()
-        path = self._job.save(self._request(name, moment))
+        with self._pulse.during(Activity.SAVING):
+            path = self._job.save(self._request(name, moment))
         self.note(path)
         return path
 
@@ -105,7 +109,8 @@ class Saves:
         """Wait for what is being saved; where it failed, there is no such checkpoint."""
         self.tell_failure()
         try:
-            self._job.live.settle()
+            with self._pulse.during(Activity.SAVING):
+                self._job.live.settle()
         except CheckpointError as error:
             self.note_failure(error)
 

@@ -214,6 +214,7 @@ class Session:
     def tell_resharded(self, report: ReshardReport) -> None:
         """The model has been spread otherwise."""
         self.steps.weigh_anew()
+        self.follower.pulse.note_change()
         self._growing.forget()
         self._guarding.expect_more()
         if self.follower.ranks.rank == 0:
@@ -346,6 +347,7 @@ class Session:
 
     def _apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
         largest = self._batches.largest
+        self.follower.pulse.note_change()
         self._begin_batches(new)
         if self._batches.largest > largest:
             self._guarding.expect_more()

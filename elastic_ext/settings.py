@@ -41,6 +41,8 @@ class Settings:
     """How often the config file is looked at where the file system sends no events."""
     shutdown_seconds: float
     """How long a launcher waits, after it has told this process to end, before it ends it."""
+    pulse_dir: Path | None = None
+    """Where an agent looks how far this process has come; None where there is none."""
 
     @staticmethod
     def is_enabled(environ: Mapping[str, str]) -> bool:
@@ -78,6 +80,7 @@ class Settings:
                 path_given(argument, path)
         name = job or environ.get("ELASTIC_EXT_JOB") or _launcher_job(environ) or _script_job(script)
         folder = Path(run_dir or environ.get("ELASTIC_EXT_RUN_DIR") or cls.run_dir_of(environ, name))
+        pulse_dir = environ.get("ELASTIC_EXT_PULSE_DIR")
         file = Path(config_file or environ.get("ELASTIC_EXT_CONFIG_FILE") or folder / "config.json")
         return cls(
             enabled=cls.is_enabled(environ),
@@ -89,6 +92,7 @@ class Settings:
             lag_warning_seconds=_seconds(environ, "ELASTIC_EXT_LAG_WARNING_SECONDS", lag_warning_seconds, 30.0),
             poll_seconds=_seconds(environ, "ELASTIC_EXT_POLL_SECONDS", poll_seconds, 1.0),
             shutdown_seconds=_seconds(environ, "ELASTIC_EXT_SHUTDOWN_SECONDS", None, 30.0),
+            pulse_dir=_absolute(Path(pulse_dir)) if pulse_dir else None,
         )
 
 

@@ -162,6 +162,12 @@ def test_unlike_jobs_have_unlike_run_directories(jobs: list[str]) -> None:
     assert one != other
 
 
+@pytest.mark.parametrize(("text", "folder"), [(None, None), ("", None), ("/p", Path("/p")), ("p", Path.cwd() / "p")])
+def test_an_agent_says_where_it_looks_for_a_pulse(text: str | None, folder: Path | None) -> None:
+    environ = {} if text is None else {"ELASTIC_EXT_PULSE_DIR": text}
+    assert Settings.resolve(environ, script="train.py").pulse_dir == folder
+
+
 @pytest.mark.parametrize(("text", "restart"), [("", 0), ("0", 0), ("3", 3)])
 def test_the_restart_is_counted_by_the_launcher(text: str, restart: int) -> None:
     assert Settings.resolve({"TORCHELASTIC_RESTART_COUNT": text}, script="train.py").restart == restart

@@ -1,0 +1,212 @@
+"""Monitor: what the workers of a node are seen to do, about once a second.
+
+Whether that is a hang is decided in hanging.py. Nothing is written here, and nothing is done to the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.pulse import PulseReading, pulse_file, read_pulse
+
+from .hanging import Hang, HangLimits, Judge, Standing, WorkerLook, find_hang
+from .processes import Process
+from .records import WorkerSeen, WorkersRecord, WorkerState
+from .sampling import GpuProbe, GpuUse, ProcessTable, Sample
+
+__all__ = ["Monitor", "Seen", "Watched"]
+
+_MOST_METRICS_BYTES = 1 << 20
+_RATE_SECONDS = 30.0  # that a step rate is the mean of, about
+_MOST_HISTORY = 600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """A worker to look at."""
+
+    local_rank: int
+    rank: int
+    process: Process
+    state: WorkerState = "running"
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What one look has shown."""
+
+    record: WorkersRecord
+    """For workers.json."""
+    standings: tuple[Standing, ...]
+    """For find_hang, with those of other nodes."""
+    hang: Hang | None
+    """By the workers of this node alone."""
+    said: str
+    """Who waits for whom, where that is no hang."""
+
+
+class Monitor:
+    """Looks at the workers of one node."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        pulse_dir: Path,
+        limits: HangLimits | None,
+        gpus: GpuProbe | None = None,
+        every_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock`` counts from when ``time.monotonic`` does. Without ``limits`` nothing is a hang."""
+        self._run_dir = run_dir
+        self._pulse_dir = pulse_dir
+        self._gpus = gpus
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self._table = ProcessTable()
+        self._judge = Judge(limits)
+        self._due_at = clock()
+        self._readings: dict[Process, PulseReading] = {}  # the last that could be read
+        self._rates: dict[Process, deque[tuple[float, int]]] = {}  # when, and how many steps had ended
+        self._metrics: dict[int, tuple[int, Mapping[str, Any]]] = {}  # rank -> when its file was written; what it says
+        self.history: deque[WorkersRecord] = deque(maxlen=_MOST_HISTORY)
+        """What was seen last, the newest at the end."""
+
+    def look(
+        self, workers: Sequence[Watched], *, restart: int, membership_version: int, world_size: int
+    ) -> Seen | None:
+        """What there is to see now; None, at no cost, where it is not yet time."""
+        now = self._clock()
+        if now < self._due_at:
+            return None
+        self._due_at = now + self._every_seconds
+        uses = {} if self._gpus is None else self._gpus.by_pid()
+        samples = {each.rank: self._table.sample(each.process, now) for each in workers if each.state == "running"}
+        readings = {
+            each.rank: self._reading(each, found) for each in workers if (found := samples.get(each.rank)) is not None
+        }
+        looks = [
+            WorkerLook(rank=each.rank, pid=each.process.pid, reading=readings[each.rank], process_state=found.state)
+            for each in workers
+            if (found := samples.get(each.rank)) is not None
+        ]
+        standings = self._judge.look(now, looks)
+        verdict = find_hang(standings, world_size=world_size)
+        stand = {each.rank: each for each in standings}
+        record = WorkersRecord(
+            time=time.time(),
+            restart=restart,
+            membership_version=membership_version,
+            workers=tuple(
+                self._seen(
+                    each, now, restart, samples.get(each.rank), readings.get(each.rank), stand.get(each.rank), uses
+                )
+                for each in workers
+            ),
+        )
+        self.history.append(record)
+        return Seen(record=record, standings=standings, hang=verdict.hang, said=verdict.said)
+
+    def forget(self) -> None:
+        """Other workers come: nothing that was seen so far is of them. Their pulses are removed."""
+        self._judge.forget()
+        self._readings.clear()
+        self._rates.clear()
+        self._metrics.clear()
+        for file in self._pulse_dir.glob("pulse-*"):
+            file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the GPUs' driver."""
+        if self._gpus is not None:
+            self._gpus.close()
+
+    def _reading(self, worker: Watched, sample: Sample) -> PulseReading | None:
+        """What its pulse says, or said last: its own, or that of a process which it has started to train."""
+        reading = read_pulse(pulse_file(self._pulse_dir, worker.rank))
+        if reading is not None and reading.pid in (worker.process.pid, *sample.children):
+            self._readings[worker.process] = reading
+        return self._readings.get(worker.process)
+
+    def _seen(
+        self,
+        worker: Watched,
+        now: float,
+        restart: int,
+        sample: Sample | None,
+        reading: PulseReading | None,
+        standing: Standing | None,
+        uses: Mapping[int, GpuUse],
+    ) -> WorkerSeen:
+        if sample is None or standing is None:
+            return WorkerSeen(
+                local_rank=worker.local_rank,
+                rank=worker.rank,
+                pid=worker.process.pid,
+                start_ticks=worker.process.start_ticks,
+                state=worker.state,
+                exit_code=worker.exit_code,
+            )
+        step, rate = self._progress(worker, now, restart, sample, reading)
+        gpu = [uses[pid] for pid in (worker.process.pid, *sample.children) if pid in uses]
+        gpu_memory = [each.memory_bytes for each in gpu if each.memory_bytes is not None]
+        return WorkerSeen(
+            local_rank=worker.local_rank,
+            rank=worker.rank,
+            pid=worker.process.pid,
+            start_ticks=worker.process.start_ticks,
+            state="running",
+            cpu_percent=sample.cpu_percent,
+            memory_bytes=sample.memory_bytes,
+            num_threads=sample.num_threads,
+            num_processes=1 + len(sample.children),
+            gpu_percent=max((each.percent for each in gpu if each.percent is not None), default=None),
+            gpu_memory_bytes=sum(gpu_memory) if gpu_memory else None,
+            step=step,
+            steps_per_second=rate,
+            activity=standing.activity,
+            activity_seconds=None if standing.activity is None else round(standing.seconds, 1),
+            trouble=standing.reason or None,
+        )
+
+    def _progress(
+        self, worker: Watched, now: float, restart: int, sample: Sample, reading: PulseReading | None
+    ) -> tuple[int | None, float | None]:
+        """How many steps a worker has taken, and how many in a second."""
+        if reading is None:
+            return self._progress_by_metrics(worker, restart, sample)
+        counted = self._rates.setdefault(worker.process, deque())
+        if counted and reading.num_boundaries < counted[-1][1]:
+            counted.clear()  # another training has begun in it
+        counted.append((now, reading.num_boundaries))
+        while len(counted) > 2 and counted[1][0] <= now - _RATE_SECONDS:
+            counted.popleft()
+        seconds = now - counted[0][0]
+        return reading.step, (reading.num_boundaries - counted[0][1]) / seconds if seconds > 0 else None
+
+    def _progress_by_metrics(self, worker: Watched, restart: int, sample: Sample) -> tuple[int | None, float | None]:
+        """The same by what it writes of itself every few seconds."""
+        file = self._run_dir / f"metrics-{worker.rank}.json"
+        try:
+            written = file.stat().st_mtime_ns
+            if self._metrics.get(worker.rank, (0, {}))[0] != written:
+                with open(file, "rb") as opened:
+                    found = json.loads(opened.read(_MOST_METRICS_BYTES))
+                self._metrics[worker.rank] = written, found if isinstance(found, dict) else {}
+        except (OSError, ValueError, RecursionError):
+            return None, None
+        metrics = self._metrics[worker.rank][1]
+        is_its = metrics.get("generation") == restart and metrics.get("pid") in (worker.process.pid, *sample.children)
+        step, measures = metrics.get("step"), metrics.get("measures")
+        rate = measures.get("steps_per_second") if isinstance(measures, dict) else None
+        if not is_its or type(step) is not int:
+            return None, None
+        return step, float(rate) if isinstance(rate, (int, float)) else None

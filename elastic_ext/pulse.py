@@ -1,0 +1,359 @@
+"""Pulse: how far one rank has come and what it does, where its agent can see it at any time.
+
+A file of 128 bytes in a folder in memory, which the rank writes through a mapping in its training thread: that takes
+about a microsecond, and waits for nobody. What a reader makes of it is in agent/hanging.py.
+
+Words: an *activity* is what a rank does now; ``micro_step`` counts those of the step under way that have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from .agent.processes import is_alive, process_of, this_process
+from .files import write_whole
+
+__all__ = ["Activity", "FilePulse", "Pulse", "PulseReading", "begin_pulse", "pulse_file", "read_pulse", "stacks_file"]
+
+_logger = logging.getLogger(__name__)
+
+_MAGIC = b"EEPULSE\0"
+_FORMAT = 1
+_SIZE = 128
+_FIXED = struct.Struct("=8sIIIIIIQQQiI")
+"""Magic, format, 0; pid, rank, restart, stacks signal; start ticks, thread; the stacks' file: inode, number; 0."""
+_MOVING = struct.Struct("=8q")
+_SEQUENCE, _SINCE, _ACTIVITY, _MICRO_STEP, _STEPS, _BOUNDARIES, _ALIKE, _NANOSECONDS = range(8, 16)
+"""Where the numbers stand that change, of 16; the sequence is odd while something is being written."""
+_NUM_TRIES = 100  # of a reader, each a microsecond or two: a writer is done by then, or has died in the middle
+
+_FIRST_SIGNAL = 4  # above SIGRTMIN: the ones before are what others take first
+_MOST_STACKS_BYTES = 1 << 20  # of earlier processes, that a new one adds to
+_STATUS = Path("/proc/self/status")
+
+
+class Activity(IntEnum):
+    """What a rank does; the numbers stand in files."""
+
+    STARTING = 0
+    RESUMING = 1
+    OUTSIDE = 2
+    """Between steps, where the loop does what it likes: evaluates, waits for data."""
+    STEP = 3
+    BOUNDARY = 4
+    """Exchanges words with the other ranks, between steps as a rule."""
+    SAVING = 5
+    """Training waits for a checkpoint."""
+    CHANGING = 6
+    """A config is coming into force."""
+    ENDED = 7
+
+
+_STEP, _OUTSIDE = int(Activity.STEP), int(Activity.OUTSIDE)  # which are written faster
+
+
+class Pulse:
+    """A rank's pulse that nobody looks at: where there is no agent."""
+
+    is_seen = False
+
+    def enter(self, micro_step: int) -> None:
+        """A micro-step begins, before which so many of its step have ended."""
+
+    def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
+        """A micro-step has ended, or was given up; ``num_boundaries`` steps have ended in this process."""
+
+    def during(self, activity: Activity) -> AbstractContextManager[None]:
+        """``with pulse.during(activity):``; afterwards it is what it was."""
+        return nullcontext()
+
+    def pass_step(self, step: int) -> None:
+        """A step has ended, in a loop that does not say when one begins."""
+
+    def note(self, activity: Activity) -> None:
+        """The rank does this from here on."""
+
+    def note_change(self) -> None:
+        """The next steps may take as long as the first ones."""
+
+    def end(self) -> None:
+        """Training has ended in this process; nothing is written any more."""
+
+
+class FilePulse(Pulse):
+    """A rank's pulse in a file; one thread calls it."""
+
+    is_seen = True
+
+    def __init__(self, path: Path, *, rank: int, restart: int, stacks: Path) -> None:
+        """OSError where ``path`` cannot be written; without the file ``stacks`` none are given."""
+        self._stacks_signal, self._stacks_descriptor = _offer_stacks(stacks)
+        self._sequence = self._num_boundaries = self._num_alike = 0
+        self._activity = int(Activity.STARTING)
+        self._entered = time.monotonic_ns()
+        self._inside = 0  # nanoseconds within the step under way
+        me, thread = this_process(), threading.get_ident()
+        inode = os.fstat(self._stacks_descriptor).st_ino if self._stacks_signal else 0
+        told = me.pid, rank, restart, self._stacks_signal, me.start_ticks, thread, inode, self._stacks_descriptor
+        start = bytearray(_SIZE)
+        _FIXED.pack_into(start, 0, _MAGIC, _FORMAT, 0, *told, 0)
+        self._numbers = memoryview(start).cast("q")
+        self._numbers[_SINCE] = self._entered
+        try:
+            write_whole(path, bytes(start), durable=False)
+            with open(path, "r+b") as file:
+                self._numbers = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("q")
+        except OSError:
+            self._withdraw_stacks()
+            raise
+        _leave_to_parent(weakref.ref(self))
+
+    # Training waits for these two: what they write, and how, is chosen to take little.
+
+    def enter(self, micro_step: int) -> None:
+        self._activity = _STEP
+        if micro_step == 0:
+            self._inside = 0
+        odd = (self._sequence + 1) | 1  # also after a write that an exception has cut short
+        self._sequence = odd + 1
+        numbers = self._numbers
+        numbers[_SEQUENCE] = odd
+        numbers[_ACTIVITY] = _STEP
+        numbers[_MICRO_STEP] = micro_step
+        numbers[_SINCE] = self._entered = time.monotonic_ns()
+        numbers[_SEQUENCE] = odd + 1
+
+    def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
+        self._activity = _OUTSIDE
+        now = time.monotonic_ns()
+        self._inside += now - self._entered
+        odd = (self._sequence + 1) | 1
+        self._sequence = odd + 1
+        numbers = self._numbers
+        numbers[_SEQUENCE] = odd
+        numbers[_ACTIVITY] = _OUTSIDE
+        numbers[_MICRO_STEP] = micro_step
+        numbers[_SINCE] = now
+        if num_boundaries != self._num_boundaries:
+            self._num_boundaries = numbers[_BOUNDARIES] = num_boundaries
+            self._num_alike = numbers[_ALIKE] = self._num_alike + 1
+            numbers[_STEPS] = step
+            numbers[_NANOSECONDS] = self._inside
+        numbers[_SEQUENCE] = odd + 1
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        before = Activity(self._activity)
+        self.note(activity)
+        try:
+            yield
+        finally:
+            self.note(before)
+
+    def pass_step(self, step: int) -> None:
+        if self._activity == _STEP:
+            return  # and leaving it says the same
+        self._inside = 0
+        self.leave(step, self._num_boundaries + 1, 0)
+        self._entered = time.monotonic_ns()
+
+    def note(self, activity: Activity) -> None:
+        self._activity = int(activity)
+        self._write({_ACTIVITY: self._activity, _SINCE: time.monotonic_ns()})
+
+    def note_change(self) -> None:
+        self._num_alike = 0
+        self._write({_ALIKE: 0})
+
+    def end(self) -> None:
+        self.note(Activity.ENDED)
+        self.leave_to_parent()
+        self._withdraw_stacks()
+
+    def leave_to_parent(self) -> None:
+        """In a forked process, which is not the rank: what is written from here on goes nowhere."""
+        self._numbers = memoryview(bytearray(_SIZE)).cast("q")
+
+    def _write(self, values: Mapping[int, int]) -> None:
+        odd = (self._sequence + 1) | 1
+        self._sequence = odd + 1
+        numbers = self._numbers
+        numbers[_SEQUENCE] = odd
+        for place, value in values.items():
+            numbers[place] = value
+        numbers[_SEQUENCE] = odd + 1
+
+    def _withdraw_stacks(self) -> None:
+        if self._stacks_signal:
+            faulthandler.unregister(self._stacks_signal)
+            os.close(self._stacks_descriptor)
+            self._stacks_signal = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PulseReading:
+    """What a pulse said at one moment."""
+
+    pid: int
+    start_ticks: int
+    thread: int
+    """Of the thread that trains, as ``threading.get_ident`` has it."""
+    rank: int
+    restart: int
+    activity: Activity
+    since_ns: int
+    """When it took up its activity, or came to this micro-step; on the clock of ``time.monotonic_ns``."""
+    step: int
+    """Steps that have committed since training began."""
+    num_boundaries: int
+    """Steps that have ended in this process."""
+    micro_step: int
+    """Micro-steps of the step under way that have ended."""
+    last_step_seconds: float
+    """What the last step took, without what lies between its micro-steps; 0 before the first."""
+    num_alike: int
+    """Steps that have ended since the start, or since a change after which they are other ones."""
+    stacks_signal: int
+    """The signal at which this process writes its stacks; 0 where it does not."""
+    stacks_descriptor: int
+    """... and to which of its files,"""
+    stacks_inode: int
+    """... if that is still the one."""
+
+
+def begin_pulse(folder: Path | None, *, rank: int, restart: int, run_dir: Path) -> Pulse:
+    """The pulse of this rank, in an agent's ``folder``; one that nobody looks at where there is none.
+
+    The same where another process that is alive has that rank's, as where a script starts another that trains too.
+    """
+    if folder is None:
+        return Pulse()
+    path = pulse_file(folder, rank)
+    found = read_pulse(path)
+    if found is not None and found.pid != os.getpid() and found.activity is not Activity.ENDED:
+        other = process_of(found.pid)
+        if other is not None and other.start_ticks == found.start_ticks and is_alive(other):
+            _logger.debug("process %d has the pulse of rank %d, and this one has none", found.pid, rank)
+            return Pulse()
+    try:
+        return FilePulse(path, rank=rank, restart=restart, stacks=stacks_file(run_dir, rank))
+    except OSError as error:
+        _logger.warning("the agent does not see how far rank %d has come: %s", rank, error)
+        return Pulse()
+
+
+def pulse_file(folder: Path, rank: int) -> Path:
+    """Where a rank's pulse lies."""
+    return folder / f"pulse-{rank}"
+
+
+def stacks_file(run_dir: Path, rank: int) -> Path:
+    """Where a rank writes its stacks when it is asked to."""
+    return run_dir / f"stacks-{rank}.txt"
+
+
+def read_pulse(path: Path) -> PulseReading | None:
+    """What a rank's pulse says now; None where there is none that could be read, of this format."""
+    before = b""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            for _ in range(_NUM_TRIES):
+                data = os.pread(file.fileno(), _SIZE, 0)
+                if (
+                    data and data == before
+                ):  # whatever order a processor writes in, half of it is not what there is twice
+                    return _reading(data)
+                is_whole = len(data) == _SIZE and _MOVING.unpack_from(data, _FIXED.size)[0] % 2 == 0
+                before = data if is_whole else b""
+    except OSError:
+        pass
+    return None
+
+
+def _reading(data: bytes) -> PulseReading | None:
+    magic, version, _, *told, inode, descriptor, _ = _FIXED.unpack_from(data)
+    if magic != _MAGIC or version != _FORMAT:
+        return None
+    pid, rank, restart, stacks_signal, start_ticks, thread = told
+    _, since, activity, micro_step, step, num_boundaries, alike, inside = _MOVING.unpack_from(data, _FIXED.size)
+    if activity not in Activity.__members__.values():
+        return None
+    return PulseReading(
+        pid=pid,
+        start_ticks=start_ticks,
+        thread=thread,
+        rank=rank,
+        restart=restart,
+        activity=Activity(activity),
+        since_ns=since,
+        step=step,
+        num_boundaries=num_boundaries,
+        micro_step=micro_step,
+        last_step_seconds=inside / 1e9,
+        num_alike=alike,
+        stacks_signal=stacks_signal,
+        stacks_descriptor=descriptor,
+        stacks_inode=inode,
+    )
+
+
+def _offer_stacks(path: Path) -> tuple[int, int]:
+    """Have a signal write the stacks of all threads to ``path``: that signal, and the open file; 0 and -1 without."""
+    number = _free_signal()
+    if number == 0:
+        return 0, -1
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, flags, 0o600)
+        if os.fstat(descriptor).st_size > _MOST_STACKS_BYTES:
+            os.ftruncate(descriptor, 0)
+    except OSError as error:
+        _logger.warning("this rank cannot write its stacks where it is asked for them: %s", error)
+        return 0, -1
+    faulthandler.register(number, descriptor, all_threads=True, chain=False)
+    return number, descriptor
+
+
+def _free_signal() -> int:
+    """A real-time signal that nobody has done anything with; 0 if there is none."""
+    taken = _masks()
+    for number in range(signal.SIGRTMIN + _FIRST_SIGNAL, signal.SIGRTMAX + 1):
+        if signal.getsignal(number) is signal.SIG_DFL and not taken >> (number - 1) & 1:
+            return number
+    return 0
+
+
+def _masks() -> int:
+    """The signals that are caught, in C too, ignored or blocked, as bits; all where that cannot be told."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:  # another system
+        return -1
+    values = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:"))]
+    return values[0] | values[1] | values[2]
+
+
+def _leave_to_parent(pulse: weakref.ref[FilePulse]) -> None:
+    """Have forked processes, such as a loader's workers, not write it."""
+
+    def in_child() -> None:
+        found = pulse()
+        if found is not None:
+            found.leave_to_parent()
+
+    os.register_at_fork(after_in_child=in_child)
