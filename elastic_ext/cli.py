@@ -13,6 +13,9 @@
     elastic-ext ckpt export PATH DEST          the model as plain safetensors files
     elastic-ext ckpt convert PATH --to ... DEST    to torch.distributed.checkpoint, and back; this alone imports torch
 
+    elastic-ext doctor                         what is wrong with this machine, and what to do
+    elastic-ext doctor --rdzv-endpoint HOST:PORT --nnodes N    ... and with pairs of nodes; this imports torch
+
 The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR.
 """
 
@@ -26,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from .agent.doctor_command import add_doctor
 from .ckpt.commands import add_commands
 from .ckpt.taking import path_of
 from .config import ElasticConfig
@@ -80,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="elastic-ext", description="Look at and change elastic training jobs.")
     groups = parser.add_subparsers(required=True)
     add_commands(groups.add_parser("ckpt", help="the checkpoints of jobs"))
+    add_doctor(groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes"))
     config = groups.add_parser("config", help="the versioned config file of a job")
     config.set_defaults(run=_run_config)
     commands = config.add_subparsers(dest="command", required=True)

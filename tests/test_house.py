@@ -45,9 +45,24 @@ LAYERS: Mapping[str, int] = {
     # 1: one job each
     "accelerator": 1,
     "agent": 1,
+    "agent.cgroups": 1,
+    "agent.doctor": 1,
+    "agent.doctor_gpus": 1,
+    "agent.finding": 1,
     "agent.folder": 1,
+    "agent.gpus": 1,
+    "agent.hardware": 1,
+    "agent.hardware_records": 1,
+    "agent.matching": 1,
+    "agent.mounts": 1,
+    "agent.pair_meeting": 1,
+    "agent.pair_probe": 1,
+    "agent.pair_report": 1,
+    "agent.pairs": 1,
+    "agent.patience": 1,
     "agent.processes": 1,
     "agent.records": 1,
+    "agent.stragglers": 1,
     "agree": 1,
     "appliers": 1,
     "control_word": 1,
@@ -234,6 +249,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint.todcp": 2,
     "fsdp.checkpoint.verifying": 2,
     # 3: what joins them
+    "agent.doctor_command": 3,
     "checkpoints": 3,
     "ckpt": 3,
     "ckpt.commands": 3,
@@ -271,6 +287,9 @@ SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without
 
 USES_TORCH = frozenset(
     {
+        "agent.pair_meeting",
+        "agent.pair_probe",
+        "agent.pairs",
         "amp",
         "arguments",
         "attempts",
@@ -425,6 +444,7 @@ READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "set
 WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
+    "agent.patience:answer_within.run": "the top of a thread: kept for the one who waits, who raises it",
     "appliers:Appliers.check": "an applier is the user's code: what it raises is told to all ranks",
     "appliers:Appliers.apply": "an applier is the user's code: what it raises is told to all ranks",
     "data.ahead:Ahead.__next__": "what cannot be made is passed before it is raised again",

@@ -26,9 +26,10 @@ class GroupLimits:
 
 
 def group_folders(controller: str, cgroup: str, mountinfo: str) -> Sequence[PurePosixPath]:
-    """Where the limits of ``controller`` (cpu, memory) stand, the process's own group first, by two texts of /proc/self.
+    """Where the limits of ``controller`` (cpu, memory) stand, the process's own group first.
 
-    In a container the path in ``cgroup`` may lead to what is not mounted there; then what is mounted is its group.
+    ``cgroup`` and ``mountinfo`` are texts of /proc/self. In a container the path in the first may lead to what is not
+    mounted there; then what is mounted is its group.
     """
     paths = _paths(cgroup)
     folders: list[PurePosixPath] = []
@@ -98,7 +99,8 @@ def _paths(cgroup: str) -> dict[str, PurePosixPath]:
     """The group of each controller of version 1, and under ``""`` that of version 2."""
     paths: dict[str, PurePosixPath] = {}
     for line in cgroup.splitlines():
-        _, controllers, path = (line.split(":", 2) + ["", "", ""])[:3]
+        _, _, named = line.partition(":")
+        controllers, _, path = named.partition(":")
         for controller in controllers.split(","):
             paths[controller] = PurePosixPath(path or "/")
     return paths

@@ -60,8 +60,8 @@ def _of_cpu(hardware: NodeHardware) -> Iterator[Finding]:
         yield warning(
             f"{cpu.num_allowed} CPU cores are seen, and the control group allows the time of {cpu.quota_cores:g}",
             "programs start a thread for each core they see, and all are halted when the time is used up",
-            f"give the container more (docker run --cpus, a Kubernetes limit of cpu), or set OMP_NUM_THREADS and loader "
-            f"workers so that {cpu.effective_cores:g} cores suffice",
+            f"give the container more (docker run --cpus, a Kubernetes limit of cpu), or set OMP_NUM_THREADS and "
+            f"loader workers so that {cpu.effective_cores:g} cores suffice",
         )
     elif cpu.num_allowed < 0.5 * cpu.num_logical:
         yield note(
@@ -109,6 +109,7 @@ def _of_memory(hardware: NodeHardware) -> Iterator[Finding]:
 def _of_shared_memory(hardware: NodeHardware) -> Iterator[Finding]:
     num_gpus = len(hardware.gpus.devices)
     for storage in hardware.storage:
+        free, total = size_in_words(storage.free_bytes or 0), size_in_words(storage.total_bytes or 0)
         if storage.use != "shared memory" or not storage.answers:
             continue
         if not storage.is_there or not storage.is_memory or not storage.is_writable:
@@ -118,22 +119,21 @@ def _of_shared_memory(hardware: NodeHardware) -> Iterator[Finding]:
                 "mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
             )
         elif storage.total_bytes is not None and storage.total_bytes < _LEAST_SHARED_BYTES:
-            size = size_in_words(storage.total_bytes)
             is_too_small = storage.total_bytes <= _CONTAINERS_SHARED_BYTES and num_gpus > 1
             yield (error if is_too_small else warning)(
-                f"/dev/shm has {size}",
+                f"/dev/shm has {total}",
                 "loader workers pass batches through it and die of SIGBUS (bus error) where it is full; "
                 "NCCL between the GPUs of a machine needs it too",
                 "docker run --shm-size=32g; in Kubernetes an emptyDir with medium: Memory, mounted at /dev/shm",
             )
         elif storage.total_bytes and (storage.free_bytes or 0) < _LEAST_FREE_SHARE * storage.total_bytes:
             yield warning(
-                f"{size_in_words(storage.free_bytes or 0)} of {size_in_words(storage.total_bytes)} of /dev/shm are free",
+                f"{free} of {total} of /dev/shm are free",
                 "loader workers die of SIGBUS (bus error) where it is full",
                 "look what is left of earlier jobs (ls -la /dev/shm) and remove it",
             )
         else:
-            yield ok(f"/dev/shm has {size_in_words(storage.total_bytes or 0)}")
+            yield ok(f"/dev/shm has {total}")
 
 
 def _of_network(hardware: NodeHardware, num_nodes: int) -> Iterator[Finding]:

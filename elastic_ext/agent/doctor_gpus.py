@@ -160,7 +160,9 @@ def _of_mode(gpu: Gpu, name: str) -> Iterator[Finding]:
             "nvidia-smi --compute-mode=DEFAULT, as an administrator",
         )
     if gpu.is_mig:
-        yield note(f"{name} is divided (MIG)", "each part counts as a GPU of its own, and NCCL does not join two of them")
+        yield note(
+            f"{name} is divided (MIG)", "each part counts as a GPU of its own, and NCCL does not join two of them"
+        )
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
     if used is not None and total and used > _USED_SHARE * total and not gpu.is_mig:
         yield warning(
@@ -174,7 +176,7 @@ def _of_all(devices: tuple[Gpu, ...]) -> Iterator[Finding]:
     kinds = Counter((gpu.name, gpu.memory_total_bytes) for gpu in devices if gpu.trouble is None)
     if len(kinds) > 1:
         words = ", ".join(
-            f"{count} x {name or 'of unknown name'} with {size_in_words(size) if size is not None else 'unknown memory'}"
+            f"{count} x {name or 'of unknown name'} with {size_in_words(size) if size else 'unknown memory'}"
             for (name, size), count in kinds.items()
         )
         yield warning(
@@ -217,7 +219,7 @@ def _of_torch(hardware: NodeHardware) -> Iterator[Finding]:
         yield note(
             f"torch {versions.torch} is built for CUDA {versions.torch_cuda}, and driver {gpus.driver_version} can do "
             f"{gpus.cuda_version}",
-            "that works within one major version; what is compiled on the way (Triton, torch.compile) may need the newer",
+            "that works within one major version; what is compiled on the way (Triton) may need the newer one",
             "update the driver if kernels fail to load",
         )
 

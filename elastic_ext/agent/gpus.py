@@ -4,6 +4,7 @@ virtual machine does not offer is None, and the rest is told.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -105,10 +106,8 @@ class NvidiaDriver:
             raise Unanswered(str(error)) from None
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(pynvml.NVMLError):  # it has gone away meanwhile, and there is nothing more to close
             pynvml.nvmlShutdown()
-        except pynvml.NVMLError:  # it has gone away meanwhile, and there is nothing more to close
-            pass
 
 
 def gpus_of(driver: Driver, *, num_on_bus: int | None) -> Gpus:

@@ -32,9 +32,18 @@ from .hardware_records import (
     System,
     Versions,
 )
-from .mounts import answer_within, parse_mounts, storage_of
+from .mounts import parse_mounts, storage_of
+from .patience import NoAnswer, answer_within
 
-__all__ = ["NodeHardware", "count_gpus_on_bus", "cuda_of_torch", "look", "model_name", "parse_ranges", "sizes_of_memory"]
+__all__ = [
+    "NodeHardware",
+    "count_gpus_on_bus",
+    "cuda_of_torch",
+    "look",
+    "model_name",
+    "parse_ranges",
+    "sizes_of_memory",
+]
 
 _ROOT = Path("/")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -53,7 +62,7 @@ def look(
 ) -> NodeHardware:
     """What this machine has, and where ``run_dir`` and ``paths`` lead to.
 
-    It takes well under a second, and ``patience_seconds`` more for each file system and for a name that is not answered.
+    It takes well under a second, and ``patience_seconds`` more for each file system or name that is not answered.
     """
     limits = group_limits(root)
     places: list[tuple[Path, StorageUse]] = [
@@ -168,14 +177,16 @@ def _network(patience_seconds: float) -> Network:
         )
     return Network(
         host=host,
-        host_addresses=answer_within(patience_seconds, lambda: _addresses_of(host)),
+        host_addresses=_addresses_of(host, patience_seconds),
         interfaces=tuple(interfaces),
     )
 
 
-def _addresses_of(host: str) -> tuple[str, ...]:
+def _addresses_of(host: str, patience_seconds: float) -> tuple[str, ...] | None:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = answer_within(patience_seconds, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except NoAnswer:
+        return None
     except (OSError, UnicodeError):
         return ()
     return tuple(sorted({str(address[0]).partition("%")[0] for *_, address in found}))
@@ -183,9 +194,7 @@ def _addresses_of(host: str) -> tuple[str, ...]:
 
 def _storage(places: Iterable[tuple[Path, StorageUse]], root: Path, patience_seconds: float) -> tuple[Storage, ...]:
     mounts = parse_mounts(_text(root / "proc/self/mountinfo"))
-    return tuple(
-        storage_of(path.absolute(), use, mounts, patience_seconds=patience_seconds) for path, use in places
-    )
+    return tuple(storage_of(path.absolute(), use, mounts, patience_seconds=patience_seconds) for path, use in places)
 
 
 def _limits() -> Limits:

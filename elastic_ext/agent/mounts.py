@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from .hardware_records import Storage, StorageUse
+from .patience import NoAnswer, answer_within
 
-__all__ = ["Mount", "answer_within", "is_memory", "is_network", "mount_of", "parse_mounts", "storage_of"]
+__all__ = ["Mount", "is_memory", "is_network", "mount_of", "parse_mounts", "storage_of"]
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _NETWORK = frozenset(
-    "nfs nfs4 cifs smb3 smbfs lustre beegfs gpfs ceph glusterfs 9p afs ncpfs wekafs panfs pvfs2 orangefs ocfs2 gfs2 "
-    "vastnfs quobyte curvefs juicefs".split()
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "lustre",
+        "beegfs",
+        "gpfs",
+        "ceph",
+        "glusterfs",
+        "9p",
+        "afs",
+        "ncpfs",
+        "wekafs",
+        "panfs",
+        "pvfs2",
+        "orangefs",
+        "ocfs2",
+        "gfs2",
+        "vastnfs",
+        "quobyte",
+        "curvefs",
+        "juicefs",
+    }
 )
-_MEMORY = frozenset("tmpfs ramfs devtmpfs hugetlbfs".split())
-_LOCAL_FUSE = frozenset("fuseblk fuse.fuse-overlayfs fuse.lxcfs fuse.ntfs fuse.portal fuse.bindfs fuse.mergerfs".split())
-_Answer = TypeVar("_Answer")
+_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_LOCAL_FUSE = frozenset(
+    {"fuseblk", "fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.ntfs", "fuse.portal", "fuse.bindfs", "fuse.mergerfs"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +68,7 @@ def parse_mounts(mountinfo: str) -> list[Mount]:
 
 
 def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
-    """The one that an absolute path without links lies on: the longest; the later of two at one place hides the other."""
+    """The one that an absolute path without links lies on; the later of two at one place hides the other."""
     found: Mount | None = None
     for mount in mounts:
         covers = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
@@ -69,17 +92,10 @@ def storage_of(path: Path, use: StorageUse, mounts: Iterable[Mount], *, patience
 
     A file system that hangs, as those of a network do whose server is gone, holds this up no longer than so.
     """
-    found = answer_within(patience_seconds, lambda: _looked_at(path, use, mounts))
-    return found or Storage(path=str(path), use=use, is_there=False, answers=False)
-
-
-def answer_within(seconds: float, ask: Callable[[], _Answer]) -> _Answer | None:
-    """What ``ask`` gives, None if it takes longer: then its thread stays behind, as nothing can end it."""
-    answers: list[_Answer] = []
-    thread = threading.Thread(target=lambda: answers.append(ask()), name="elastic_ext-asks", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else None
+    try:
+        return answer_within(patience_seconds, lambda: _looked_at(path, use, mounts))
+    except NoAnswer:
+        return Storage(path=str(path), use=use, is_there=False, answers=False)
 
 
 def _looked_at(path: Path, use: StorageUse, mounts: Iterable[Mount]) -> Storage:

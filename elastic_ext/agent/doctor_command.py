@@ -1,0 +1,232 @@
+"""elastic-ext doctor: what is wrong with this machine, and, with rendezvous arguments, with pairs of nodes.
+
+torch is imported where nodes are to meet, and not before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_ext.ckpt.taking import path_of
+from elastic_ext.ckpt.terminal import Terminal
+
+from .doctor import findings
+from .finding import Finding, is_wrong, sorted_findings
+from .hardware import NodeHardware, look
+from .pair_report import PairReport, findings_of_report, words_of_report
+
+if TYPE_CHECKING:
+    from .pair_meeting import Rendezvous
+
+__all__ = ["FINE", "REFUSED", "WRONG", "add_doctor"]
+
+FINE = 0
+WRONG = 1
+"""There is a warning or an error."""
+REFUSED = 2
+_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
+_INTERRUPTED = 130
+_RUN_DIR = Path("~/.cache/elastic_ext")
+_RENDEZVOUS = ("nnodes", "rdzv_id", "rdzv_backend", "rdzv_conf", "node_rank", "local_addr", "silence")
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the arguments of the command; what it parses has ``run``, which gives the exit status."""
+    parser.description = "Check this machine, and say in words what is wrong with it and what to do."
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        type=path_of,
+        metavar="P",
+        help="look at the file system there too: of checkpoints, of data; may be given several times",
+    )
+    parser.add_argument(
+        "--run-dir", type=path_of, default=_RUN_DIR, metavar="DIR", help=f"the run directory; default: {_RUN_DIR}"
+    )
+    pairs = parser.add_argument_group(
+        "pairs of nodes",
+        "Started on several nodes at the same time with the same arguments, as torchrun has them: the nodes measure "
+        "how fast each computes, and how fast every two of them exchange data.",
+    )
+    pairs.add_argument(
+        "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="where the nodes meet; PORT is 29400 by default"
+    )
+    pairs.add_argument("--nnodes", metavar="N or MIN:MAX", type=_num_nodes, help="how many nodes come")
+    pairs.add_argument("--rdzv-id", "--rdzv_id", metavar="ID", help="what they have in common; default: none")
+    pairs.add_argument("--rdzv-backend", "--rdzv_backend", metavar="NAME", help="how they meet; default: c10d")
+    pairs.add_argument(
+        "--rdzv-conf",
+        "--rdzv_conf",
+        metavar="K=V,...",
+        type=_config,
+        help="more about it, such as join_timeout=60: so many seconds to wait for all",
+    )
+    pairs.add_argument(
+        "--node-rank", "--node_rank", type=_count, metavar="N", help="of this node, where the backend is static"
+    )
+    pairs.add_argument("--local-addr", "--local_addr", metavar="ADDRESS", help="of this node, as others reach it")
+    pairs.add_argument(
+        "--silence",
+        type=_seconds,
+        metavar="SECONDS",
+        help="a node that says nothing for so long has stopped to answer; default: 15",
+    )
+    parser.set_defaults(run=_run, refuse=parser.error)
+
+
+def _run(options: argparse.Namespace) -> int:
+    terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    if options.rdzv_endpoint is None:
+        for name in _RENDEZVOUS:
+            if getattr(options, name) is not None:
+                options.refuse(
+                    f"--{name.replace('_', '-')} is given and --rdzv-endpoint is not; add --rdzv-endpoint HOST:PORT, "
+                    "where the nodes are to meet"
+                )
+    elif options.nnodes is None:
+        options.refuse("--rdzv-endpoint is given and --nnodes is not; add --nnodes N, how many nodes come")
+    try:
+        return _check(options, terminal)
+    except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _check(options: argparse.Namespace, terminal: Terminal) -> int:
+    hardware = look(options.path, run_dir=options.run_dir.expanduser())
+    num_nodes = options.nnodes[1] if options.nnodes else 1
+    found = findings(hardware, num_nodes=num_nodes)
+    if options.json:
+        terminal.tell({"record": "hardware", **asdict(hardware)}, "")
+    terminal.say(f"{hardware.network.host}:")
+    _tell(terminal, found, "node")
+    is_bad = is_wrong(found)
+    if options.rdzv_endpoint is not None:
+        is_bad |= _check_pairs(options, terminal, hardware)
+    sys.stdout.flush()
+    return WRONG if is_bad else FINE
+
+
+def _check_pairs(options: argparse.Namespace, terminal: Terminal, hardware: NodeHardware) -> bool:
+    """Whether something is wrong with the nodes together, or with one of the others."""
+    from .pairs import SILENCE_SECONDS, MeetingFailed, check_pairs
+
+    sys.stdout.flush()
+    try:
+        report, own = check_pairs(
+            _rendezvous(options),
+            hardware,
+            say=_progress(),
+            silence_seconds=options.silence or SILENCE_SECONDS,
+        )
+    except MeetingFailed as error:
+        terminal.complain(str(error))
+        return True
+    except ValueError as error:  # of arguments that only torch knows
+        options.refuse(str(error))
+    if options.json:
+        terminal.tell({"record": "pairs", **asdict(report)}, "")
+    terminal.say("nodes:")
+    for line in words_of_report(report):
+        terminal.say(f"  {line}")
+    together = findings_of_report(report)
+    _tell(terminal, together, "pairs")
+    others = _of_others(report, own)
+    _tell(terminal, others, "other node")
+    return is_wrong(together) or is_wrong(others)
+
+
+def _of_others(report: PairReport, own: int) -> tuple[Finding, ...]:
+    """The warnings and errors of the other nodes, with their names."""
+    return sorted_findings(
+        Finding(
+            severity=one.severity,
+            what=f"{node.label}: {one.what}",
+            why_it_matters=one.why_it_matters,
+            what_to_do=one.what_to_do,
+        )
+        for node in report.nodes
+        if node.index != own and node.hardware is not None
+        for one in findings(node.hardware, num_nodes=report.num_wanted)
+        if is_wrong([one])
+    )
+
+
+def _tell(terminal: Terminal, found: Iterable[Finding], about: str) -> None:
+    for one in found:
+        terminal.tell({"record": "finding", "about": about, **one.to_record()}, one.in_words())
+
+
+def _progress() -> Callable[[str], None]:
+    """Says beside the output how far the check has come, for people and for logs."""
+    beside = Terminal(sys.stderr, sys.stderr, as_json=False)
+
+    def say(words: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            beside.say(f"elastic-ext doctor: {words}")
+            sys.stderr.flush()
+
+    return say
+
+
+def _rendezvous(options: argparse.Namespace) -> Rendezvous:
+    from .pair_meeting import Rendezvous
+
+    config = dict(options.rdzv_conf or {})
+    if options.node_rank is not None:
+        config["rank"] = options.node_rank
+    return Rendezvous(
+        endpoint=options.rdzv_endpoint,
+        run_id=options.rdzv_id or "none",
+        min_nodes=options.nnodes[0],
+        max_nodes=options.nnodes[1],
+        backend=options.rdzv_backend or "c10d",
+        config=config,
+        local_addr=options.local_addr,
+    )
+
+
+def _num_nodes(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not least.isdecimal() or (colon and not most.isdecimal()) or not 1 <= int(least) <= int(most or least):
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is given; allowed: N, or MIN:MAX, integers >= 1, such as 2 or 2:4"
+        )
+    return int(least), int(most or least)
+
+
+def _config(text: str) -> dict[str, str | int]:
+    config: dict[str, str | int] = {}
+    for pair in text.split(","):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not key or not equals or not value:
+            raise argparse.ArgumentTypeError(f"{text[:80]!r} is given; allowed: KEY=VALUE,..., such as join_timeout=60")
+        config[key] = int(value) if value.isascii() and value.isdecimal() else value
+    return config
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is given; allowed: an integer >= 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is given; allowed: seconds, from 1 to 86400")
+    return seconds
