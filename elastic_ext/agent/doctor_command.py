@@ -148,7 +148,9 @@ def _check_pairs(options: argparse.Namespace, terminal: Terminal, hardware: Node
 
 
 def _of_others(report: PairReport, own: int) -> tuple[Finding, ...]:
-    """The warnings and errors of the other nodes, with their names."""
+    """The warnings and errors of the other nodes, with their names; what is told of this machine is not told again."""
+    machine = report.nodes[own].hardware
+    boot_id = machine.system.boot_id if machine is not None else None
     return sorted_findings(
         Finding(
             severity=one.severity,
@@ -157,7 +159,9 @@ def _of_others(report: PairReport, own: int) -> tuple[Finding, ...]:
             what_to_do=one.what_to_do,
         )
         for node in report.nodes
-        if node.index != own and node.hardware is not None
+        if node.index != own
+        and node.hardware is not None
+        and (boot_id is None or node.hardware.system.boot_id != boot_id)
         for one in findings(node.hardware, num_nodes=report.num_wanted)
         if is_wrong([one])
     )

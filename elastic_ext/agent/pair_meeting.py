@@ -7,10 +7,12 @@ stopped is silent, for all and for good, and nobody waits for it any more. A nod
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -24,18 +26,21 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from elastic_ext.peers import Store
 
 from .patience import NoAnswer, answer_within
 
-__all__ = ["Meeting", "MeetingFailed", "Rendezvous", "meet"]
+__all__ = ["Meeting", "MeetingFailed", "Rendezvous", "holds_store", "meet"]
 
 _logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
 _DEFAULT_JOIN_SECONDS = 600
+_DEFAULT_PORT = 29400
+_LISTENS = "0A"  # in /proc/net/tcp
 _Answer = TypeVar("_Answer")
 
 
@@ -77,6 +82,32 @@ class Rendezvous:
         )
 
 
+def holds_store(rendezvous: Rendezvous) -> bool:
+    """Whether this process listens at the endpoint, so that the store goes when it ends."""
+    _, port = parse_rendezvous_endpoint(rendezvous.endpoint, _DEFAULT_PORT)
+    listening = {
+        fields[9]
+        for name in ("tcp", "tcp6")
+        for fields in (line.split() for line in _lines(Path("/proc/self/net") / name))
+        if len(fields) > 9 and fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port
+    }
+    return any(_target(link) == f"socket:[{inode}]" for link in Path("/proc/self/fd").iterdir() for inode in listening)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()[1:]
+    except OSError:
+        return []
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # it has been closed
+        return ""
+
+
 class Meeting:
     """One node's part in it: it has a number among the nodes, tells and hears."""
 
@@ -113,11 +144,25 @@ class Meeting:
     ) -> None:
         self._stop.set()
         self._beats.join(self._silence_seconds)
+
+    def leave(self, holders: Collection[int]) -> None:
+        """Close the rendezvous, once all have come to this; the store goes with ``holders``, who leave last."""
+        try:
+            self.tell("leaves", "1")
+            self.hear_from_all("leaves")
+            self._close()
+            self.tell("left", "1")
+            if self.index in holders:
+                self.hear_from_all("left")
+        except MeetingFailed as error:  # it has gone first, and nothing is needed of it any more
+            _logger.info("%s", error)
+
+    def _close(self) -> None:
         if self._handler is not None:
             try:
                 answer_within(self._silence_seconds, self._handler.shutdown)
-            except (NoAnswer, RendezvousError, RuntimeError):  # its store is gone
-                _logger.info("the rendezvous at %s could not be closed", self._where)
+            except (NoAnswer, RendezvousError, RuntimeError) as error:
+                _logger.info("the rendezvous at %s could not be closed: %s", self._where, error)
 
     def store_of_pair(self, name: str) -> Any:
         """A store for two nodes alone, used beside this one."""
@@ -180,8 +225,7 @@ class Meeting:
             return answer_within(2 * self._silence_seconds, ask)
         except (NoAnswer, RuntimeError) as error:  # torch's errors of stores are RuntimeErrors
             raise MeetingFailed(
-                f"{self._where}, where the nodes met, does not answer any more ({str(error).splitlines()[0]}): the "
-                "node that was started there has ended or has stopped"
+                f"{self._where}, where the nodes met, does not answer any more ({str(error).splitlines()[0]})"
             ) from None
 
 

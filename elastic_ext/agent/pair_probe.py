@@ -51,7 +51,11 @@ def exchange(
     """
     device = "cuda:0" if backend == "nccl" else "cpu"
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
+    except RuntimeError:
+        _forget_what_failed()
+        raise
     try:
         word = torch.zeros(1, dtype=torch.int64, device=device)
         block = torch.zeros(_BLOCK_BYTES // 8, dtype=torch.int64, device=device)
@@ -67,6 +71,17 @@ def exchange(
     finally:
         dist.destroy_process_group()
     return (latencies, tuple(rates)) if rank == 0 else ((), ())
+
+
+def _forget_what_failed() -> None:
+    """Have torch number the next group as a process does that has had none.
+
+    The number of a group is part of its keys in the store, and one that could not be made is counted until another one
+    is taken away: two processes of which one had failed before would look for each other under unlike keys.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
 
 
 def _rally(rank: int, there: torch.Tensor, back: torch.Tensor, device: str) -> None:

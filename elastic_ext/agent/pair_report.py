@@ -153,7 +153,10 @@ def words_of_report(report: PairReport) -> list[str]:
         lines.append(f"{node.label}: matmul {', '.join(speeds) + ' GFLOP/s' if speeds else 'not measured'}")
     for pair in report.pairs:
         between = f"{report.label(pair.first)} - {report.label(pair.second)}"
-        lines.append(f"{between}: {pair.trouble if pair.trouble else _of_pair_in_words(pair)}")
+        if any(report.nodes[index].is_silent for index in (pair.first, pair.second)) and pair.trouble:
+            lines.append(f"{between}: not measured, as one of them has stopped to answer")
+        else:
+            lines.append(f"{between}: {pair.trouble or _of_pair_in_words(pair)}")
     return lines
 
 
@@ -203,7 +206,7 @@ def _of_speed(report: PairReport) -> Iterator[Finding]:
         }
         if len(speeds) > 1:
             yield from _of_measure("matmul", speeds, is_rate=True)
-    if len(report.nodes) < 3:  # of a single pair nobody can tell whose fault it is
+    if sum(not node.is_silent for node in report.nodes) < 3:  # of a single pair nobody can tell whose fault it is
         for pair in report.pairs:
             if pair.trouble is None and pair.latency_seconds and pair.bandwidth:
                 yield ok(f"{report.label(pair.first)} and {report.label(pair.second)}: {_of_pair_in_words(pair)}")

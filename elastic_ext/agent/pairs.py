@@ -19,18 +19,16 @@ import torch.distributed as dist
 
 from .hardware_records import NodeHardware
 from .matching import matching
-from .pair_meeting import Meeting, MeetingFailed, Rendezvous, meet
+from .pair_meeting import Meeting, MeetingFailed, Rendezvous, holds_store, meet
 from .pair_probe import devices, exchange, matmul
 from .pair_report import CheckedNode, CheckedPair, PairReport
 
-__all__ = ["PAIR_SECONDS", "SILENCE_SECONDS", "MeetingFailed", "Rendezvous", "check_pairs"]
+__all__ = ["SILENCE_SECONDS", "MeetingFailed", "Rendezvous", "check_pairs"]
 
 _logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 15.0
-"""Without a beat for so long a node is taken for dead."""
-PAIR_SECONDS = 30.0
-"""So long two nodes wait for each other's data."""
+"""Without a beat for so long a node is taken for dead; two wait for each other's data as long."""
 
 
 def check_pairs(
@@ -39,7 +37,6 @@ def check_pairs(
     *,
     say: Callable[[str], None],
     silence_seconds: float = SILENCE_SECONDS,
-    pair_seconds: float = PAIR_SECONDS,
 ) -> tuple[PairReport, int]:
     """What the nodes have measured of each other, and which of them this one is.
 
@@ -47,23 +44,24 @@ def check_pairs(
     in the report, which then has what this node alone knows.
     """
     with meet(rendezvous, silence_seconds=silence_seconds) as meeting:
-        notes = _Notes(meeting, hardware, rendezvous.min_nodes)
+        notes = _Notes(meeting, hardware, rendezvous)
         say(f"node {meeting.index} of {meeting.num_nodes}")
         trouble = None
         try:
             notes.introduce()
-            _run_rounds(meeting, notes, say, pair_seconds)
+            notes.measure()
+            _run_rounds(meeting, notes, say, silence_seconds)
             meeting.tell("finished", "1")
             meeting.hear_from_all("finished")
             notes.read_all()
+            meeting.leave(notes.holders)
         except MeetingFailed as error:
             trouble = str(error)
-        else:
-            _leave_together(meeting)
+            meeting.silent |= notes.holders  # it does not answer, and has not left either
         return notes.report(trouble), meeting.index
 
 
-def _run_rounds(meeting: Meeting, notes: _Notes, say: Callable[[str], None], pair_seconds: float) -> None:
+def _run_rounds(meeting: Meeting, notes: _Notes, say: Callable[[str], None], patience_seconds: float) -> None:
     rounds = matching(meeting.num_nodes)
     for number, pairs in enumerate(rounds):
         for first, second in pairs:
@@ -76,7 +74,7 @@ def _run_rounds(meeting: Meeting, notes: _Notes, say: Callable[[str], None], pai
                 say(f"{notes.label(other)} has stopped to answer")
                 continue
             store = meeting.store_of_pair(f"pair/{number}/{first}")
-            notes.tell_pair(_pair(store, number, first, second, meeting.index == second, notes, pair_seconds))
+            notes.tell_pair(_pair(store, number, first, second, meeting.index == second, notes, patience_seconds))
 
 
 def _pair(
@@ -102,21 +100,14 @@ def _pair(
     )
 
 
-def _leave_together(meeting: Meeting) -> None:
-    """Wait until all have read everything: the store goes with one of the nodes."""
-    try:
-        meeting.tell("read", "1")
-        meeting.hear_from_all("read")
-    except MeetingFailed:  # it went, so all others had read
-        _logger.debug("the store has gone first")
-
-
 class _Notes:
     """What this node knows of all of them."""
 
-    def __init__(self, meeting: Meeting, hardware: NodeHardware, num_wanted: int) -> None:
+    def __init__(self, meeting: Meeting, hardware: NodeHardware, rendezvous: Rendezvous) -> None:
+        self.holders: set[int] = set()
+        """The node that the store goes with, where it is one of these."""
         self._meeting = meeting
-        self._num_wanted = num_wanted
+        self._rendezvous = rendezvous
         self._hardware: dict[int, NodeHardware] = {meeting.index: hardware}
         self._matmul: dict[int, dict[str, tuple[float, ...]]] = {}
         self._links: dict[int, str | None] = {}
@@ -124,16 +115,23 @@ class _Notes:
         self._pairs: dict[tuple[int, int, int], CheckedPair] = {}
 
     def introduce(self) -> None:
-        """Tell what this node has and how fast it computes, and hear it of all."""
+        """Tell what this node has, and hear it of all."""
         own = self._meeting.index
         hardware = self._hardware[own]
-        self._meeting.tell("hello", json.dumps({"pid": os.getpid(), "hardware": hardware.to_json()}))
-        speeds = {device: matmul(device) for device in devices()}
-        self._meeting.tell("measured", json.dumps({"matmul": speeds, "link": _own_link()}))
+        is_holder = holds_store(self._rendezvous)
+        hello = {"pid": os.getpid(), "holds_store": is_holder, "hardware": hardware.to_json()}
+        self._meeting.tell("hello", json.dumps(hello))
         for index, text in self._meeting.hear_from_all("hello").items():
             hello = json.loads(text)
             self._pids[index] = int(hello["pid"])
             self._hardware[index] = NodeHardware.from_json(hello["hardware"])
+            if hello["holds_store"]:
+                self.holders.add(index)
+
+    def measure(self) -> None:
+        """Tell how fast this node computes, and hear it of all."""
+        speeds = {device: matmul(device) for device in devices()}
+        self._meeting.tell("measured", json.dumps({"matmul": speeds, "link": _own_link()}))
         for index, text in self._meeting.hear_from_all("measured").items():
             measured = json.loads(text)
             self._matmul[index] = {device: tuple(windows) for device, windows in measured["matmul"].items()}
@@ -168,7 +166,7 @@ class _Notes:
     def report(self, trouble: str | None) -> PairReport:
         """All that is known."""
         return PairReport(
-            num_wanted=max(self._num_wanted, 1),
+            num_wanted=self._rendezvous.min_nodes,
             nodes=tuple(
                 CheckedNode(
                     index=index,
