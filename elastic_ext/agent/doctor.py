@@ -40,17 +40,17 @@ def findings(hardware: NodeHardware, *, num_nodes: int = 1) -> tuple[Finding, ..
 
 
 def check_node(hardware: NodeHardware, *, num_nodes: int = 1) -> tuple[str | None, tuple[str, ...]]:
-    """Why a job must not be started on this machine, None where it may; and warnings, a line each."""
+    """Why a job must not be started on this machine, None where it may; and warnings. Each takes a line."""
     found = findings(hardware, num_nodes=num_nodes)
     lines = {
         severity: tuple(
-            ". ".join(part for part in (one.what, one.why_it_matters, one.what_to_do) if part)
+            f"{one.what}; {one.why_it_matters}. What to do: {one.what_to_do}"
             for one in found
             if one.severity == severity
         )
         for severity in ("error", "warning")
     }
-    return "; ".join(lines["error"]) or None, lines["warning"]
+    return "\n".join(lines["error"]) or None, lines["warning"]
 
 
 def _of_cpu(hardware: NodeHardware) -> Iterator[Finding]:

@@ -39,6 +39,7 @@ _logger = logging.getLogger(__name__)
 _BEAT_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
 _DEFAULT_JOIN_SECONDS = 600
+_LONGEST_CONNECT_SECONDS = 60
 _DEFAULT_PORT = 29400
 _LISTENS = "0A"  # in /proc/net/tcp
 _Answer = TypeVar("_Answer")
@@ -68,6 +69,8 @@ class Rendezvous:
         """
         config = dict(self.config)
         min_nodes = self.min_nodes
+        if "join_timeout" in config:  # nobody who wants to wait for a short while wants to connect for a long one
+            config.setdefault("read_timeout", min(int(config["join_timeout"]), _LONGEST_CONNECT_SECONDS))
         if self.backend != "static" and self.min_nodes == self.max_nodes:
             join = int(config.get("join_timeout", _DEFAULT_JOIN_SECONDS))
             min_nodes, config["last_call_timeout"], config["join_timeout"] = 1, join, join + 30
@@ -84,7 +87,10 @@ class Rendezvous:
 
 def holds_store(rendezvous: Rendezvous) -> bool:
     """Whether this process listens at the endpoint, so that the store goes when it ends."""
-    _, port = parse_rendezvous_endpoint(rendezvous.endpoint, _DEFAULT_PORT)
+    try:
+        _, port = parse_rendezvous_endpoint(rendezvous.endpoint, _DEFAULT_PORT)
+    except ValueError:  # a file, for one
+        return False
     listening = {
         fields[9]
         for name in ("tcp", "tcp6")
