@@ -250,6 +250,7 @@ LAYERS: Mapping[str, int] = {
     "fsdp.checkpoint.verifying": 2,
     # 3: what joins them
     "agent.doctor_command": 3,
+    "agent.pair_command": 3,
     "checkpoints": 3,
     "ckpt": 3,
     "ckpt.commands": 3,
@@ -287,6 +288,7 @@ SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without
 
 USES_TORCH = frozenset(
     {
+        "agent.pair_command",
         "agent.pair_meeting",
         "agent.pair_probe",
         "agent.pairs",

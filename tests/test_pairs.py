@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -129,49 +127,51 @@ def test_a_pair_comes_back_from_json_and_anything_else_is_refused() -> None:
 
 
 # --- real processes as nodes ---------------------------------------------------------------------------------------
-class _Nodes:
-    """Processes of elastic-ext doctor that check each other; the first holds the store."""
+_VICTIM = """
+import os, sys
+from elastic_ext.agent.hardware import look
+from elastic_ext.agent.pairs import Rendezvous, check_pairs
+endpoint, num_nodes, holds, number = sys.argv[1:]
 
-    def __init__(self, num_nodes: int, folder: Path, *arguments: str, num_wanted: int | None = None) -> None:
+def say(words):
+    if words.startswith("round "):
+        os.kill(os.getpid(), int(number))
+
+config = {"is_host": holds, "join_timeout": 60}
+nodes = Rendezvous(endpoint=endpoint, run_id="none", min_nodes=int(num_nodes), max_nodes=int(num_nodes), config=config)
+check_pairs(nodes, look(), say=say)
+"""
+"""A node that sends itself a signal when it comes to its first pair."""
+
+
+class _Nodes:
+    """Processes of elastic-ext doctor that check each other, of which the first holds the store."""
+
+    def __init__(
+        self,
+        num_nodes: int,
+        folder: Path,
+        *arguments: str,
+        num_wanted: int | None = None,
+        victim: int | None = None,
+        how: signal.Signals = signal.SIGKILL,
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.lines: queue.Queue[tuple[int, str]] = queue.Queue()
+            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
         self._deadline = time.monotonic() + DEADLINE_SECONDS
         self._folder = folder
-        self._threads = []
         self.processes = []
         for index in range(num_nodes):
             holds = "true" if index == 0 else "false"
             command = [sys.executable, "-m", "elastic_ext.cli", "doctor", "--json", "--run-dir", str(folder)]
-            command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--nnodes", str(num_wanted or num_nodes)]
-            command += ["--silence", "3", "--rdzv-conf", f"is_host={holds},join_timeout=60", *arguments]
-            with (folder / f"{index}.out").open("wb") as out:
-                process = subprocess.Popen(
-                    command,
-                    stdout=out,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-                )
-            self.processes.append(process)
-            self._threads.append(threading.Thread(target=self._read, args=(index, process)))
-            self._threads[-1].start()
-
-    def _read(self, index: int, process: subprocess.Popen[str]) -> None:
-        assert process.stderr is not None
-        with process.stderr:
-            for line in process.stderr:
-                self.lines.put((index, line))
-
-    def wait_until(self, index: int, words: str) -> None:
-        """Until that process has said ``words``."""
-        seen = []
-        while True:
-            said = self.lines.get(timeout=max(self._deadline - time.monotonic(), 0.01))
-            seen.append(said)
-            if said[0] == index and words in said[1]:
-                return
+            command += ["--rdzv-endpoint", endpoint, "--nnodes", str(num_wanted or num_nodes)]
+            command += ["--rdzv-conf", f"is_host={holds},join_timeout={4 if num_wanted else 60}", *arguments]
+            if index == victim:
+                command = [sys.executable, "-c", _VICTIM, endpoint, str(num_nodes), holds, str(int(how))]
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            with (folder / f"{index}.out").open("wb") as out, (folder / f"{index}.err").open("wb") as err:
+                self.processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=environment))
 
     def end_of(self, index: int) -> tuple[int, list[dict[str, Any]]]:
         """The exit status of that process, and what it has printed."""
@@ -183,16 +183,14 @@ class _Nodes:
         for process in self.processes:
             process.kill()
             process.wait()
-        for thread in self._threads:
-            thread.join()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
     started: list[_Nodes] = []
 
-    def make(num_nodes: int, *arguments: str, num_wanted: int | None = None) -> _Nodes:
-        started.append(_Nodes(num_nodes, tmp_path, *arguments, num_wanted=num_wanted))
+    def make(num_nodes: int, *arguments: str, **more: Any) -> _Nodes:
+        started.append(_Nodes(num_nodes, tmp_path, *arguments, **more))
         return started[-1]
 
     yield make
@@ -213,7 +211,10 @@ def _is_measured(pair: dict[str, Any]) -> bool:
     return not pair["trouble"] and len(pair["latency_seconds"]) == len(pair["bandwidth"]) == 3
 
 
-@pytest.mark.parametrize("num_nodes", [2, 3])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("num_nodes", [2, pytest.param(3, marks=slow)])
 def test_nodes_measure_every_pair_and_all_get_the_same_report(num_nodes: int, start: Any) -> None:
     nodes = start(num_nodes)
     ended = [nodes.end_of(index) for index in range(num_nodes)]
@@ -230,11 +231,9 @@ def test_nodes_measure_every_pair_and_all_get_the_same_report(num_nodes: int, st
         assert status == int(bool(bad))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
 def test_a_node_that_dies_or_stops_on_the_way_is_named_and_the_others_finish(how: signal.Signals, start: Any) -> None:
-    nodes = start(3)
-    nodes.wait_until(2, "round ")
-    nodes.processes[2].send_signal(how)
+    nodes = start(3, "--silence", "4", victim=2, how=how)
     for index in (0, 1):
         status, records = nodes.end_of(index)
         assert status == 1
@@ -247,11 +246,10 @@ def test_a_node_that_dies_or_stops_on_the_way_is_named_and_the_others_finish(how
         assert _is_measured(left[0])
 
 
+@slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_node_that_holds_the_store_is_named_when_it_dies_or_stops(how: signal.Signals, start: Any) -> None:
-    nodes = start(3)
-    nodes.wait_until(0, "round ")
-    nodes.processes[0].send_signal(how)
+    nodes = start(3, "--silence", "4", victim=0, how=how)
     for index in (1, 2):
         status, records = nodes.end_of(index)
         assert status == 1
@@ -260,8 +258,9 @@ def test_the_node_that_holds_the_store_is_named_when_it_dies_or_stops(how: signa
         assert f"pid {nodes.processes[0].pid}) has stopped to answer" in errors[1]
 
 
+@slow
 def test_who_came_is_named_where_a_node_is_missing(start: Any) -> None:
-    nodes = start(2, "--rdzv-conf", "join_timeout=4", num_wanted=3)
+    nodes = start(2, num_wanted=3)
     for index in range(2):
         status, records = nodes.end_of(index)
         assert status == 1
@@ -270,6 +269,7 @@ def test_who_came_is_named_where_a_node_is_missing(start: Any) -> None:
         assert all(f"pid {process.pid})" in error for process in nodes.processes)
 
 
+@slow
 def test_an_endpoint_that_nobody_holds_is_an_error_in_words(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

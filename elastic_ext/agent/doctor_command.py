@@ -6,24 +6,18 @@ torch is imported where nodes are to meet, and not before.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
 
 from .doctor import findings
-from .finding import Finding, is_wrong, sorted_findings
-from .hardware import NodeHardware, look
-from .pair_report import PairReport, findings_of_report, words_of_report
-
-if TYPE_CHECKING:
-    from .pair_meeting import Rendezvous
+from .finding import is_wrong, tell_findings
+from .hardware import look
 
 __all__ = ["FINE", "REFUSED", "WRONG", "add_doctor"]
 
@@ -34,6 +28,7 @@ REFUSED = 2
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 _INTERRUPTED = 130
 _RUN_DIR = Path("~/.cache/elastic_ext")
+_WITH_OTHERS = "pair_command"  # imports torch
 _RENDEZVOUS = ("nnodes", "rdzv_id", "rdzv_backend", "rdzv_conf", "node_rank", "local_addr", "silence")
 
 
@@ -110,95 +105,13 @@ def _check(options: argparse.Namespace, terminal: Terminal) -> int:
     if options.json:
         terminal.tell({"record": "hardware", **asdict(hardware)}, "")
     terminal.say(f"{hardware.network.host}:")
-    _tell(terminal, found, "node")
+    tell_findings(terminal, found, "node")
     is_bad = is_wrong(found)
     if options.rdzv_endpoint is not None:
-        is_bad |= _check_pairs(options, terminal, hardware)
+        sys.stdout.flush()
+        is_bad |= bool(importlib.import_module(f".{_WITH_OTHERS}", __package__).run(options, terminal, hardware))
     sys.stdout.flush()
     return WRONG if is_bad else FINE
-
-
-def _check_pairs(options: argparse.Namespace, terminal: Terminal, hardware: NodeHardware) -> bool:
-    """Whether something is wrong with the nodes together, or with one of the others."""
-    from .pairs import SILENCE_SECONDS, MeetingFailed, check_pairs
-
-    sys.stdout.flush()
-    try:
-        report, own = check_pairs(
-            _rendezvous(options),
-            hardware,
-            say=_progress(),
-            silence_seconds=options.silence or SILENCE_SECONDS,
-        )
-    except MeetingFailed as error:
-        terminal.complain(str(error))
-        return True
-    except ValueError as error:  # of arguments that only torch knows
-        options.refuse(str(error))
-    if options.json:
-        terminal.tell({"record": "pairs", **asdict(report)}, "")
-    terminal.say("nodes:")
-    for line in words_of_report(report):
-        terminal.say(f"  {line}")
-    together = findings_of_report(report)
-    _tell(terminal, together, "pairs")
-    others = _of_others(report, own)
-    _tell(terminal, others, "other node")
-    return is_wrong(together) or is_wrong(others)
-
-
-def _of_others(report: PairReport, own: int) -> tuple[Finding, ...]:
-    """The warnings and errors of the other nodes, with their names; what is told of this machine is not told again."""
-    machine = report.nodes[own].hardware
-    boot_id = machine.system.boot_id if machine is not None else None
-    return sorted_findings(
-        Finding(
-            severity=one.severity,
-            what=f"{node.label}: {one.what}",
-            why_it_matters=one.why_it_matters,
-            what_to_do=one.what_to_do,
-        )
-        for node in report.nodes
-        if node.index != own
-        and node.hardware is not None
-        and (boot_id is None or node.hardware.system.boot_id != boot_id)
-        for one in findings(node.hardware, num_nodes=report.num_wanted)
-        if is_wrong([one])
-    )
-
-
-def _tell(terminal: Terminal, found: Iterable[Finding], about: str) -> None:
-    for one in found:
-        terminal.tell({"record": "finding", "about": about, **one.to_record()}, one.in_words())
-
-
-def _progress() -> Callable[[str], None]:
-    """Says beside the output how far the check has come, for people and for logs."""
-    beside = Terminal(sys.stderr, sys.stderr, as_json=False)
-
-    def say(words: str) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            beside.say(f"elastic-ext doctor: {words}")
-            sys.stderr.flush()
-
-    return say
-
-
-def _rendezvous(options: argparse.Namespace) -> Rendezvous:
-    from .pair_meeting import Rendezvous
-
-    config = dict(options.rdzv_conf or {})
-    if options.node_rank is not None:
-        config["rank"] = options.node_rank
-    return Rendezvous(
-        endpoint=options.rdzv_endpoint,
-        run_id=options.rdzv_id or "none",
-        min_nodes=options.nnodes[0],
-        max_nodes=options.nnodes[1],
-        backend=options.rdzv_backend or "c10d",
-        config=config,
-        local_addr=options.local_addr,
-    )
 
 
 def _num_nodes(text: str) -> tuple[int, int]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from elastic_ext.wording import on_one_line
 
-__all__ = ["SEVERITIES", "Finding", "Severity", "error", "is_wrong", "note", "ok", "sorted_findings", "warning"]
+__all__ = [
+    "SEVERITIES",
+    "Finding",
+    "Severity",
+    "error",
+    "is_wrong",
+    "note",
+    "ok",
+    "sorted_findings",
+    "tell_findings",
+    "warning",
+]
 
 Severity = Literal["ok", "note", "warning", "error"]
 """How bad it is: as it should be; worth knowing; training is slower for it or may die of it; it can hardly run."""
@@ -63,3 +74,15 @@ def is_wrong(findings: Iterable[Finding]) -> bool:
 def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The worst first, otherwise as they were."""
     return tuple(sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity)))
+
+
+class Listener(Protocol):
+    """Who is told of findings, such as a terminal."""
+
+    def tell(self, record: Mapping[str, object], words: str) -> None: ...
+
+
+def tell_findings(listener: Listener, findings: Iterable[Finding], about: str) -> None:
+    """Tell all of them, and ``about`` what they are."""
+    for finding in findings:
+        listener.tell({"record": "finding", "about": about, **finding.to_record()}, finding.in_words())
