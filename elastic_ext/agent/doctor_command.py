@@ -19,12 +19,11 @@ from .doctor import findings
 from .finding import is_wrong, tell_findings
 from .hardware import look
 
-__all__ = ["FINE", "REFUSED", "WRONG", "add_doctor"]
+__all__ = ["FINE", "WRONG", "add_doctor"]
 
 FINE = 0
 WRONG = 1
 """There is a warning or an error."""
-REFUSED = 2
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 _INTERRUPTED = 130
 _RUN_DIR = Path("~/.cache/elastic_ext")
@@ -99,7 +98,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, terminal: Terminal) -> int:
-    hardware = look(options.path, run_dir=options.run_dir.expanduser())
+    try:
+        run_dir = options.run_dir.expanduser()
+    except RuntimeError as error:  # ~name, and there is no such user
+        options.refuse(f"--run-dir {options.run_dir}: {error}; allowed: a path, with ~ for a home folder that exists")
+    hardware = look(options.path, run_dir=run_dir)
     num_nodes = options.nnodes[1] if options.nnodes else 1
     found = findings(hardware, num_nodes=num_nodes)
     if options.json:

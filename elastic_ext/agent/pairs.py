@@ -123,8 +123,11 @@ class _Notes:
         self._meeting.tell("hello", json.dumps(hello))
         for index, text in self._meeting.hear_from_all("hello").items():
             hello = json.loads(text)
-            self._pids[index] = int(hello["pid"])
-            self._hardware[index] = NodeHardware.from_json(hello["hardware"])
+            self._pids[index] = hello["pid"]
+            try:
+                self._hardware[index] = NodeHardware.from_json(hello["hardware"])
+            except ValueError as error:  # of a node with another version of this library
+                _logger.warning("node %d: what its machine has cannot be read: %s", index, error)
             if hello["holds_store"]:
                 self.holders.add(index)
 
