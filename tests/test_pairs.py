@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from elastic_ext.agent.finding import Finding
+from elastic_ext.agent.pair_meeting import Meeting, MeetingFailed, Rendezvous, holds_store
 from elastic_ext.agent.pair_report import CheckedNode, CheckedPair, PairReport, findings_of_report, words_of_report
 from tests.machines import GOOD_MACHINE as GOOD
 
@@ -124,6 +126,34 @@ def test_a_pair_comes_back_from_json_and_anything_else_is_refused() -> None:
     assert CheckedPair.from_json(json.dumps(dataclasses.asdict(pair))) == pair
     with pytest.raises(ValueError, match=r"pair\.latency_seconds\[0\] is 'x'"):
         CheckedPair.from_json(json.dumps({**dataclasses.asdict(pair), "latency_seconds": ["x"]}))
+
+
+# --- a meeting ------------------------------------------------------------------------------------------------------
+def test_who_does_not_beat_falls_silent_for_all_and_hears_of_it_when_it_comes_back() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    first, late, third = (Meeting(store, index, 3, where="here", silence_seconds=2) for index in range(3))
+    with first:
+        late.tell("before", "words")
+        assert first.wait_for(1, "before") == "words"
+        assert first.wait_for(1, "after") is None
+        assert first.silent == {1}
+        assert third.wait_for(1, "after") is None  # at the word of the first, without waiting itself
+        with pytest.raises(MeetingFailed, match="gone on without this node"):
+            late.wait_for(0, "never")
+        assert first.hear(1, "before") == "words"
+
+
+def test_who_does_not_listen_at_the_endpoint_does_not_hold_the_store() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        here = Rendezvous(endpoint=f"127.0.0.1:{listening.getsockname()[1]}", run_id="none", min_nodes=2, max_nodes=2)
+        assert not holds_store(here)
+        listening.listen()
+        assert holds_store(here)
+        assert not holds_store(dataclasses.replace(here, endpoint="/a/file"))
+        child = "import sys; from elastic_ext.agent.pair_meeting import Rendezvous, holds_store;"
+        child += "sys.exit(holds_store(Rendezvous(endpoint=sys.argv[1], run_id='none', min_nodes=2, max_nodes=2)))"
+        subprocess.run([sys.executable, "-c", child, here.endpoint], check=True, timeout=DEADLINE_SECONDS)
 
 
 # --- real processes as nodes ---------------------------------------------------------------------------------------

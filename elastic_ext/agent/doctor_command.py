@@ -15,10 +15,6 @@ from pathlib import Path
 from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
 
-from .doctor import findings
-from .finding import is_wrong, tell_findings
-from .hardware import look
-
 __all__ = ["FINE", "WRONG", "add_doctor"]
 
 FINE = 0
@@ -28,7 +24,7 @@ _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 _INTERRUPTED = 130
 _RUN_DIR = Path("~/.cache/elastic_ext")
 _WITH_OTHERS = "pair_command"  # imports torch
-_RENDEZVOUS = ("nnodes", "rdzv_id", "rdzv_backend", "rdzv_conf", "node_rank", "local_addr", "silence")
+_RENDEZVOUS = ("nnodes", "rdzv_id", "rdzv_backend", "rdzv_conf", "node_rank", "local_addr", "pair_backend", "silence")
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +65,11 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     )
     pairs.add_argument("--local-addr", "--local_addr", metavar="ADDRESS", help="of this node, as others reach it")
     pairs.add_argument(
+        "--pair-backend",
+        choices=("gloo", "nccl"),
+        help="what exchanges data: gloo through the CPUs (default), or nccl between GPUs, where both nodes have some",
+    )
+    pairs.add_argument(
         "--silence",
         type=_seconds,
         metavar="SECONDS",
@@ -98,6 +99,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, terminal: Terminal) -> int:
+    from .doctor import findings
+    from .finding import is_wrong, tell_findings
+    from .hardware import look  # loads what the other commands can do without
+
     try:
         run_dir = options.run_dir.expanduser()
     except RuntimeError as error:  # ~name, and there is no such user

@@ -25,6 +25,7 @@ def run(options: argparse.Namespace, terminal: Terminal, hardware: NodeHardware)
             _rendezvous(options),
             hardware,
             say=_say,
+            with_nccl=options.pair_backend == "nccl",
             silence_seconds=options.silence or SILENCE_SECONDS,
         )
     except MeetingFailed as error:

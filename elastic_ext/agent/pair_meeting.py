@@ -193,6 +193,9 @@ class Meeting:
             text = self.hear(index, key)
             if text is not None or index in self.silent or self._falls_silent(index):
                 return text
+            if pause == _LONGEST_PAUSE_SECONDS and self.hear(self.index, "silent") is not None:
+                silence = f"{self._silence_seconds:g} s"
+                raise MeetingFailed(f"the others have gone on without this node, which had said nothing for {silence}")
             self._stop.wait(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
@@ -224,7 +227,7 @@ class Meeting:
                 _logger.info("no more beats to %s: %s", self._where, error)
                 return
             number += 1
-            self._stop.wait(_BEAT_SECONDS)
+            self._stop.wait(min(_BEAT_SECONDS, self._silence_seconds / 8))
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
         try:

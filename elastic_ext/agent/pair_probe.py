@@ -28,8 +28,8 @@ def matmul(device: str) -> tuple[float, ...]:
     """Floating-point operations a second, the best of each window of time."""
     is_gpu = device.startswith("cuda")
     size = _GPU_SIZE if is_gpu else _CPU_SIZE
-    left = torch.ones(size, size, dtype=torch.bfloat16 if is_gpu else torch.float32, device=device)
-    right = torch.ones_like(left)
+    left = torch.randn(size, size, dtype=torch.bfloat16 if is_gpu else torch.float32, device=device)
+    right = torch.randn_like(left)
     out = torch.empty_like(left)
 
     def once() -> None:

@@ -36,15 +36,17 @@ def check_pairs(
     hardware: NodeHardware,
     *,
     say: Callable[[str], None],
+    with_nccl: bool = False,
     silence_seconds: float = SILENCE_SECONDS,
 ) -> tuple[PairReport, int]:
     """What the nodes have measured of each other, and which of them this one is.
 
-    ``say`` is told how far it has come. MeetingFailed if the nodes do not meet; a store that is lost later is trouble
+    ``say`` is told how far it has come. ``with_nccl``, GPUs exchange the data where both nodes of a pair have some and
+    ask for it. MeetingFailed if the nodes do not meet; a store that is lost later is trouble
     in the report, which then has what this node alone knows.
     """
     with meet(rendezvous, silence_seconds=silence_seconds) as meeting:
-        notes = _Notes(meeting, hardware, rendezvous)
+        notes = _Notes(meeting, hardware, rendezvous, with_nccl=with_nccl)
         say(f"node {meeting.index} of {meeting.num_nodes}")
         trouble = None
         try:
@@ -103,14 +105,15 @@ def _pair(
 class _Notes:
     """What this node knows of all of them."""
 
-    def __init__(self, meeting: Meeting, hardware: NodeHardware, rendezvous: Rendezvous) -> None:
+    def __init__(self, meeting: Meeting, hardware: NodeHardware, rendezvous: Rendezvous, *, with_nccl: bool) -> None:
         self.holders: set[int] = set()
         """The node that the store goes with, where it is one of these."""
         self._meeting = meeting
         self._rendezvous = rendezvous
+        self._with_nccl = with_nccl
         self._hardware: dict[int, NodeHardware] = {meeting.index: hardware}
         self._matmul: dict[int, dict[str, tuple[float, ...]]] = {}
-        self._links: dict[int, str | None] = {}
+        self._gpus: dict[int, str | None] = {}
         self._pids: dict[int, int] = {}
         self._pairs: dict[tuple[int, int, int], CheckedPair] = {}
 
@@ -134,16 +137,16 @@ class _Notes:
     def measure(self) -> None:
         """Tell how fast this node computes, and hear it of all."""
         speeds = {device: matmul(device) for device in devices()}
-        self._meeting.tell("measured", json.dumps({"matmul": speeds, "link": _own_link()}))
+        self._meeting.tell("measured", json.dumps({"matmul": speeds, "gpu": _own_gpu() if self._with_nccl else None}))
         for index, text in self._meeting.hear_from_all("measured").items():
             measured = json.loads(text)
             self._matmul[index] = {device: tuple(windows) for device, windows in measured["matmul"].items()}
-            self._links[index] = measured["link"]
+            self._gpus[index] = measured["gpu"]
 
     def backend_of(self, first: int, second: int) -> str:
-        """nccl where both have a GPU, and not the same one; else gloo."""
-        links = self._links.get(first), self._links.get(second)
-        return "nccl" if links[0] and links[1] and links[0] != links[1] else "gloo"
+        """nccl where both have asked for it and have GPUs, and not the same one to send from; else gloo."""
+        gpus = self._gpus.get(first), self._gpus.get(second)
+        return "nccl" if gpus[0] and gpus[1] and gpus[0] != gpus[1] else "gloo"
 
     def tell_pair(self, pair: CheckedPair) -> None:
         """Note what this node has measured with another one, and have all hear it."""
@@ -192,7 +195,7 @@ class _Notes:
             self._pairs[key] = pair
 
 
-def _own_link() -> str | None:
+def _own_gpu() -> str | None:
     """The GPU that NCCL would send from; None where there is none, or no NCCL."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return None
