@@ -15,6 +15,9 @@
     elastic-ext ckpt export PATH DEST          the model as plain safetensors files
     elastic-ext ckpt convert PATH --to ... DEST    to torch.distributed.checkpoint, and back; this alone imports torch
 
+    elastic-ext doctor                         what is wrong with this machine, and what to do
+    elastic-ext doctor --rdzv-endpoint HOST:PORT --nnodes N    ... and with pairs of nodes; this imports torch
+
 The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR. Where an
 agent runs, `set` and `undo` have it write the file.
 """
@@ -32,6 +35,7 @@ from pathlib import Path
 
 from .agent.asking import AgentFailed, AgentRefused, ControlError
 from .agent.contact import AgentsConfig, living_agent_of
+from .agent.doctor_command import add_doctor
 from .agent.status_command import add_arguments as add_arguments_of_status
 from .agent.status_command import run as run_status
 from .ckpt.commands import add_commands
@@ -110,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
     add_arguments_of_status(status)
     status.set_defaults(run=_run_status)
+    add_doctor(groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes"))
     config = groups.add_parser("config", help="the versioned config file of a job")
     config.set_defaults(run=_run_config)
     commands = config.add_subparsers(dest="command", required=True)

@@ -1,0 +1,251 @@
+"""look(): what this machine has, as one NodeHardware. It changes nothing and imports no torch; what cannot be told is
+None. The kernel's files are read under ``root``, so that texts of other machines can be read too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from .cgroups import group_limits
+from .gpus import Driver, NvidiaDriver, gpus_of
+from .hardware_records import (
+    Cpu,
+    Limits,
+    Memory,
+    Network,
+    NetworkInterface,
+    NodeHardware,
+    Storage,
+    StorageUse,
+    System,
+    Versions,
+)
+from .mounts import parse_mounts, storage_of
+from .patience import NoAnswer, answer_within
+
+__all__ = [
+    "NodeHardware",
+    "count_gpus_on_bus",
+    "cuda_of_torch",
+    "look",
+    "model_name",
+    "parse_ranges",
+    "sizes_of_memory",
+]
+
+_ROOT = Path("/")
+_SHARED_MEMORY = Path("/dev/shm")
+_PATIENCE_SECONDS = 5.0
+_NVIDIA, _DISPLAY_CLASSES = "0x10de", ("0x0300", "0x0302")
+_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*(?:'([0-9.]+)'|\"([0-9.]+)\"|(None))", re.MULTILINE)
+
+
+def look(
+    paths: Sequence[Path] = (),
+    *,
+    run_dir: Path | None = None,
+    driver: Driver | None = None,
+    root: Path = _ROOT,
+    patience_seconds: float = _PATIENCE_SECONDS,
+) -> NodeHardware:
+    """What this machine has, and where ``run_dir`` and ``paths`` lead to.
+
+    It takes well under a second, and ``patience_seconds`` more for each file system or name that is not answered.
+    """
+    limits = group_limits(root)
+    places: list[tuple[Path, StorageUse]] = [
+        (_SHARED_MEMORY, "shared memory"),
+        (Path(tempfile.gettempdir()), "temporary files"),
+    ]
+    if run_dir is not None:
+        places.append((run_dir, "run directory"))
+    places += [(path, "asked for") for path in paths]
+    return NodeHardware(
+        time=time.time(),
+        cpu=_cpu(root, limits.quota_cores),
+        memory=_memory(root, limits.memory_bytes, limits.memory_free_bytes),
+        gpus=gpus_of(driver or NvidiaDriver(), num_on_bus=count_gpus_on_bus(root)),
+        network=_network(patience_seconds),
+        storage=_storage(places, root, patience_seconds),
+        limits=_limits(),
+        system=_system(root),
+        versions=_versions(),
+    )
+
+
+def parse_ranges(text: str) -> int | None:
+    """How many numbers a list of the kernel's names, such as ``0-3,8``; None for anything else."""
+    count = 0
+    for part in text.strip().split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            return None
+        count += int(last or first) - int(first) + 1
+    return count
+
+
+def model_name(cpuinfo: str) -> str | None:
+    """The processor's name in /proc/cpuinfo."""
+    for line in cpuinfo.splitlines():
+        key, colon, value = line.partition(":")
+        if colon and key.strip() in ("model name", "Model", "cpu model", "cpu"):
+            return value.strip() or None
+    return None
+
+
+def sizes_of_memory(meminfo: str) -> dict[str, int]:
+    """Bytes by name, of /proc/meminfo."""
+    sizes = {}
+    for line in meminfo.splitlines():
+        name, _, value = line.partition(":")
+        number, _, unit = value.strip().partition(" ")
+        if number.isdecimal() and unit == "kB":
+            sizes[name] = int(number) * 1024
+    return sizes
+
+
+def cuda_of_torch(version_file: str) -> tuple[bool, str | None]:
+    """Whether torch/version.py tells for which CUDA it was built, and for which; None for a build without."""
+    found = _CUDA.search(version_file)
+    return (found is not None, (found[1] or found[2]) if found else None)
+
+
+def count_gpus_on_bus(root: Path = _ROOT) -> int | None:
+    """How many NVIDIA GPUs the machine has on its bus; None where that is not shown."""
+    try:
+        devices = list((root / "sys/bus/pci/devices").iterdir())
+    except OSError:
+        return None
+    kinds = [(_text(device / "vendor").strip(), _text(device / "class").strip()[:6]) for device in devices]
+    return sum(vendor == _NVIDIA and kind in _DISPLAY_CLASSES for vendor, kind in kinds)
+
+
+def _cpu(root: Path, quota_cores: float | None) -> Cpu:
+    return Cpu(
+        model=model_name(_text(root / "proc/cpuinfo")),
+        num_logical=os.cpu_count() or 1,
+        num_allowed=len(os.sched_getaffinity(0)),
+        quota_cores=quota_cores,
+        num_numa_nodes=parse_ranges(_text(root / "sys/devices/system/node/online")),
+    )
+
+
+def _memory(root: Path, limit_bytes: int | None, limit_free_bytes: int | None) -> Memory:
+    sizes = sizes_of_memory(_text(root / "proc/meminfo"))
+    total = sizes.get("MemTotal", 0)
+    return Memory(
+        total_bytes=total,
+        available_bytes=sizes.get("MemAvailable", sizes.get("MemFree", 0)),
+        limit_bytes=limit_bytes if limit_bytes is not None and limit_bytes < total else None,
+        limit_free_bytes=limit_free_bytes,
+        swap_total_bytes=sizes.get("SwapTotal", 0),
+        swap_used_bytes=sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0),
+    )
+
+
+def _network(patience_seconds: float) -> Network:
+    host = socket.gethostname()
+    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    interfaces = []
+    for name, state in sorted(states.items()):
+        own = [
+            one.address.partition("%")[0]
+            for one in addresses.get(name, [])
+            if one.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        interfaces.append(
+            NetworkInterface(
+                name=name,
+                is_up=state.isup,
+                is_loopback="127.0.0.1" in own or "::1" in own or name == "lo",
+                addresses=tuple(own),
+                speed_mbits=state.speed or None,  # virtual ones say 0
+                mtu=state.mtu or None,
+            )
+        )
+    return Network(
+        host=host,
+        host_addresses=_addresses_of(host, patience_seconds),
+        interfaces=tuple(interfaces),
+    )
+
+
+def _addresses_of(host: str, patience_seconds: float) -> tuple[str, ...] | None:
+    try:
+        found = answer_within(patience_seconds, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except NoAnswer:
+        return None
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(sorted({str(address[0]).partition("%")[0] for *_, address in found}))
+
+
+def _storage(places: Iterable[tuple[Path, StorageUse]], root: Path, patience_seconds: float) -> tuple[Storage, ...]:
+    mounts = parse_mounts(_text(root / "proc/self/mountinfo"))
+    return tuple(storage_of(path.absolute(), use, mounts, patience_seconds=patience_seconds) for path, use in places)
+
+
+def _limits() -> Limits:
+    def limits(which: int) -> list[int | None]:
+        return [None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which)]
+
+    open_files, open_files_max = limits(resource.RLIMIT_NOFILE)
+    return Limits(
+        open_files=open_files,
+        open_files_max=open_files_max,
+        locked_bytes=limits(resource.RLIMIT_MEMLOCK)[0],
+        processes=limits(resource.RLIMIT_NPROC)[0],
+    )
+
+
+def _system(root: Path) -> System:
+    marks = [root / ".dockerenv", root / "run/.containerenv", root / "var/run/secrets/kubernetes.io"]
+    return System(
+        kernel=platform.release(),
+        boot_id=_text(root / "proc/sys/kernel/random/boot_id").strip() or None,
+        clock_source=_text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource").strip() or None,
+        in_container=True if any(mark.exists() for mark in marks) else None,
+    )
+
+
+def _versions() -> Versions:
+    is_known, cuda = False, None
+    try:
+        torch = importlib.metadata.distribution("torch")
+        is_known, cuda = cuda_of_torch(_text(Path(str(torch.locate_file("torch/version.py")))))
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return Versions(
+        python=".".join(map(str, sys.version_info[:3])),
+        torch=_version("torch"),
+        torch_cuda=cuda,
+        is_torch_cuda_known=is_known,
+        numpy=_version("numpy"),
+        elastic_ext=_version("elastic-ext"),
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,87 @@
+"""The part of elastic-ext doctor that is done together with other nodes, and imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from dataclasses import asdict
+
+from elastic_ext.ckpt.terminal import Terminal
+
+from .doctor import findings
+from .finding import Finding, is_wrong, sorted_findings, tell_findings
+from .hardware import NodeHardware
+from .pair_report import PairReport, findings_of_report, words_of_report
+from .pairs import SILENCE_SECONDS, MeetingFailed, Rendezvous, check_pairs
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace, terminal: Terminal, hardware: NodeHardware) -> bool:
+    """Whether something is wrong with the nodes together, or with one of the others."""
+    try:
+        report, own = check_pairs(
+            _rendezvous(options),
+            hardware,
+            say=_say,
+            with_nccl=options.pair_backend == "nccl",
+            silence_seconds=options.silence or SILENCE_SECONDS,
+        )
+    except MeetingFailed as error:
+        terminal.complain(str(error))
+        return True
+    except ValueError as error:  # of arguments that only torch knows
+        options.refuse(str(error))
+    if options.json:
+        terminal.tell({"record": "pairs", **asdict(report)}, "")
+    terminal.say("nodes:")
+    for line in words_of_report(report):
+        terminal.say(f"  {line}")
+    together = findings_of_report(report)
+    tell_findings(terminal, together, "pairs")
+    others = _of_others(report, own)
+    tell_findings(terminal, others, "other node")
+    return is_wrong(together) or is_wrong(others)
+
+
+def _of_others(report: PairReport, own: int) -> tuple[Finding, ...]:
+    """The warnings and errors of the other nodes, with their names; what is told of this machine is not told again."""
+    machine = report.nodes[own].hardware
+    boot_id = machine.system.boot_id if machine is not None else None
+    return sorted_findings(
+        Finding(
+            severity=one.severity,
+            what=f"{node.label}: {one.what}",
+            why_it_matters=one.why_it_matters,
+            what_to_do=one.what_to_do,
+        )
+        for node in report.nodes
+        if node.index != own
+        and node.hardware is not None
+        and (boot_id is None or node.hardware.system.boot_id != boot_id)
+        for one in findings(node.hardware, num_nodes=report.num_wanted)
+        if is_wrong([one])
+    )
+
+
+def _say(words: str) -> None:
+    """Tell beside the output how far the check has come."""
+    with contextlib.suppress(BrokenPipeError):
+        Terminal(sys.stderr, sys.stderr, as_json=False).say(f"elastic-ext doctor: {words}")
+        sys.stderr.flush()
+
+
+def _rendezvous(options: argparse.Namespace) -> Rendezvous:
+    config = dict(options.rdzv_conf or {})
+    if options.node_rank is not None:
+        config["rank"] = options.node_rank
+    return Rendezvous(
+        endpoint=options.rdzv_endpoint,
+        run_id=options.rdzv_id or "none",
+        min_nodes=options.nnodes[0],
+        max_nodes=options.nnodes[1],
+        backend=options.rdzv_backend or "c10d",
+        config=config,
+        local_addr=options.local_addr,
+    )

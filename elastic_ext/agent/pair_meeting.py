@@ -1,0 +1,274 @@
+"""Meeting: nodes that check each other, what they tell one another through a store, and who falls silent.
+
+Every node beats there, on a thread. Whoever waits for word from another looks at its beats too: one whose beats have
+stopped is silent, for all and for good, and nobody waits for it any more. A node that is merely late beats on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from elastic_ext.peers import Store
+
+from .patience import NoAnswer, answer_within
+
+__all__ = ["Meeting", "MeetingFailed", "Rendezvous", "holds_store", "meet"]
+
+_logger = logging.getLogger(__name__)
+
+_BEAT_SECONDS = 0.5
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
+_DEFAULT_JOIN_SECONDS = 600
+_LONGEST_CONNECT_SECONDS = 60
+_DEFAULT_PORT = 29400
+_LISTENS = "0A"  # in /proc/net/tcp
+_Answer = TypeVar("_Answer")
+
+
+class MeetingFailed(Exception):
+    """The nodes did not meet, or the store where they met is gone; the text is for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """Where nodes meet, by the arguments that torchrun has for it."""
+
+    endpoint: str
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    backend: str = "c10d"
+    config: Mapping[str, str | int] = field(default_factory=dict)
+    local_addr: str | None = None
+
+    def parameters(self) -> RendezvousParameters:
+        """What torch makes a rendezvous of.
+
+        Where all of a number of nodes are to come, those that came go on without the others when the time is up, so
+        that they can be named: torch would say no more than that time is up.
+        """
+        config = dict(self.config)
+        min_nodes = self.min_nodes
+        if "join_timeout" in config:  # nobody who wants to wait for a short while wants to connect for a long one
+            config.setdefault("read_timeout", min(int(config["join_timeout"]), _LONGEST_CONNECT_SECONDS))
+        if self.backend != "static" and self.min_nodes == self.max_nodes:
+            join = int(config.get("join_timeout", _DEFAULT_JOIN_SECONDS))
+            min_nodes, config["last_call_timeout"], config["join_timeout"] = 1, join, join + 30
+        return RendezvousParameters(
+            self.backend,
+            self.endpoint,
+            f"{self.run_id}-doctor",  # a job that meets at the same place is not met
+            min_nodes,
+            self.max_nodes,
+            self.local_addr,
+            **config,
+        )
+
+
+def holds_store(rendezvous: Rendezvous) -> bool:
+    """Whether this process listens at the endpoint, so that the store goes when it ends."""
+    try:
+        _, port = parse_rendezvous_endpoint(rendezvous.endpoint, _DEFAULT_PORT)
+    except ValueError:  # a file, for one
+        return False
+    listening = {
+        fields[9]
+        for name in ("tcp", "tcp6")
+        for fields in (line.split() for line in _lines(Path("/proc/self/net") / name))
+        if len(fields) > 9 and fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port
+    }
+    return any(_target(link) == f"socket:[{inode}]" for link in Path("/proc/self/fd").iterdir() for inode in listening)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()[1:]
+    except OSError:
+        return []
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # it has been closed
+        return ""
+
+
+class Meeting:
+    """One node's part in it: it has a number among the nodes, tells and hears."""
+
+    def __init__(
+        self,
+        store: Any,
+        index: int,
+        num_nodes: int,
+        *,
+        where: str,
+        silence_seconds: float,
+        handler: RendezvousHandler | None = None,
+    ) -> None:
+        self.index = index
+        self.num_nodes = num_nodes
+        self.silent: set[int] = set()
+        """Nodes that have stopped to answer."""
+        self._store = _prefixed("doctor", store)
+        self._where = where
+        self._silence_seconds = silence_seconds
+        self._handler = handler
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._stop = threading.Event()
+        self._beats = threading.Thread(
+            target=self._beat, args=(self._store.clone(),), name="elastic_ext-beats", daemon=True
+        )
+
+    def __enter__(self) -> Meeting:
+        self._beats.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._beats.join(self._silence_seconds)
+
+    def leave(self, holders: Collection[int]) -> None:
+        """Close the rendezvous, once all have come to this; the store goes with ``holders``, who leave last."""
+        try:
+            self.tell("leaves", "1")
+            self.hear_from_all("leaves")
+            self._close()
+            self.tell("left", "1")
+            if self.index in holders:
+                self.hear_from_all("left")
+        except MeetingFailed as error:  # it has gone first, and nothing is needed of it any more
+            _logger.info("%s", error)
+
+    def _close(self) -> None:
+        if self._handler is not None:
+            try:
+                answer_within(self._silence_seconds, self._handler.shutdown)
+            except (NoAnswer, RendezvousError, RuntimeError) as error:
+                _logger.info("the rendezvous at %s could not be closed: %s", self._where, error)
+
+    def store_of_pair(self, name: str) -> Any:
+        """A store for two nodes alone, used beside this one."""
+        return _prefixed(name, self._store.clone())
+
+    def tell(self, key: str, text: str) -> None:
+        """Have all nodes hear it; MeetingFailed where the store is gone."""
+        self._ask(lambda: self._store.set(f"{self.index}/{key}", text))
+
+    def hear(self, index: int, key: str) -> str | None:
+        """What a node has told, None if it has told nothing yet."""
+        name = f"{index}/{key}"
+        if not self._ask(lambda: self._store.check([name])):
+            return None
+        told: bytes = self._ask(lambda: self._store.get(name))
+        return told.decode()
+
+    def wait_for(self, index: int, key: str) -> str | None:
+        """What a node tells, as soon as it does; None if it falls silent before."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            text = self.hear(index, key)
+            if text is not None or index in self.silent or self._falls_silent(index):
+                return text
+            if pause == _LONGEST_PAUSE_SECONDS and self.hear(self.index, "silent") is not None:
+                silence = f"{self._silence_seconds:g} s"
+                raise MeetingFailed(f"the others have gone on without this node, which had said nothing for {silence}")
+            self._stop.wait(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+    def hear_from_all(self, key: str) -> dict[int, str]:
+        """What each node tells, as soon as all have or have fallen silent."""
+        heard = {index: self.wait_for(index, key) for index in range(self.num_nodes)}
+        return {index: text for index, text in heard.items() if text is not None}
+
+    def _falls_silent(self, index: int) -> bool:
+        """Whether the beats of a node have stopped, here or in the eyes of another."""
+        if self.hear(index, "silent") is None:
+            beat = (self.hear(index, "beat") or "").encode()
+            before, since = self._seen.get(index, (None, 0.0))
+            if before != beat:
+                self._seen[index] = beat, time.monotonic()
+                return False
+            if time.monotonic() - since < self._silence_seconds:
+                return False
+            self._ask(lambda: self._store.set(f"{index}/silent", "1"))
+        self.silent.add(index)
+        return True
+
+    def _beat(self, store: Store) -> None:
+        number = 0
+        while not self._stop.is_set():
+            try:
+                store.set(f"{self.index}/beat", str(number))
+            except RuntimeError as error:  # the store is gone, which whoever asks it hears too
+                _logger.info("no more beats to %s: %s", self._where, error)
+                return
+            number += 1
+            self._stop.wait(min(_BEAT_SECONDS, self._silence_seconds / 8))
+
+    def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
+        try:
+            return answer_within(2 * self._silence_seconds, ask)
+        except (NoAnswer, RuntimeError) as error:  # torch's errors of stores are RuntimeErrors
+            raise MeetingFailed(
+                f"{self._where}, where the nodes met, does not answer any more ({str(error).splitlines()[0]})"
+            ) from None
+
+
+def meet(rendezvous: Rendezvous, *, silence_seconds: float) -> Meeting:
+    """The meeting of all nodes that come in time; MeetingFailed says why there is none, ValueError what was wrong."""
+    where = rendezvous.endpoint
+    try:
+        handler = get_rendezvous_handler(rendezvous.parameters())
+        info = handler.next_rendezvous()
+    except RendezvousClosedError:
+        raise MeetingFailed(
+            f"the nodes of --rdzv-id {rendezvous.run_id} have met at {where}; choose another id"
+        ) from None
+    except RendezvousTimeoutError:
+        raise MeetingFailed(
+            f"fewer than {rendezvous.min_nodes} nodes came to {where} in time, or they have gone on; start them at the "
+            "same time, or wait longer: --rdzv-conf join_timeout=SECONDS"
+        ) from None
+    except RendezvousConnectionError as error:
+        raise MeetingFailed(f"{where}, where the nodes are to meet, cannot be reached: {_cause(error)}") from None
+    except (RendezvousError, RuntimeError) as error:
+        raise MeetingFailed(f"the nodes did not meet at {where}: {_cause(error)}") from None
+    return Meeting(
+        info.store, info.rank, info.world_size, where=where, silence_seconds=silence_seconds, handler=handler
+    )
+
+
+def _prefixed(name: str, store: Any) -> Any:
+    """One of torch's stores whose keys all begin with ``name``; the type of these is private."""
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what lies under an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).splitlines() or [type(error).__name__])[0]
