@@ -1,5 +1,7 @@
 """elastic-ext: the command line.
 
+    elastic-ext run ... SCRIPT ...             torchrun's command line: elastic-run is the same; this imports torch
+
     elastic-ext config show                    what the file holds
     elastic-ext config set KEY=VALUE...        write the next version; KEY= takes a key out of the file
     elastic-ext config diff [FROM [TO]]        what differs between two versions
@@ -25,6 +27,7 @@ agent runs, `set` and `undo` have it write the file.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import socket
@@ -55,7 +58,10 @@ _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit status: 0 done, 1 the file system refused, 2 the input was refused."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["run"]:  # what comes next is for the launcher, and for the script
+        return int(importlib.import_module(".run", __package__).main(given[1:]))
+    options = _parser().parse_args(given)
     status: int = options.run(options)
     return status
 
@@ -110,6 +116,7 @@ def parse_assignment(text: str) -> tuple[str, object]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="elastic-ext", description="Look at and change elastic training jobs.")
     groups = parser.add_subparsers(required=True)
+    groups.add_parser("run", help="start the workers of a job on this machine: elastic-run")
     add_commands(groups.add_parser("ckpt", help="the checkpoints of jobs"))
     status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
     add_arguments_of_status(status)

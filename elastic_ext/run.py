@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger = logging.getLogger(__package__)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # workers have a new store in each round
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle  # torch takes it from there
     try:
         return launch(options, dict(os.environ), version=version("elastic-ext"))
     except (NodeTaken, ValueError, AssertionError) as error:  # torch asserts what was given

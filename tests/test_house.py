@@ -46,7 +46,11 @@ LAYERS: Mapping[str, int] = {
     # 1: one job each
     "accelerator": 1,
     "agent": 1,
+    "agent.arguments": 1,
     "agent.asking": 1,
+    "agent.at_start": 1,
+    "agent.at_start.sitecustomize": 1,
+    "agent.board": 1,
     "agent.cgroups": 1,
     "agent.contact": 1,
     "agent.control": 1,
@@ -59,7 +63,16 @@ LAYERS: Mapping[str, int] = {
     "agent.hardware": 1,
     "agent.hardware_records": 1,
     "agent.matching": 1,
+    "agent.duties": 1,
+    "agent.environment": 1,
+    "agent.failures": 1,
+    "agent.internals": 1,
+    "agent.journal": 1,
+    "agent.losses": 1,
     "agent.monitor": 1,
+    "agent.rendezvous": 1,
+    "agent.verdicts": 1,
+    "agent.workers": 1,
     "agent.mounts": 1,
     "agent.pair_meeting": 1,
     "agent.pair_probe": 1,
@@ -265,6 +278,10 @@ LAYERS: Mapping[str, int] = {
     # 3: what joins them
     "agent.status_command": 3,
     "agent.doctor_command": 3,
+    "agent.elastic_agent": 3,
+    "agent.launcher": 3,
+    "agent.persisting": 3,
+    "agent.warden": 3,
     "agent.pair_command": 3,
     "checkpoints": 3,
     "ckpt": 3,
@@ -299,6 +316,7 @@ LAYERS: Mapping[str, int] = {
     "undoing": 3,
     # 4: the entry points
     "cli": 4,
+    "run": 4,
 }
 SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without a circle; in 2 within a folder
 
@@ -308,6 +326,15 @@ USES_TORCH = frozenset(
         "agent.pair_meeting",
         "agent.pair_probe",
         "agent.pairs",
+        "agent.arguments",
+        "agent.board",
+        "agent.duties",
+        "agent.elastic_agent",
+        "agent.internals",
+        "agent.launcher",
+        "agent.persisting",
+        "agent.rendezvous",
+        "agent.workers",
         "amp",
         "arguments",
         "attempts",
@@ -408,6 +435,7 @@ USES_TORCH = frozenset(
         "pulsing",
         "registered",
         "resuming",
+        "run",
         "held_copies",
         "same_loading",
         "saves",
@@ -459,10 +487,16 @@ PUBLIC_NAMES = [
     "follow_config",
 ]
 
-READS_ENVIRON = frozenset({"cli", "follow", "fsdp.checkpoint.checkpointer", "settings", "trainer"})
-WRITES_TO_THE_TERMINAL = frozenset({"cli"})  # what it prints is what it is for
+READS_ENVIRON = frozenset(
+    {"agent.at_start.sitecustomize", "cli", "run", "follow", "fsdp.checkpoint.checkpointer", "settings", "trainer"}
+)
+WRITES_TO_THE_TERMINAL = frozenset({"agent.warden", "cli", "run"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
+    "agent.at_start.sitecustomize:_write_exceptions.write": "whatever cannot be written, the exception is printed",
+    "agent.launcher:_Node._run": "torch's event log hears of it, and raises again",
+    "agent.launcher:_make_handler": "the top of a thread: kept for the one who waits, who raises it",
+    "agent.workers:Workers._start": "ends what it has started, and raises again",
     "agent.control:Control.start": "closes what it has opened, and raises again",
     "agent.control:Control._run": "the top of a thread: logged, and its owner sees that it has ended",
     "agent.control:Control._answer_to": "whatever answers: who asked is told, and the agent goes on",

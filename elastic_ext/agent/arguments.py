@@ -43,6 +43,15 @@ def parser() -> argparse.ArgumentParser:
         action=check_env,
         help="Look at this machine first, as `elastic-ext doctor` does, and do not start where something is wrong.",
     )
+    own.add_argument(
+        "--hang-seconds",
+        "--hang_seconds",
+        action=env,
+        type=str,
+        default="auto",
+        help="A step that takes longer is a hang, and workers are restarted: seconds, off, or auto (the default): ten "
+        "times what the slowest steps took, and no less than 30.",
+    )
     own.add_argument("--master", action=env, type=str, default=None, help="HOST:PORT of a master, where there is one.")
     own.add_argument(
         "--token-file",

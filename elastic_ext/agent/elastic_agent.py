@@ -29,10 +29,13 @@ from torch.distributed.elastic.utils.api import macros
 from elastic_ext.files import write_whole
 
 from .board import BoardGone, RoundBoard
+from .duties import Duties
 from .environment import Place, devices_of, environment_of, with_start
 from .failures import Failure, first_of, told
 from .folder import NodeFolders
+from .hanging import Hang
 from .journal import Journal
+from .monitor import Watched
 from .persisting import persist
 from .records import MEMBERSHIP_FILE, MembershipPlan, NodeShare
 from .rendezvous import Meeting
@@ -45,6 +48,7 @@ __all__ = ["ElasticAgent", "Launch"]
 _EXCHANGE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
+_HUNG_SECONDS = 5.0  # for those that hang, to end by themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +83,7 @@ class ElasticAgent(LocalElasticAgent):
         folders: NodeFolders,
         warden: Warden,
         journal: Journal,
+        duties: Duties,
     ) -> None:
         super().__init__(
             spec,
@@ -97,6 +102,8 @@ class ElasticAgent(LocalElasticAgent):
         self._folders = folders
         self._warden = warden
         self._journal = journal
+        self._duties = duties
+        self._ranks: dict[int, int] = {}  # of the workers that run, by local rank
         self._plan: MembershipPlan | None = None
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = False
@@ -111,6 +118,11 @@ class ElasticAgent(LocalElasticAgent):
         found: Workers | None = self._pcontext  # type: ignore[assignment]
         return found
 
+    @property
+    def watched(self) -> tuple[Watched, ...]:
+        """The workers of the present round, as they are now."""
+        return () if self.workers is None else self.workers.watched(self._ranks)
+
     # ---- torch's hooks, wrapped ----
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -124,7 +136,9 @@ class ElasticAgent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if not self._is_planned:
+            self._duties.note_end(self.watched)
             super()._stop_workers(worker_group)
+            self._stop_by = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         earlier = self._meeting.board
@@ -137,7 +151,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._is_planned:
             self._is_planned = False
             if not is_finished:
-                super()._stop_workers(worker_group)
+                self._stop_workers(worker_group)
         self._meeting.forget_earlier()
         self._begin_round(board, worker_group.spec, is_finished=is_finished)
 
@@ -162,6 +176,7 @@ class ElasticAgent(LocalElasticAgent):
             stderr_filters=spec.duplicate_stderr_filters,
         )
         self._pcontext = workers
+        self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._num_rounds += 1
         workers.start()
         self._take_sigterm()
@@ -180,6 +195,8 @@ class ElasticAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             return self._judged(worker_group, result)
+        if result.state == WorkerState.HEALTHY and (hang := self._duties.look(self.watched)) is not None:
+            return self._hung(hang)
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             if (over := self._over()) is not None:
@@ -237,6 +254,12 @@ class ElasticAgent(LocalElasticAgent):
             nodes=now,
         )
         self._write_plan(self._plan)
+        self._duties.begin_round(
+            board,
+            membership_version=self._plan.version,
+            world_size=self._plan.world_size,
+            is_new=plan is None and newest["version"] > 0,
+        )
         for outcome in persist(self._folders.staging, board, name="begin", timeout_seconds=_EXCHANGE_SECONDS):
             self._journal.tell_staged(outcome.why, outcome.path)
 
@@ -320,6 +343,34 @@ class ElasticAgent(LocalElasticAgent):
             self.is_over, self.final_failures = True, everyone
             self._announce_over(told(first_of(everyone)))
         return result
+
+    def _hung(self, hang: Hang) -> RunResult:
+        """Workers that do not get on: their stacks are kept, and all are ended."""
+        self._journal.tell("hang", f"training hangs: {hang.reason}", is_bad=True, ranks=list(hang.ranks))
+        self._duties.capture(self.watched, hang.reason)
+        own = [
+            Failure(
+                rank=each.rank,
+                local_rank=each.local_rank,
+                host=self._launch.host,
+                node_id=self._launch.node_id,
+                pid=each.process.pid,
+                exit_code=0,
+                time=time.time(),
+                message=hang.reason,
+                traceback="",
+                is_hung=True,
+            )
+            for each in self.watched
+            if each.rank in hang.ranks
+        ]
+        everyone = self._everyone(own)
+        self._has_failed = True
+        self._stop_by = time.monotonic() + min(_HUNG_SECONDS, self._launch.shutdown_seconds)
+        if self._remaining_restarts == 0:
+            self.is_over, self.final_failures = True, everyone
+            self._announce_over(f"training hangs: {hang.reason}")
+        return RunResult(state=WorkerState.FAILED)
 
     def _failure(self, group: WorkerGroup, rank: int, failure: ProcessFailure) -> Failure:
         said = failure.error_file_data.get("message")

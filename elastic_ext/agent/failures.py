@@ -35,6 +35,8 @@ class Failure:
     """The exception in one line; empty where none was told of."""
     traceback: str
     """The worker's own; empty where none was told of."""
+    is_hung: bool = False
+    """It was ended because it did not get on."""
 
     def to_row(self) -> dict[str, Any]:
         """As JSON's values."""
@@ -48,6 +50,8 @@ class Failure:
     @property
     def ending(self) -> str:
         """How the process ended."""
+        if self.is_hung:
+            return "hung"
         if self.exit_code < 0:
             return f"ended by {_name_of(-self.exit_code)}"
         return f"exited with status {self.exit_code}"

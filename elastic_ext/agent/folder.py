@@ -5,7 +5,7 @@
   agent.json ...          records.py
 <memory folder>/          goes with the agent; a later agent removes what a dead one has left
   staging/                copies of what is being saved, which outlive the workers
-  pulse-<rank>            how far a rank has come, written by it
+  pulses/                 how far each rank has come, written by it
   socket                  where the agent is spoken to
 """
 
@@ -25,6 +25,7 @@ __all__ = ["STAGING", "NodeFolders", "NodeTaken", "is_held", "remove_memory_fold
 _logger = logging.getLogger(__name__)
 
 STAGING = "staging"
+_PULSES = "pulses"
 _LOCK = "agent.lock"
 _HELD = "held"
 _PREFIX = "elastic_ext-"
@@ -43,6 +44,7 @@ class NodeFolders:
         self.run_dir = run_dir
         self.memory = memory
         self.staging = memory / STAGING
+        self.pulses = memory / _PULSES
         self.memory_lock = memory_lock
         """A descriptor; as long as a process has it the folder in memory is left alone."""
         self._run_lock = run_lock
@@ -91,6 +93,7 @@ def _make_memory_folder() -> tuple[Path, int]:
         lock = try_lock(folder / _HELD)
         if lock is not None:  # else another agent has just taken it for one that was left
             (folder / STAGING).mkdir()
+            (folder / _PULSES).mkdir()
             return folder, lock
 
 

@@ -34,12 +34,16 @@ class Journal:
         _logger.log(logging.ERROR if is_bad else logging.INFO, "%s", text)
         self._write(kind, text, details)
 
+    def note(self, kind: str, text: str, **details: object) -> None:
+        """An event that the log has already, or need not have."""
+        self._write(kind, text, details)
+
     def tell_staged(self, why: str, path: Path | None) -> None:
         """What became of what workers had staged; where nothing did, a checkpoint is there that is as new, or newer."""
         if path is not None:
             self.tell("staged", why, path=str(path))
         else:
-            self._write("staged", why, {})
+            self.note("staged", why)
 
     def _write(self, kind: str, text: str, details: Mapping[str, object]) -> None:
         event = JobEvent(

@@ -11,7 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -32,22 +34,33 @@ from elastic_ext.files import write_whole
 from elastic_ext.settings import Settings
 
 from .arguments import settings_in_words, with_rendezvous
+from .control import Control
+from .doctor import check_node
+from .duties import Duties
 from .elastic_agent import ElasticAgent, Launch
 from .failures import Failure, first_of, told
 from .folder import NodeFolders
+from .hanging import HangLimits
+from .hardware import NodeHardware
+from .hardware import look as look_at_machine
 from .journal import Journal
+from .monitor import Monitor
 from .persisting import persist
 from .processes import this_process
-from .records import AGENT_FILE, AgentRecord
+from .records import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from .rendezvous import Meeting
+from .sampling import NvidiaGpus
+from .status import status_of
+from .status_files import read_run_directory
+from .tuner import ConfigTuner, ForeignWrite, config_requests
 from .warden import Warden
 
 __all__ = ["launch"]
 
 _logger = logging.getLogger(__name__)
 
-_NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _KEPT_LOGS = 10
+_SOCKET = "socket"
 _LAST_EXCHANGE_SECONDS = 20.0
 _PART_SECONDS = 5.0
 _MORE_SECONDS = 5.0
@@ -100,6 +113,10 @@ class _Node:
             options.log_dir = str(folders.run_dir / "logs")
             _keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
         self._said = settings_in_words(options, environ)
+        self._is_checked = bool(options.node_check)
+        if options.master is not None:
+            _logger.warning("--master %s is not spoken to: this version has no master", options.master)
+        self._hang_limits = HangLimits.of(options.hang_seconds)
         options = with_rendezvous(options)
         self._launch, self._entrypoint, self._arguments = config_from_args(options)
         self._is_python = isinstance(self._entrypoint, str) and not options.no_python
@@ -109,13 +126,18 @@ class _Node:
     def run(self) -> int:
         launch, folders = self._launch, self._folders
         self._introduce()
+        if (why_not := self._check_machine()) is not None:
+            self._journal.tell("refused", why_not, is_bad=True)
+            return 2
         shutdown_seconds = float(launch.shutdown_timeout or 0)
         warden = Warden(folders.memory, folders.memory_lock, patience_seconds=shutdown_seconds)
+        duties = self._duties()
         agent: ElasticAgent | None = None
         status = 1
         try:
             meeting = Meeting(self._handler(), is_pending=lambda: agent is not None and agent.is_change_pending)
-            agent = self._agent(meeting, warden, shutdown_seconds)
+            duties.start()
+            agent = self._agent(meeting, warden, duties, shutdown_seconds)
             status = self._run(agent, meeting)
         except RendezvousError as error:
             self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
@@ -126,8 +148,30 @@ class _Node:
                     self._journal.tell_staged(outcome.why, outcome.path)
                 if board is not None:
                     board.part(timeout_seconds=_PART_SECONDS)
+            duties.end(() if agent is None else agent.watched)
             warden.dismiss()
         return status
+
+    def _check_machine(self) -> str | None:
+        """Why workers are not to be started on this machine, where that was asked for; what it has is written down."""
+        look = partial(look_at_machine, [self._config_file.parent], run_dir=self._folders.run_dir)
+        if not self._is_checked:
+            threading.Thread(
+                target=lambda: self._write_hardware(look()), daemon=True, name="elastic_ext hardware"
+            ).start()
+            return None
+        hardware = look()
+        self._write_hardware(hardware)
+        why_not, warnings = check_node(hardware, num_nodes=self._launch.max_nodes)
+        for warning in warnings:
+            self._journal.tell("machine", warning)
+        return why_not
+
+    def _write_hardware(self, hardware: NodeHardware) -> None:
+        try:
+            write_whole(self._folders.run_dir / HARDWARE_FILE, hardware.to_json().encode(), durable=False)
+        except OSError as error:
+            _logger.debug("what this machine has cannot be written: %s", error)
 
     def _run(self, agent: ElasticAgent, meeting: Meeting) -> int:
         handler = self._launch.event_log_handler
@@ -166,8 +210,6 @@ class _Node:
 
     def _handler(self) -> RendezvousHandler:
         launch = self._launch
-        os.environ.setdefault(_NO_SHARING, "1")  # the workers of each round have a store of their own
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.signals_to_handle
         parameters = RendezvousParameters(
             backend=launch.rdzv_backend,
             endpoint=launch.rdzv_endpoint,
@@ -193,7 +235,21 @@ class _Node:
             raise made[0]
         return made[0]
 
-    def _agent(self, meeting: Meeting, warden: Warden, shutdown_seconds: float) -> ElasticAgent:
+    def _duties(self) -> Duties:
+        folders, run_dir = self._folders, self._folders.run_dir
+        tuner = ConfigTuner(self._config_file, on_foreign=self._note_foreign)
+
+        def status(request: Mapping[str, Any]) -> Mapping[str, Any]:
+            return status_of(read_run_directory(run_dir, now=time.time(), host=self._host)).to_dict()
+
+        monitor = Monitor(run_dir=run_dir, pulse_dir=folders.pulses, limits=self._hang_limits, gpus=NvidiaGpus.open())
+        control = Control(folders.memory / _SOCKET, {**config_requests(tuner), "status": status})
+        return Duties(folders, self._journal, tuner, control, monitor, py_spy=shutil.which("py-spy"))
+
+    def _note_foreign(self, write: ForeignWrite) -> None:
+        self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)
+
+    def _agent(self, meeting: Meeting, warden: Warden, duties: Duties, shutdown_seconds: float) -> ElasticAgent:
         launch, folders = self._launch, self._folders
         spec = WorkerSpec(
             role=launch.role,
@@ -220,6 +276,7 @@ class _Node:
                 "ELASTIC_EXT_RUN_DIR": str(folders.run_dir),
                 "ELASTIC_EXT_CONFIG_FILE": str(self._config_file),
                 "ELASTIC_EXT_STAGING_DIR": str(folders.staging),
+                "ELASTIC_EXT_PULSE_DIR": str(folders.pulses),
                 "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(shutdown_seconds, 1.0)),
             },
             inherited=self._environ,
@@ -231,7 +288,7 @@ class _Node:
             min_nodes=launch.min_nodes,
         )
         assert launch.logs_specs is not None
-        return ElasticAgent(spec, launch.logs_specs, meeting, how, folders, warden, self._journal)
+        return ElasticAgent(spec, launch.logs_specs, meeting, how, folders, warden, self._journal, duties)
 
     def _introduce(self) -> None:
         """Say what is started, and where its things are."""
@@ -249,7 +306,7 @@ class _Node:
             version=self._version,
             config_file=str(self._config_file),
             memory_folder=str(folders.memory),
-            socket="",
+            socket=str(folders.memory / _SOCKET),
             log_folder=launch.logs_specs.root_log_dir,
         )
         write_whole(folders.run_dir / AGENT_FILE, record.to_json().encode(), durable=False)

@@ -81,11 +81,17 @@ class Monitor:
         """What was seen last, the newest at the end."""
 
     def look(
-        self, workers: Sequence[Watched], *, restart: int, membership_version: int, world_size: int
+        self,
+        workers: Sequence[Watched],
+        *,
+        restart: int,
+        membership_version: int,
+        world_size: int,
+        at_once: bool = False,
     ) -> Seen | None:
-        """What there is to see now; None, at no cost, where it is not yet time."""
+        """What there is to see now; None, at no cost, where it is not yet time, unless it is asked for ``at_once``."""
         now = self._clock()
-        if now < self._due_at:
+        if now < self._due_at and not at_once:
             return None
         self._due_at = now + self._every_seconds
         uses = {} if self._gpus is None else self._gpus.by_pid()

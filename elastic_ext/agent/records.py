@@ -2,6 +2,7 @@
 
     agent.json         AgentRecord        who the agent of this node is, and where its things lie
     membership.json    MembershipPlan     which nodes the job runs on, and since when
+    hardware.json      hardware_records.NodeHardware: what the machine has
     workers.json       WorkersRecord      what the agent sees of its workers, every few seconds
 
 A node is one agent with its workers, whatever machine it is on; a round is the time between two meetings of all nodes.
@@ -18,6 +19,7 @@ from elastic_ext.record_json import object_of, record_of, with_rows
 __all__ = [
     "AGENT_FILE",
     "EVENTS_FILE",
+    "HARDWARE_FILE",
     "MEMBERSHIP_FILE",
     "MOST_BYTES",
     "WORKERS_FILE",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 AGENT_FILE = "agent.json"
+HARDWARE_FILE = "hardware.json"
 MEMBERSHIP_FILE = "membership.json"
 WORKERS_FILE = "workers.json"
 EVENTS_FILE = "events-agent.jsonl"

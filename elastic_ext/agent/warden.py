@@ -73,13 +73,12 @@ def main(arguments: Sequence[str]) -> int:
     workers = _last_told(sys.stdin.buffer)
     if workers is None:
         return 0
-    logging.basicConfig(format="%(levelname)s elastic_ext: %(message)s", level=logging.INFO)
-    _logger.warning("the agent was killed: its %d workers are ended", len(workers))
+    print(f"elastic-run: the agent was killed: its {len(workers)} workers are ended", file=sys.stderr, flush=True)
     end_groups(workers, patience_seconds=patience_seconds)
     from elastic_ext.fsdp.checkpoint.complete import complete  # what it needs takes time to load, and is seldom needed
 
     for outcome in complete(memory / STAGING):
-        _logger.info("%s", outcome.why)
+        print(f"elastic-run: {outcome.why}", file=sys.stderr, flush=True)
     remove_memory_folder(memory)
     return 0
 

@@ -20,7 +20,9 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from .internals import bound_command, bound_function
+from .monitor import Watched
 from .processes import Process, end_groups, process_of
+from .records import WorkerState
 
 __all__ = ["Workers"]
 
@@ -61,6 +63,18 @@ class Workers(PContext):
     def error_file_of(self) -> Mapping[int, str]:
         """Where a worker's exception is written, by local rank."""
         return self.error_files
+
+    def watched(self, ranks: Mapping[int, int]) -> tuple[Watched, ...]:
+        """The workers with their ranks, by local rank, and how those have ended that have."""
+        found = []
+        for local_rank, process in self._processes.items():
+            result = self._ended.get(local_rank)
+            state: WorkerState = "running" if result is None else "failed" if result.failures else "succeeded"
+            code = None if result is None else result.failures[0].exitcode if result.failures else 0
+            found.append(
+                Watched(local_rank=local_rank, rank=ranks[local_rank], process=process, state=state, exit_code=code)
+            )
+        return tuple(found)
 
     def pids(self) -> dict[int, int]:
         return {local_rank: context.pids()[0] for local_rank, context in self._contexts.items()}

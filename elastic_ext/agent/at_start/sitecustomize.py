@@ -20,11 +20,12 @@ def _step_aside() -> None:
             os.environ["PYTHONPATH"] = os.pathsep.join(given)
         else:
             del os.environ["PYTHONPATH"]
-    own = sys.modules.pop("sitecustomize")
+    own = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # type: ignore[import-not-found] # noqa: F401 the machine's own, if it has one
     except ImportError as error:
-        sys.modules["sitecustomize"] = own
+        if own is not None:
+            sys.modules["sitecustomize"] = own
         if error.name != "sitecustomize":
             raise
 

@@ -1,0 +1,192 @@
+"""Duties: what an agent does for its node besides starting and stopping workers, about once a second.
+
+It keeps the config file and hands versions to other nodes, looks at the workers and writes what it sees, finds hangs,
+and says what a restart has cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_ext.files import write_whole
+from elastic_ext.pulse import pulse_file, read_pulse
+
+from .board import BoardGone, RoundBoard
+from .control import Control
+from .folder import NodeFolders
+from .hanging import Hang, find_hang, standings_from_json, standings_to_json
+from .journal import Journal
+from .losses import Ended, begun_in, cost_in_words
+from .monitor import Monitor, Seen, Watched
+from .records import WORKERS_FILE, WorkersRecord
+from .stacks import capture
+from .tuner import ConfigTuner
+
+__all__ = ["Duties"]
+
+_CAPTURE_SECONDS = 15.0  # for the stacks of other nodes
+
+
+class Duties:
+    """Those of one agent."""
+
+    def __init__(
+        self,
+        folders: NodeFolders,
+        journal: Journal,
+        tuner: ConfigTuner,
+        control: Control,
+        monitor: Monitor,
+        *,
+        py_spy: str | None,
+    ) -> None:
+        self._folders = folders
+        self._journal = journal
+        self._tuner = tuner
+        self._control = control
+        self._monitor = monitor
+        self._py_spy = py_spy
+        self._board: RoundBoard | None = None
+        self._membership_version = self._world_size = 0
+        self._said = ""
+        self._has_warned = False
+        self._ended: Ended | None = None
+        self._started_at = 0.0
+
+    def start(self) -> None:
+        """Take up the config file as it is, and listen."""
+        self._tuner.look()
+        self._control.start()
+
+    def begin_round(self, board: RoundBoard, *, membership_version: int, world_size: int, is_new: bool) -> None:
+        """All nodes have met; ``is_new`` where this one joins a job that has worked already, and follows its config."""
+        self._board, self._membership_version, self._world_size = board, membership_version, world_size
+        self._monitor.forget()
+        self._said = ""
+        self._started_at = time.time()
+        self._hand_config(offers=not is_new)
+
+    def look(self, workers: Sequence[Watched]) -> Hang | None:
+        """See to everything that it is time for; a hang, if there is one."""
+        seen = self._monitor.look(
+            workers,
+            restart=self._journal.restart,
+            membership_version=self._membership_version,
+            world_size=self._world_size,
+        )
+        if seen is None:
+            return None
+        self._tuner.look()
+        self._hand_config(offers=True)
+        self._write(seen.record)
+        self._tell_cost(workers)
+        return self._judge(seen)
+
+    def note_end(self, workers: Sequence[Watched]) -> None:
+        """The workers are about to be ended, or have ended: note where they are."""
+        steps = []
+        for each in workers:
+            reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
+            if reading is not None and reading.num_boundaries > 0:
+                steps.append(reading.step)
+        if steps and self._ended is None:
+            self._ended = Ended(step=max(steps), time=time.time())
+
+    def capture(self, workers: Sequence[Watched], reason: str) -> None:
+        """Have the stacks of all workers written, here and on other nodes, before any of them is ended."""
+        captured = capture(
+            workers, run_dir=self._folders.run_dir, pulse_dir=self._folders.pulses, reason=reason, py_spy=self._py_spy
+        )
+        words = "; ".join(map(str, captured.places)) or "no worker told of its stacks"
+        if captured.look_at:
+            words += f"; look at this first: {captured.look_at}"
+        self._journal.tell("stacks", f"{words}; all of it: {captured.path}", path=str(captured.path or ""))
+        if self._board is not None and self._board.num_nodes > 1:
+            try:
+                self._board.exchange("captured", True, timeout_seconds=_CAPTURE_SECONDS)
+            except BoardGone:
+                return  # they are not heard of, and nothing is gained by waiting
+
+    def end(self, workers: Sequence[Watched]) -> None:
+        """Write how the workers have ended, and listen no more."""
+        seen = self._monitor.look(
+            workers,
+            restart=self._journal.restart,
+            membership_version=self._membership_version,
+            world_size=self._world_size,
+            at_once=True,
+        )
+        if seen is not None:
+            self._write(seen.record)
+        self._control.close()
+        self._monitor.close()
+
+    # ---- the config ----
+
+    def _hand_config(self, *, offers: bool) -> None:
+        """Give other nodes what is newer here, and take what is newer there."""
+        board = self._board
+        if board is None or board.num_nodes == 1:
+            return
+        try:
+            theirs = board.announced("config-version") or 0
+            newest = self._tuner.newest()
+            if theirs > (newest[0] if newest else 0):
+                self._tuner.take(board.announced("config"))
+            elif offers and newest and newest[0] > theirs:
+                board.announce("config", newest[1])
+                board.announce("config-version", newest[0])
+        except BoardGone:
+            return
+
+    # ---- the workers ----
+
+    def _write(self, record: WorkersRecord) -> None:
+        try:
+            write_whole(self._folders.run_dir / WORKERS_FILE, record.to_json().encode(), durable=False)
+            self._has_warned = False
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                self._journal.tell("trouble", f"what workers do cannot be written: {error}", is_bad=True)
+
+    def _judge(self, seen: Seen) -> Hang | None:
+        """Whether there is a hang, by the workers of all nodes."""
+        board, hang, said = self._board, seen.hang, seen.said
+        if board is not None and board.num_nodes > 1:
+            try:
+                if any(each.is_over for each in seen.standings):
+                    board.announce("standings-wanted", True)
+                if board.announced("standings-wanted"):
+                    board.tell("standings", standings_to_json(seen.standings))
+                    told = board.told("standings").values()
+                    everyone = [each for text in told for each in standings_from_json(text)]
+                    verdict = find_hang(everyone, world_size=self._world_size)
+                    is_heard = len(told) == board.num_nodes  # else one that has still to tell may be waited for
+                    hang, said = verdict.hang if is_heard else None, verdict.said
+            except (BoardGone, ValueError):
+                hang = None
+        if said and said != self._said:
+            self._journal.tell("waiting", said)
+        self._said = said
+        return hang
+
+    def _tell_cost(self, workers: Sequence[Watched]) -> None:
+        """Once workers have taken their first step after others were ended, what that has cost."""
+        if self._ended is None:
+            return
+        for each in workers:
+            reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
+            if reading is None or reading.num_boundaries == 0:
+                continue
+            begun = begun_in(self._events_of(each.rank), since=self._started_at)
+            if begun is not None:
+                words = cost_in_words(self._ended, begun, now=time.time())
+                self._ended = None
+                self._journal.tell("went-on", words, step=begun.step)
+                return
+
+    def _events_of(self, rank: int) -> Path:
+        return self._folders.run_dir / f"events-{rank}.jsonl"

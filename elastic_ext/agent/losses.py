@@ -1,0 +1,63 @@
+"""What a restart has cost: steps that are taken again, and time; pure, but for reading what workers have written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Begun", "Ended", "begun_in", "cost_in_words"]
+
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """Where training was as its workers were ended."""
+
+    step: int
+    """The last that was committed."""
+    time: float
+    """When; seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """Where it has gone on."""
+
+    step: int
+    """The last of the checkpoint that it went on from."""
+    global_batch_size: int | None
+
+
+def cost_in_words(ended: Ended, begun: Begun, *, now: float) -> str:
+    """What was lost, as the first new step has been taken."""
+    num_steps = max(ended.step - begun.step, 0)
+    if num_steps == 0:
+        lost = "no step is taken again"
+    else:
+        lost = f"{num_steps} step{'s' if num_steps > 1 else ''} taken again"
+        if begun.global_batch_size is not None:
+            lost += f" ({num_steps * begun.global_batch_size} samples)"
+    return f"training goes on after step {begun.step}: {lost}, and {now - ended.time:.1f} seconds without a step"
+
+
+def begun_in(file: Path, *, since: float) -> Begun | None:
+    """Where a rank's training has begun after ``since``, by the events that it has written."""
+    try:
+        with open(file, "rb") as events:
+            events.seek(max(file.stat().st_size - _MOST_BYTES, 0))
+            lines = events.read(_MOST_BYTES).splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            event: Any = json.loads(line)
+            if event["kind"] == "training-began":
+                size = event["details"].get("global_batch_size")
+                found = Begun(step=int(event["step"]), global_batch_size=size if type(size) is int else None)
+                return found if event["time"] >= since else None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the first one is cut off
+            continue
+    return None
