@@ -56,14 +56,14 @@ def judged(
     states: Mapping[int, str] | None = None,
     judge: Judge | None = None,
 ) -> tuple[Standing, ...]:
-    """How workers stand whose pulses have said the same for so long, looked at every second."""
+    """How workers stand whose pulses have said the same for so long, looked at every second; every five for hours."""
     judge = judge or Judge(limits or HangLimits())
     looks = [
         WorkerLook(rank=rank, pid=100 + rank, reading=found, process_state=(states or {}).get(rank, "S"))
         for rank, found in pulses.items()
     ]
     standings: tuple[Standing, ...] = ()
-    for second in range(int(seconds) + 1):
+    for second in range(0, int(seconds) + 1, 5 if seconds >= 3600 else 1):
         standings = judge.look(START + second, looks)
     return standings
 
