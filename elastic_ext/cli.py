@@ -53,6 +53,7 @@ from .wording import on_one_line
 
 __all__ = ["main", "parse_assignment"]
 
+_LAUNCHER = "run"  # imports torch
 _BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
 
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit status: 0 done, 1 the file system refused, 2 the input was refused."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:  # what comes next is for the launcher, and for the script
-        return int(importlib.import_module(".run", __package__).main(given[1:]))
+        return int(importlib.import_module(f".{_LAUNCHER}", __package__).main(given[1:]))
     options = _parser().parse_args(given)
     status: int = options.run(options)
     return status

@@ -309,6 +309,7 @@ LAYERS: Mapping[str, int] = {
     "session": 3,
     "speed": 3,
     "contexts": 3,
+    "run": 3,
     "steps": 3,
     "own_positions": 3,
     "taking_part": 3,
@@ -316,7 +317,6 @@ LAYERS: Mapping[str, int] = {
     "undoing": 3,
     # 4: the entry points
     "cli": 4,
-    "run": 4,
 }
 SIDEWAYS = (0, 1, 3)  # the layers whose modules may import one another, without a circle; in 2 within a folder
 

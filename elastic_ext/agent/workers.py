@@ -131,6 +131,7 @@ class Workers(PContext):
         for end in ends:
             end.result()
         end_groups(self._processes.values(), patience_seconds=_LEFT_SECONDS)
+        self._poll()
 
 
 class _Settled(LogsSpecs):
