@@ -26,8 +26,19 @@ from pathlib import Path
 
 from .agent.processes import is_alive, process_of, this_process
 from .files import write_whole
+from .own_stacks import OwnStacks
 
-__all__ = ["Activity", "FilePulse", "Pulse", "PulseReading", "begin_pulse", "pulse_file", "read_pulse", "stacks_file"]
+__all__ = [
+    "Activity",
+    "FilePulse",
+    "Pulse",
+    "PulseReading",
+    "begin_pulse",
+    "pulse_file",
+    "read_pulse",
+    "stacks_file",
+    "stacks_pipe",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -113,10 +124,13 @@ class FilePulse(Pulse):
         _FIXED.pack_into(start, 0, _MAGIC, _FORMAT, 0, *told, 0)
         self._numbers = memoryview(start).cast("q")
         self._numbers[_SINCE] = self._entered
+        self._own_stacks: OwnStacks | None = None
         try:
             write_whole(path, bytes(start), durable=False)
             with open(path, "r+b") as file:
                 self._numbers = memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("q")
+            if self._stacks_signal:
+                self._own_stacks = OwnStacks(stacks_pipe(path.parent, rank), self._stacks_descriptor)
         except OSError:
             self._withdraw_stacks()
             raise
@@ -198,6 +212,9 @@ class FilePulse(Pulse):
         numbers[_SEQUENCE] = odd + 1
 
     def _withdraw_stacks(self) -> None:
+        if self._own_stacks is not None:
+            self._own_stacks.close()
+            self._own_stacks = None
         if self._stacks_signal:
             faulthandler.unregister(self._stacks_signal)
             os.close(self._stacks_descriptor)
@@ -259,6 +276,11 @@ def begin_pulse(folder: Path | None, *, rank: int, restart: int, run_dir: Path) 
 def pulse_file(folder: Path, rank: int) -> Path:
     """Where a rank's pulse lies."""
     return folder / f"pulse-{rank}"
+
+
+def stacks_pipe(folder: Path, rank: int) -> Path:
+    """Where a rank is asked for its stacks."""
+    return folder / f"stacks-{rank}"
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:

@@ -105,7 +105,7 @@ def has_closed_what_was_open(ready: Callable[[], None]) -> None:
 
 def does_not_answer(ready: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    waits_to_be_ended(ready)
+    keeps_the_interpreter(ready)
 
 
 def becomes_another_program(ready: Callable[[], None]) -> None:

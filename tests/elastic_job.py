@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--hang-at", type=int, default=-1, help="a step in which rank 1 waits for ever, once")
     parser.add_argument("--full-from", type=int, default=-1, help="from that step on nothing more goes on the disk")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -62,6 +64,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def hang() -> None:
+    threading.Event().wait()
+
+
 def was_restarted() -> bool:
     return os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 
@@ -78,6 +84,8 @@ def train(trainer, model, optimizer, loader, file, options) -> None:  # type: ig
     for indices, inputs in loader:
         step = trainer.global_step
         with trainer.step():
+            if dist.get_rank() == 1 and step == options.hang_at and not was_restarted():
+                hang()
             loss = model(inputs).pow(2).mean()
             loss.backward()
             optimizer.step()

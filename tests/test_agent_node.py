@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from elastic_ext.agent.processes import is_alive
@@ -67,3 +69,42 @@ def test_what_was_staged_on_all_ranks_is_a_checkpoint_before_they_are_restarted(
     assert staged["details"]["path"].endswith("step_8"), staged
     began = [json.loads(line) for line in (node.run_dir / "events-0.jsonl").read_text().splitlines()]
     assert [event["step"] for event in began if event["kind"] == "training-began"] == [0, 8]
+
+
+def test_a_worker_that_hangs_is_named_by_where_it_is_and_all_are_restarted(tmp_path: Path) -> None:
+    launch = ("--max-restarts=1", "--hang-seconds=2")
+    with nodes(started(tmp_path, "--steps=12", "--every=4", "--hang-at=7", launch=launch)) as (node,):
+        assert node.end() == 0, node.text
+    (hang,) = [event for event in node.events() if event["kind"] == "hang"]
+    (stacks,) = [event for event in node.events() if event["kind"] == "stacks"]
+    assert 1 in hang["details"]["ranks"] and "in step 8" in hang["text"]
+    assert "rank 1" in stacks["text"] and "in hang" in stacks["text"]
+    written = Path(stacks["details"]["path"]).read_text()
+    assert "rank 0" in written and "backward" in written
+    steps = samples_of_steps(tmp_path)
+    assert sorted(steps) == list(range(1, 13))
+    assert "training goes on after step 4: 3 steps taken again (36 samples)" in node.text
+
+
+def test_the_config_is_changed_through_the_agent_and_what_others_write_is_noticed(tmp_path: Path) -> None:
+    with nodes(started(tmp_path, "--steps=100000", "--pace=0.01", "--every=100000")) as (node,):
+        until(lambda: last_step(tmp_path) > 2 or None)
+        command = [sys.executable, "-m", "elastic_ext.cli"]
+        set_ = [*command, "config", "set", "optimizer.learning_rate=0.5", "--file", node.record().config_file]
+        assert subprocess.run(set_, check=True, capture_output=True, text=True).stdout.startswith("version 1 written")
+        until(lambda: applied(node, 1) or None)
+        config = json.loads(Path(node.record().config_file).read_text())
+        Path(node.record().config_file).write_text(json.dumps({**config, "version": 2, "reason": "by hand"}))
+        until(lambda: applied(node, 2) or None)
+        until(lambda: "config-foreign" in node.kinds() or None)
+        status = subprocess.run([*command, "status", str(node.run_dir), "--json"], capture_output=True, text=True)
+        assert status.returncode == 0, status.stdout
+        assert [rank["config_version"] for rank in json.loads(status.stdout)["ranks"]] == [2, 2]
+        node.send(signal.SIGTERM)
+        assert node.end() == 143
+
+
+def applied(node: Node, version: int) -> bool:
+    """Whether a version is in force on both ranks."""
+    files = [node.run_dir / f"events-{rank}.jsonl" for rank in (0, 1)]
+    return all(file.exists() and f'"version": {version},' in file.read_text() for file in files)

@@ -103,6 +103,7 @@ LAYERS: Mapping[str, int] = {
     "engine": 1,
     "outputs": 1,
     "pacing": 1,
+    "own_stacks": 1,
     "peers": 1,
     "leaving": 1,
     "loader_workers": 1,

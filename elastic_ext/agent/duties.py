@@ -120,6 +120,7 @@ class Duties:
         )
         if seen is not None:
             self._write(seen.record)
+        self._tell_cost(workers)
         self._control.close()
         self._monitor.close()
 

@@ -122,13 +122,15 @@ class Monitor:
         return Seen(record=record, standings=standings, hang=verdict.hang, said=verdict.said)
 
     def forget(self) -> None:
-        """Other workers come: nothing that was seen so far is of them. Their pulses are removed."""
+        """Other workers come: nothing that was seen so far is of them. What is left of their
+        pulses is removed."""
         self._judge.forget()
         self._readings.clear()
         self._rates.clear()
         self._metrics.clear()
-        for file in self._pulse_dir.glob("pulse-*"):
-            file.unlink(missing_ok=True)
+        for kind in ("pulse-*", "stacks-*"):
+            for file in self._pulse_dir.glob(kind):
+                file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go of the GPUs' driver."""

@@ -19,7 +19,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from elastic_ext.files import write_whole
-from elastic_ext.pulse import PulseReading, pulse_file, read_pulse
+from elastic_ext.own_stacks import ask_for_stacks
+from elastic_ext.pulse import PulseReading, pulse_file, read_pulse, stacks_pipe
 
 from .monitor import Watched
 from .processes import Process, process_of
@@ -124,8 +125,15 @@ def capture(
     ``py_spy`` is the program of that name, where it is to be used. Nothing is raised: this comes before the end of a
     job whose reason is another one.
     """
-    asked = [_ask(each, pulse_dir) for each in workers]
-    _wait(asked, patience_seconds)
+    asked = [_prepared(each, pulse_dir) for each in workers]
+    by_thread = [each for each in asked if each.file != -1 and ask_for_stacks(stacks_pipe(pulse_dir, each.worker.rank))]
+    _wait(by_thread, patience_seconds / 2)
+    by_signal = [each for each in asked if each.file != -1 and not each.text]
+    for each in by_signal:
+        _send_signal(each)
+    _wait(by_signal, patience_seconds)
+    for each in asked:
+        _close(each)
     _ask_py_spy([each for each in asked if not each.text], py_spy, patience_seconds)
     places = [found for each in asked if (found := _where(each)) is not None]
     look_at = told_apart(places)
@@ -139,8 +147,8 @@ def capture(
 # --- by itself ------------------------------------------------------------------------------------------------------
 
 
-def _ask(worker: Watched, pulse_dir: Path) -> _Asked:
-    """Have a worker write its stacks, if it is one that does."""
+def _prepared(worker: Watched, pulse_dir: Path) -> _Asked:
+    """A worker with the file that it writes its stacks to, if it is one that does."""
     asked = _Asked(worker=worker, state=_state_of(worker.process.pid))
     reading = asked.reading = read_pulse(pulse_file(pulse_dir, worker.rank))
     if reading is None or reading.stacks_signal == 0:
@@ -149,25 +157,31 @@ def _ask(worker: Watched, pulse_dir: Path) -> _Asked:
         asked.problem = _STOPPED
         return asked
     try:
-        process = os.pidfd_open(reading.pid)
-    except OSError:
-        return asked
-    try:
-        if process_of(reading.pid) != Process(pid=reading.pid, start_ticks=reading.start_ticks):
-            return asked
-        if not _catches(
-            reading.pid, reading.stacks_signal
-        ):  # which would end it, as where it has become another program
-            return asked
-        asked.file = _open_stacks(reading)
-        asked.start = asked.size = os.fstat(asked.file).st_size
-        signal.pidfd_send_signal(process, reading.stacks_signal)
+        if process_of(reading.pid) == Process(pid=reading.pid, start_ticks=reading.start_ticks):
+            asked.file = _open_stacks(reading)
+            asked.start = asked.size = os.fstat(asked.file).st_size
     except OSError as error:
         asked.problem = f"it could not be asked for its stacks: {error}"
         _close(asked)
+    return asked
+
+
+def _send_signal(asked: _Asked) -> None:
+    """Have faulthandler write them, as the process itself does not come to it."""
+    reading = asked.reading
+    assert reading is not None, "its pulse says where it writes"
+    try:
+        process = os.pidfd_open(reading.pid)
+    except OSError:
+        return
+    try:
+        is_it = process_of(reading.pid) == Process(pid=reading.pid, start_ticks=reading.start_ticks)
+        if is_it and _catches(reading.pid, reading.stacks_signal):  # else it would end, as another program would
+            signal.pidfd_send_signal(process, reading.stacks_signal)
+    except OSError as error:
+        asked.problem = f"it could not be asked for its stacks: {error}"
     finally:
         os.close(process)
-    return asked
 
 
 def _open_stacks(reading: PulseReading) -> int:
@@ -193,7 +207,6 @@ def _wait(asked: Sequence[_Asked], patience_seconds: float) -> None:
             continue
         each.text = os.pread(each.file, min(each.size - each.start, _MOST_BYTES), each.start).decode(errors="replace")
         each.problem = "" if each.text else _NO_STACKS.format(patience_seconds)
-        _close(each)
 
 
 def _close(asked: _Asked) -> None:
