@@ -1,11 +1,12 @@
-"""The demo: two ranks train a small GPT while its configuration is edited, and every change is shown to have happened.
+"""The demo: two ranks train a small GPT while its configuration is edited and one of them is killed.
 
     make demo        or        python -m examples.live_config
 
 It changes the learning rate, a knob of the script's own and the size of the micro-batch (the global batch stays), tries
 a value that the ranks refuse and a file that is not even JSON, schedules a change for one exact step, takes changes
-back, and ends the training, all through the config file. The exit status is 0 only if every rank took every change at
-the same step, and every step trained on as many samples.
+back, kills a worker with SIGKILL, and ends the training. The exit status is 0 only if every rank took every change at
+the same step, every step trained on as many samples, and the steps that were taken again after the kill had the samples
+that they had had before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 NUM_RANKS = 2
+CHECKPOINT_EVERY = 60
+LOG_EVERY = 20
 DEADLINE_SECONDS = 110.0
 _Found = TypeVar("_Found")
 _SCRIPT = Path(__file__).with_name("nano_gpt.py")
@@ -40,12 +43,15 @@ class Training:
     def __init__(self, run_directory: Path, deadline_seconds: float) -> None:
         self.config_file = run_directory / "config.json"
         self._run_directory = run_directory
+        self._samples = run_directory / "samples.txt"
         self._deadline = time.monotonic() + deadline_seconds
         self._lines: list[str] = []
         self._more = threading.Condition()
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+        launcher = ["-m", "elastic_ext.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "--max-restarts=1"]
+        saving = [f"--checkpoints={run_directory / 'checkpoints'}", f"--checkpoint-every={CHECKPOINT_EVERY}"]
+        saving.append(f"--samples={self._samples}")
         self._process = subprocess.Popen(
-            [*launcher, str(_SCRIPT), "--steps=1000000", "--log-every=20"],
+            [sys.executable, *launcher, str(_SCRIPT), "--steps=1000000", f"--log-every={LOG_EVERY}", *saving],
             env={**os.environ, "ELASTIC_EXT_RUN_DIR": str(run_directory), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -80,9 +86,42 @@ class Training:
         steps = (re.match(r"step (\d+): .* (\d+) windows in (\d+) micro-steps", line) for line in self._lines)
         return {int(match[1]): (int(match[2]), int(match[3])) for match in steps if match}
 
+    def checksums(self) -> dict[int, list[str]]:
+        """Of the windows that rank 0 took in every step, each time that it did."""
+        found: dict[int, list[str]] = {}
+        for line in self._samples.read_text().splitlines():
+            step, checksum = line.split()
+            found.setdefault(int(step), []).append(checksum)
+        return found
+
     def versions_applied(self) -> set[int]:
         """Every version that any rank has applied."""
-        return {event["details"]["version"] for rank in range(NUM_RANKS) for event in self._events(rank)}
+        return {event["details"]["version"] for rank in range(NUM_RANKS) for event in self._applied(rank)}
+
+    def wait_for_step_beyond_checkpoint(self) -> None:
+        """Until a step was printed that comes again if training goes on from the last checkpoint."""
+        if self._wait(lambda: True if self.step % CHECKPOINT_EVERY >= LOG_EVERY else None) is None:
+            raise DemoError("no step was printed after a checkpoint")
+
+    def wait_for_step(self, step: int) -> None:
+        """Until that step, or a later one, was taken."""
+        if self._wait(lambda: True if max(self.checksums()) >= step else None) is None:
+            raise DemoError(f"training did not come to step {step}")
+
+    def kill_worker(self, rank: int) -> None:
+        """End a rank's process as the system does where memory has run out."""
+        pids = re.findall(rf"\b{rank} \(pid (\d+)\)", self.wait_for_line("workers started"))
+        os.kill(int(pids[0]), signal.SIGKILL)
+
+    def account(self) -> list[str]:
+        """What the agent and rank 0 wrote down, in order, with the seconds since the start."""
+        events = [(event, "agent") for event in self._read_events("events-agent.jsonl")]
+        events += [(event, "rank 0") for event in self._events(0)]
+        events.sort(key=lambda each: float(each[0]["time"]))
+        start = float(events[0][0]["time"])
+        return [
+            f"{event['time'] - start:>6.1f} s  {who:<7} {str(event['text']).splitlines()[0]}" for event, who in events
+        ]
 
     def finish(self) -> None:
         """Wait until the training has ended by itself."""
@@ -108,14 +147,20 @@ class Training:
         self._process.stdout.close()
 
     def _events(self, rank: int) -> list[dict[str, Any]]:
-        file = self._run_directory / f"events-{rank}.jsonl"
+        return self._read_events(f"events-{rank}.jsonl")
+
+    def _applied(self, rank: int) -> list[dict[str, Any]]:
+        return [event for event in self._events(rank) if event["kind"] == "config-applied"]
+
+    def _read_events(self, name: str) -> list[dict[str, Any]]:
+        file = self._run_directory / name
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def _steps_of(self, version: int) -> list[int] | None:
         steps = [
             int(event["step"])
             for rank in range(NUM_RANKS)
-            for event in self._events(rank)
+            for event in self._applied(rank)
             if event["details"]["version"] == version
         ]
         return steps if len(steps) == NUM_RANKS else None
@@ -173,6 +218,12 @@ def show(training: Training) -> list[tuple[int, list[int]]]:
     expect(7)
     if effects[-1][1] != [step] * NUM_RANKS:
         raise DemoError(f"version 7 was to take effect at step {step}, and did at {effects[-1][1]}")
+
+    training.wait_for_step_beyond_checkpoint()
+    print("$ kill -9 (the process of rank 1)", flush=True)
+    training.kill_worker(1)
+    training.wait_for_line(r"training goes on after step \d+: ")
+    training.wait_for_step(max(training.checksums()) + LOG_EVERY)
     edit(training, "set", f"user.steps={training.step + 50}", "--reason", "that is enough")
     expect(8)
     training.finish()
@@ -197,6 +248,13 @@ def check(training: Training, effects: Sequence[tuple[int, list[int]]]) -> None:
     if len(cuts) < 2:
         raise DemoError(f"the micro-batch did not change: all steps had {cuts} micro-steps")
     print(f"\nevery step took {windows[0]} windows on rank 0, in {cuts[0]} or in {cuts[-1]} micro-steps")
+    checksums = training.checksums()
+    if missing := sorted(set(range(1, max(checksums) + 1)) - set(checksums)):
+        raise DemoError(f"steps {missing} were left out")
+    if unlike := [step for step, found in checksums.items() if len(set(found)) != 1]:
+        raise DemoError(f"steps {unlike} had other samples when they were taken again")
+    num_again = sum(len(found) > 1 for found in checksums.values())
+    print(f"no step was left out; {num_again} were taken again after the kill, with the same samples")
     result = re.search(r"loss ([\d.]+) \(guessing: ([\d.]+)\)", training.wait_for_line(r"^trained \d+ steps"))
     if result is None or float(result[1]) > 0.7 * float(result[2]):
         raise DemoError("the model has learned nothing")
@@ -207,13 +265,17 @@ def main(deadline_seconds: float = DEADLINE_SECONDS) -> int:
     with tempfile.TemporaryDirectory(prefix="elastic_ext-demo-") as folder:
         training = Training(Path(folder), deadline_seconds)
         try:
-            check(training, show(training))
+            effects = show(training)
+            print("\nwhat happened when:")
+            print("\n".join(f"  {line}" for line in training.account()))
+            check(training, effects)
         except (DemoError, subprocess.CalledProcessError) as error:
             print(f"\nthe demo failed: {error}", file=sys.stderr)
             return 1
         finally:
             training.kill()
     print("every change took effect at the same step on every rank, and the refused ones nowhere")
+    print("a worker was killed, and training went on by itself from what had been saved")
     return 0
 
 

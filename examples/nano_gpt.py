@@ -20,7 +20,9 @@ import math
 import os
 import random
 import time
+import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +197,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     optimizer = trainer.prepare(optimizer)
     if options.by == "dlrover":
         trainer.reset()  # at the beginning of an epoch, and there is one
-    num_windows = 0  # this rank's, of the step under way
+    num_windows = checksum = 0  # of this rank's, in the step under way
     began = time.monotonic()
     loss = torch.tensor(math.nan)
 
@@ -211,7 +213,8 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    with trainer:
+    with trainer, ExitStack() as stack:
+        samples = stack.enter_context(open(options.samples, "a")) if options.samples and rank == 0 else None
         for inputs, targets in windows:
             if trainer.global_step >= trainer.knob(
                 "steps", options.steps
@@ -220,20 +223,24 @@ def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
             gpt.set_dropout(trainer.knob("dropout", 0.0))
             taken = trainer.run(micro_step, inputs, targets)
             if taken is None:  # the whole step comes again
-                num_windows = 0
+                num_windows = checksum = 0
                 continue
             loss = taken
             num_windows += len(inputs)
+            checksum = zlib.crc32(inputs.numpy().tobytes(), checksum)
             if not trainer.sync_gradients:
                 continue
             step = trainer.global_step
+            if samples is not None:
+                print(step, f"{checksum:08x}", file=samples, flush=True)
             if rank == 0 and step % options.log_every == 0:
                 print(
                     f"step {step}: loss {loss.item():.3f}, learning rate {optimizer.effective_rates[0]:g}, "
-                    f"{num_windows} windows in {trainer.num_micro_steps} micro-steps, {time.monotonic() - began:.1f} s",
+                    f"{num_windows} windows in {trainer.num_micro_steps} micro-steps, "
+                    f"{time.monotonic() - began:.1f} s",
                     flush=True,
                 )
-            num_windows = 0
+            num_windows = checksum = 0
             if trainer.should_stop:
                 break
     if rank == 0:
@@ -255,6 +262,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--agree-every-steps", type=lambda text: text if text == "auto" else int(text), default="auto")
     parser.add_argument("--checkpoints", type=Path, help="a folder that all processes share; default: none are saved")
     parser.add_argument("--checkpoint-every", type=int, default=100, help="steps")
+    parser.add_argument("--samples", type=Path, help="a file that gets a checksum of rank 0's windows for every step")
     parser.add_argument("--log-every", type=int, default=50)
     return parser.parse_args()
 

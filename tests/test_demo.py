@@ -14,7 +14,8 @@ Taken = dict[int, tuple[int, int]]
 class Finished:
     """What a training leaves behind for the demo to check."""
 
-    def __init__(self, versions: set[int], result: str, taken: Taken) -> None:
+    def __init__(self, versions: set[int], result: str, taken: Taken, checksums: dict[int, list[str]]) -> None:
+        self._checksums = checksums
         self._versions = versions
         self._result = result
         self._taken = taken
@@ -25,11 +26,15 @@ class Finished:
     def steps_taken(self) -> Taken:
         return self._taken
 
+    def checksums(self) -> dict[int, list[str]]:
+        return self._checksums
+
     def wait_for_line(self, pattern: str) -> str:
         return self._result
 
 
 LEARNED = "trained 320 steps: loss 0.700 (guessing: 2.944)"
+AGAIN = {1: ["a"], 2: ["b", "b"]}
 TAKEN = {20: (16, 1), 40: (16, 2)}  # by step: windows and micro-steps
 
 
@@ -48,11 +53,22 @@ def test_the_demo_fails_when(
     effects: list[tuple[int, list[int]]], versions: set[int], taken: Taken, result: str, fault: str
 ) -> None:
     with pytest.raises(DemoError, match=fault):
-        check(cast(Training, Finished(versions, result, taken)), effects)
+        check(cast(Training, Finished(versions, result, taken, AGAIN)), effects)
+
+
+@pytest.mark.parametrize(
+    ("checksums", "fault"),
+    [({2: ["a"]}, "left out"), ({1: ["a"], 3: ["b"]}, "left out"), ({1: ["a", "b"]}, "other samples")],
+)
+def test_the_demo_fails_where_steps_are_left_out_or_come_again_with_other_samples(
+    checksums: dict[int, list[str]], fault: str
+) -> None:
+    with pytest.raises(DemoError, match=fault):
+        check(cast(Training, Finished({1}, LEARNED, TAKEN, checksums)), [(1, [50, 50])])
 
 
 def test_the_demo_passes_when_everything_happened() -> None:
-    check(cast(Training, Finished({1, 2}, LEARNED, TAKEN)), [(1, [50, 50]), (2, [60, 60])])
+    check(cast(Training, Finished({1, 2}, LEARNED, TAKEN, AGAIN)), [(1, [50, 50]), (2, [60, 60])])
 
 
 def test_the_demo_exits_with_an_error_when_its_time_is_up() -> None:
