@@ -1,8 +1,11 @@
 """RoundBoard: what the agents of one round tell one another, in the store of that round.
 
-    failed/<node>     how the first of its workers failed
+    failed/<node>     how workers of that node failed
+    meeting/<node>    it meets the others again
+    leaving/<node>    it leaves
+    met-again         ... and the others have met without it
     over              why the job is over, from the node that found it
-    newest/...        the newest config of any node
+    config...         the newest config of any node
     <name>/<node>     a row of an exchange, in which every node says something and hears all
 
 A node is known by its place in the round. What is looked for and not there yet is None; the store's own errors are
@@ -72,6 +75,23 @@ class RoundBoard:
             return json.loads(self._store.get(name))
         except RuntimeError as error:
             raise BoardGone(f"nothing was said of {name} within {timeout_seconds:.0f} seconds: {error}") from error
+
+    def tell_quietly(self, name: str, row: Any) -> None:
+        """As ``tell``, where it is no matter if nobody hears it."""
+        with contextlib.suppress(BoardGone):
+            self.tell(name, row)
+
+    def announce_quietly(self, name: str, row: Any) -> None:
+        """As ``announce``, where it is no matter if nobody hears it."""
+        with contextlib.suppress(BoardGone):
+            self.announce(name, row)
+
+    def who_told(self, *names: str) -> frozenset[int]:
+        """The places of nodes that have said something under one of these names; none if the store is gone."""
+        try:
+            return frozenset(place for name in names for place in self.told(name))
+        except BoardGone:
+            return frozenset()
 
     def part(self, *, timeout_seconds: float) -> None:
         """Nothing more is said here: wait until the others have heard all, as the store may go with this node."""

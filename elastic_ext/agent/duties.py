@@ -176,7 +176,7 @@ class Duties:
 
     def _tell_cost(self, workers: Sequence[Watched]) -> None:
         """Once workers have taken their first step after others were ended, what that has cost."""
-        if self._ended is None:
+        if self._ended is None or self._started_at < self._ended.time:
             return
         for each in workers:
             reading = read_pulse(pulse_file(self._folders.pulses, each.rank))

@@ -10,65 +10,43 @@ that leaves all workers well, as when a node joins, nodes meet first and trainin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
-from torch.distributed.elastic.utils.api import macros
 
 from elastic_ext.files import write_whole
 
 from .board import BoardGone, RoundBoard
 from .duties import Duties
-from .environment import Place, devices_of, environment_of, with_start
 from .failures import Failure, first_of, told
 from .folder import NodeFolders
 from .hanging import Hang
 from .journal import Journal
+from .membership import NodeWords, settle
 from .monitor import Watched
 from .persisting import persist
-from .records import MEMBERSHIP_FILE, MembershipPlan, NodeShare
+from .records import MEMBERSHIP_FILE, MembershipPlan
 from .rendezvous import Meeting
-from .verdicts import Counted, count, judge
+from .starting import Launch, environments, workers_of
+from .verdicts import judge
 from .warden import Warden
 from .workers import Workers
 
-__all__ = ["ElasticAgent", "Launch"]
+__all__ = ["ElasticAgent"]
 
 _EXCHANGE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _HUNG_SECONDS = 5.0  # for those that hang, to end by themselves
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """How workers of this node are started, whatever the round."""
-
-    node_id: str
-    host: str
-    environment: Mapping[str, str]
-    """What every worker is told of where its things lie."""
-    inherited: Mapping[str, str]
-    """The agent's own environment, which workers have but for what they are told otherwise."""
-    is_python: bool
-    """Whether workers are run by Python, which is given something to run first."""
-    start_method: str
-    log_line_prefix_template: str | None
-    shutdown_seconds: float
-    silence_seconds: float
-    """How long it takes until a node that is gone is known to be."""
-    min_nodes: int
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -123,12 +101,20 @@ class ElasticAgent(LocalElasticAgent):
         """The workers of the present round, as they are now."""
         return () if self.workers is None else self.workers.watched(self._ranks)
 
+    @property
+    def _board(self) -> RoundBoard:
+        board = self._meeting.board
+        assert board is not None, "nodes have met"
+        return board
+
     # ---- torch's hooks, wrapped ----
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Stop, meet, start; where all workers are well, meet, stop, start."""
-        self._tell("meeting", True)
-        is_hurt = self._has_failed or self.is_change_pending or self._told("failed") or self._lost("meeting", "leaving")
+        board = self._board
+        board.tell_quietly("meeting", True)
+        lost = self._meeting.departed() - board.who_told("meeting", "leaving")
+        is_hurt = self._has_failed or self.is_change_pending or lost or board.who_told("failed")
         self._is_planned = not is_hurt
         if self._is_planned:
             self._journal.tell("membership-changing", "nodes come or leave: they meet, and training goes on meanwhile")
@@ -143,10 +129,9 @@ class ElasticAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         earlier = self._meeting.board
         super()._rendezvous(worker_group)
-        board = self._meeting.board
-        assert board is not None
+        board = self._board
         if board.place == 0 and earlier is not None:
-            self._tell_leavers(earlier)
+            earlier.announce_quietly("met-again", True)
         is_finished = self._have_succeeded()
         if self._is_planned:
             self._is_planned = False
@@ -158,23 +143,10 @@ class ElasticAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._is_finished:  # as nodes met all workers came to their end
             return {} if self.workers is None else self.workers.pids()
-        spec = worker_group.spec
-        envs = {worker.local_rank: self._environment(worker, worker_group) for worker in worker_group.workers}
+        envs = environments(self._launch, worker_group, restart_count=self._num_failures)
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()
-        assert spec.entrypoint is not None
-        workers = Workers(
-            name=spec.role,
-            entrypoint=spec.entrypoint,
-            args={rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs},
-            envs=envs,
-            logs=_ByRound(self._logs_specs, self._num_rounds),
-            start_method=self._start_method,
-            numa=spec.numa_options,
-            log_line_prefixes=self._prefixes(worker_group),
-            stdout_filters=spec.duplicate_stdout_filters,
-            stderr_filters=spec.duplicate_stderr_filters,
-        )
+        workers = workers_of(self._launch, worker_group, envs, self._logs_specs, round_number=self._num_rounds)
         self._pcontext = workers
         self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._num_rounds += 1
@@ -217,99 +189,42 @@ class ElasticAgent(LocalElasticAgent):
     def _begin_round(self, board: RoundBoard, spec: WorkerSpec, *, is_finished: bool) -> None:
         """What all nodes of the new round settle among them before workers start."""
         plan = self._plan
-        own = {
-            "node_id": self._launch.node_id,
-            "host": self._launch.host,
-            "num_workers": spec.local_world_size,
-            "num_failures": self._num_failures,
-            "has_failed": self._has_failed,
-            "is_finished": is_finished,
-            "has_worked": plan is not None,
-            "version": 0 if plan is None else plan.version,
-            "nodes": [] if plan is None else [node.node_id for node in plan.nodes],
-        }
-        rows = board.exchange("nodes", own, timeout_seconds=_EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds)
-        newest = max(rows, key=lambda row: int(row["version"]))
-        now = [str(row["node_id"]) for row in rows]
-        lost, joined = (
-            [node for node in newest["nodes"] if node not in now],
-            [n for n in now if n not in newest["nodes"]],
+        own = NodeWords(
+            node_id=self._launch.node_id,
+            host=self._launch.host,
+            num_workers=spec.local_world_size,
+            num_failures=self._num_failures,
+            has_failed=self._has_failed,
+            is_finished=is_finished,
+            version=0 if plan is None else plan.version,
+            nodes=() if plan is None else tuple(node.node_id for node in plan.nodes),
         )
-        counted = [Counted(num_failures=row["num_failures"], has_failed=row["has_failed"]) for row in rows]
-        self._num_failures = min(count(counted, num_lost=len(lost)), spec.max_restarts)
-        self._remaining_restarts = spec.max_restarts - self._num_failures
-        self._is_finished = all(row["is_finished"] for row in rows if row["has_worked"]) and newest["version"] > 0
-        self._plan = MembershipPlan(
-            version=int(newest["version"]) + 1,
-            nodes=_shares(rows),
-            reason=_why(joined, lost, any(row["has_failed"] for row in rows), is_first=newest["version"] == 0),
-            time=time.time(),
-        )
+        seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds
+        rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds)
+        settled = settle([NodeWords.from_row(row) for row in rows], max_restarts=spec.max_restarts, time=time.time())
+        self._plan = settled.plan
+        self._num_failures = self._journal.restart = settled.num_failures
+        self._remaining_restarts = spec.max_restarts - settled.num_failures
+        self._is_finished = settled.is_finished
         self._has_failed = self.is_change_pending = False
-        self._journal.restart = self._num_failures
-        self._journal.tell(
-            "membership",
-            f"membership {self._plan.version}: {len(rows)} nodes, {self._plan.world_size} ranks: {self._plan.reason}",
-            plan=self._plan.version,
-            nodes=now,
-        )
-        self._write_plan(self._plan)
+        self._tell_plan(settled.plan)
         self._duties.begin_round(
             board,
-            membership_version=self._plan.version,
-            world_size=self._plan.world_size,
-            is_new=plan is None and newest["version"] > 0,
+            membership_version=settled.plan.version,
+            world_size=settled.plan.world_size,
+            is_new=plan is None and settled.is_old,
         )
         for outcome in persist(self._folders.staging, board, name="begin", timeout_seconds=_EXCHANGE_SECONDS):
             self._journal.tell_staged(outcome.why, outcome.path)
 
-    def _write_plan(self, plan: MembershipPlan) -> None:
+    def _tell_plan(self, plan: MembershipPlan) -> None:
+        num_nodes, num_ranks, nodes = len(plan.nodes), plan.world_size, [node.node_id for node in plan.nodes]
+        words = f"membership {plan.version}: {num_nodes} node{'s' if num_nodes > 1 else ''}, {num_ranks} ranks: "
+        self._journal.tell("membership", words + plan.reason, plan=plan.version, nodes=nodes)
         try:
             write_whole(self._folders.run_dir / MEMBERSHIP_FILE, plan.to_json().encode(), durable=False)
         except OSError as error:
             self._journal.tell("trouble", f"the membership plan cannot be written: {error}", is_bad=True)
-
-    def _environment(self, worker: Any, group: WorkerGroup) -> dict[str, str]:
-        spec, inherited = group.spec, self._launch.inherited
-        place = Place(
-            rank=worker.global_rank,
-            local_rank=worker.local_rank,
-            role_rank=worker.role_rank,
-            group_rank=group.group_rank or 0,
-            world_size=worker.world_size,
-            local_world_size=spec.local_world_size,
-            role_world_size=worker.role_world_size,
-            group_world_size=group.group_world_size or 1,
-            role=spec.role,
-            master_addr=group.master_addr or "",
-            master_port=group.master_port or 0,
-            restart_count=self._num_failures,
-            max_restarts=spec.max_restarts,
-            run_id=spec.rdzv_handler.get_run_id(),
-            use_agent_store=spec.rdzv_handler.use_agent_store,
-        )
-        found = {
-            **environment_of(place),
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            **devices_of(
-                worker.local_rank,
-                visible=inherited.get("CUDA_VISIBLE_DEVICES"),
-                is_virtual=getattr(spec, "virtual_local_rank", False),
-            ),
-            **self._launch.environment,
-        }
-        return with_start(found, inherited.get("PYTHONPATH"), os.getpid()) if self._launch.is_python else found
-
-    def _prefixes(self, group: WorkerGroup) -> dict[int, str] | None:
-        template = self._log_line_prefix_template
-        if not template:
-            return None
-        return {
-            worker.local_rank: Template(template).safe_substitute(
-                role_name=group.spec.role, rank=worker.global_rank, local_rank=worker.local_rank
-            )
-            for worker in group.workers
-        }
 
     # ---- failures ----
 
@@ -325,7 +240,7 @@ class ElasticAgent(LocalElasticAgent):
             everyone = self._everyone(own)
             verdict = judge(
                 everyone,
-                departed=[self._name_of(place) for place in sorted(self._gone())],
+                departed=self._gone(),
                 num_nodes=group.group_world_size or 1,
                 num_left=self._remaining_restarts,
                 waited_seconds=time.monotonic() - began,
@@ -341,7 +256,7 @@ class ElasticAgent(LocalElasticAgent):
         self._has_failed = True
         if self._remaining_restarts == 0:
             self.is_over, self.final_failures = True, everyone
-            self._announce_over(told(first_of(everyone)))
+            self._board.announce_quietly("over", f"on {self._launch.host} {told(first_of(everyone))}")
         return result
 
     def _hung(self, hang: Hang) -> RunResult:
@@ -369,7 +284,7 @@ class ElasticAgent(LocalElasticAgent):
         self._stop_by = time.monotonic() + min(_HUNG_SECONDS, self._launch.shutdown_seconds)
         if self._remaining_restarts == 0:
             self.is_over, self.final_failures = True, everyone
-            self._announce_over(f"training hangs: {hang.reason}")
+            self._board.announce_quietly("over", f"training hangs: {hang.reason}")
         return RunResult(state=WorkerState.FAILED)
 
     def _failure(self, group: WorkerGroup, rank: int, failure: ProcessFailure) -> Failure:
@@ -394,52 +309,26 @@ class ElasticAgent(LocalElasticAgent):
 
     def _everyone(self, own: list[Failure]) -> list[Failure]:
         """The failures of all nodes that have told of theirs."""
-        board = self._meeting.board
-        assert board is not None
         try:
-            board.tell("failed", [failure.to_row() for failure in own])
-            return [Failure.from_row(row) for rows in board.told("failed").values() for row in rows]
+            self._board.tell("failed", [failure.to_row() for failure in own])
+            return [Failure.from_row(row) for rows in self._board.told("failed").values() for row in rows]
         except BoardGone:
             return own
 
-    def _gone(self) -> frozenset[int]:
-        """The places of nodes that are lost, or leave."""
-        self._meeting.num_nodes_waiting()
-        return self._lost("meeting", "leaving") | self._told("leaving")
-
-    def _lost(self, *reasons: str) -> frozenset[int]:
-        """The places of nodes that are in the round no more, and have not told why."""
-        return self._meeting.departed().difference(*map(self._told, reasons))
-
-    def _told(self, name: str) -> frozenset[int]:
-        try:
-            assert self._meeting.board is not None
-            return frozenset(self._meeting.board.told(name))
-        except BoardGone:
-            return frozenset()
-
-    def _tell(self, name: str, row: object) -> None:
-        try:
-            assert self._meeting.board is not None
-            self._meeting.board.tell(name, row)
-        except BoardGone:
-            return
-
-    def _name_of(self, place: int) -> str:
-        return self._plan.nodes[place].node_id if self._plan is not None else str(place)
+    def _gone(self) -> list[str]:
+        """The nodes that are lost, or leave."""
+        self._meeting.num_nodes_waiting()  # which looks
+        board = self._board
+        places = self._meeting.departed() - board.who_told("meeting") | board.who_told("leaving")
+        return [self._plan.nodes[place].node_id if self._plan else str(place) for place in sorted(places)]
 
     def _over(self) -> str | None:
+        """Why the job is over, if another node has found that."""
         try:
-            return self._meeting.board.announced("over") if self._meeting.board is not None else None
+            words: str | None = self._board.announced("over")
         except BoardGone:
             return None
-
-    def _announce_over(self, words: str) -> None:
-        try:
-            assert self._meeting.board is not None
-            self._meeting.board.announce("over", f"on {self._launch.host} {words}")
-        except BoardGone:
-            return
+        return words
 
     def _have_succeeded(self) -> bool:
         if self.workers is None:
@@ -464,58 +353,11 @@ class ElasticAgent(LocalElasticAgent):
     def _leave(self, number: signal.Signals) -> None:
         """Let the others meet without this node, while its workers still train with theirs; then end these."""
         self._stop_by = time.monotonic() + self._launch.shutdown_seconds
-        board = self._meeting.board
         self._journal.tell("leaving", f"{number.name}: this node leaves the job, with a checkpoint")
-        if board is not None and board.num_nodes > 1:
-            try:
-                board.tell("leaving", self._launch.node_id)
-                if self._meeting.leave() and board.num_nodes > self._launch.min_nodes:
+        board = self._board
+        if board.num_nodes > 1:
+            board.tell_quietly("leaving", self._launch.node_id)
+            if self._meeting.leave() and board.num_nodes > self._launch.min_nodes:
+                with contextlib.suppress(BoardGone):  # they have not met in time: what ends here is saved anyway
                     board.wait("met-again", timeout_seconds=self._launch.shutdown_seconds / 3)
-            except BoardGone:
-                pass  # they have not met in time, or cannot: what ends here is saved anyway
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)
-
-    def _tell_leavers(self, earlier: RoundBoard) -> None:
-        try:
-            earlier.announce("met-again", True)
-        except BoardGone:
-            return
-
-
-class _ByRound(LogsSpecs):
-    """Logs of each round beside those of the earlier ones: torch counts failures, and would write over them."""
-
-    def __init__(self, inner: LogsSpecs, number: int) -> None:
-        super().__init__()
-        self._inner = inner
-        self._number = number
-
-    @property
-    def root_log_dir(self) -> str:
-        return self._inner.root_log_dir
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        counts = {rank: env["TORCHELASTIC_RESTART_COUNT"] for rank, env in envs.items()}
-        for env in envs.values():
-            env["TORCHELASTIC_RESTART_COUNT"] = str(self._number)
-        found = self._inner.reify(envs)
-        for rank, env in envs.items():
-            env["TORCHELASTIC_RESTART_COUNT"] = counts[rank]
-        return found
-
-
-def _shares(rows: list[dict[str, Any]]) -> tuple[NodeShare, ...]:
-    shares, first = [], 0
-    for row in rows:
-        shares.append(
-            NodeShare(node_id=row["node_id"], host=row["host"], first_rank=first, num_workers=row["num_workers"])
-        )
-        first += int(row["num_workers"])
-    return tuple(shares)
-
-
-def _why(joined: list[str], lost: list[str], has_failed: bool, *, is_first: bool) -> str:
-    if is_first:
-        return "the job starts"
-    reasons = [f"{name} joined" for name in joined] + [f"{name} left or was lost" for name in lost]
-    return ", ".join(reasons) or ("workers failed" if has_failed else "nodes met again")

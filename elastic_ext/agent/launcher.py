@@ -37,7 +37,7 @@ from .arguments import settings_in_words, with_rendezvous
 from .control import Control
 from .doctor import check_node
 from .duties import Duties
-from .elastic_agent import ElasticAgent, Launch
+from .elastic_agent import ElasticAgent
 from .failures import Failure, first_of, told
 from .folder import NodeFolders
 from .hanging import HangLimits
@@ -50,6 +50,7 @@ from .processes import this_process
 from .records import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from .rendezvous import Meeting
 from .sampling import NvidiaGpus
+from .starting import Launch
 from .status import status_of
 from .status_files import read_run_directory
 from .tuner import ConfigTuner, ForeignWrite, config_requests
