@@ -84,8 +84,8 @@ class Duties:
         self._tell_cost(workers)
         return self._judge(seen)
 
-    def note_end(self, workers: Sequence[Watched]) -> None:
-        """The workers are about to be ended, or have ended: note where they are."""
+    def note_end(self, workers: Sequence[Watched]) -> bool:
+        """The workers are about to be ended, or have ended: note where they are; whether any of them tells."""
         steps = []
         for each in workers:
             reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
@@ -93,6 +93,7 @@ class Duties:
                 steps.append(reading.step)
         if steps and self._ended is None:
             self._ended = Ended(step=max(steps), time=time.time())
+        return bool(steps)
 
     def capture(self, workers: Sequence[Watched], reason: str) -> None:
         """Have the stacks of all workers written, here and on other nodes, before any of them is ended."""

@@ -46,7 +46,7 @@ __all__ = ["ElasticAgent"]
 _EXCHANGE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
-_HUNG_SECONDS = 5.0  # for those that hang, to end by themselves
+_HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -121,10 +121,17 @@ class ElasticAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        if not self._is_planned:
-            self._duties.note_end(self.watched)
-            super()._stop_workers(worker_group)
-            self._stop_by = None
+        """At a failure: who trains with this library has staged what can be kept, and can do nothing without the rest."""
+        if self._is_planned:
+            return
+        if self._stop_by is None and self._duties.note_end(self.watched):
+            self._stop_by = time.monotonic() + min(_HURT_SECONDS, self._launch.shutdown_seconds)
+        self._end_workers(worker_group)
+
+    def _end_workers(self, worker_group: WorkerGroup) -> None:
+        self._duties.note_end(self.watched)
+        super()._stop_workers(worker_group)
+        self._stop_by = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         earlier = self._meeting.board
@@ -136,7 +143,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._is_planned:
             self._is_planned = False
             if not is_finished:
-                self._stop_workers(worker_group)
+                self._end_workers(worker_group)
         self._meeting.forget_earlier()
         self._begin_round(board, worker_group.spec, is_finished=is_finished)
 
@@ -281,7 +288,7 @@ class ElasticAgent(LocalElasticAgent):
         ]
         everyone = self._everyone(own)
         self._has_failed = True
-        self._stop_by = time.monotonic() + min(_HUNG_SECONDS, self._launch.shutdown_seconds)
+        self._stop_by = time.monotonic() + min(_HURT_SECONDS, self._launch.shutdown_seconds)
         if self._remaining_restarts == 0:
             self.is_over, self.final_failures = True, everyone
             self._board.announce_quietly("over", f"training hangs: {hang.reason}")
