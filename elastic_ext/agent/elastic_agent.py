@@ -121,7 +121,7 @@ class ElasticAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """At a failure; who trains with this library has staged what can be kept, and can do no more without the rest."""
+        """At a failure: who trains with this library has staged what can be kept, and can do no more without others."""
         if self._is_planned:
             return
         if self._stop_by is None and self._duties.note_end(self.watched):
