@@ -337,6 +337,15 @@ class ElasticAgent(LocalElasticAgent):
             return None
         return words
 
+    def _wait_until_met(self, board: RoundBoard) -> None:
+        """Until the others have met without this node, or all leave, or not in time: what ends is saved anyway."""
+        end = time.monotonic() + self._launch.shutdown_seconds / 3
+        with contextlib.suppress(BoardGone):
+            while time.monotonic() < end and len(board.who_told("leaving")) < board.num_nodes:
+                if board.announced("met-again") is not None:
+                    return
+                time.sleep(_POLL_SECONDS)
+
     def _have_succeeded(self) -> bool:
         if self.workers is None:
             return False
@@ -365,6 +374,5 @@ class ElasticAgent(LocalElasticAgent):
         if board.num_nodes > 1:
             board.tell_quietly("leaving", self._launch.node_id)
             if self._meeting.leave() and board.num_nodes > self._launch.min_nodes:
-                with contextlib.suppress(BoardGone):  # they have not met in time: what ends here is saved anyway
-                    board.wait("met-again", timeout_seconds=self._launch.shutdown_seconds / 3)
+                self._wait_until_met(board)
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)

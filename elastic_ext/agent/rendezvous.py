@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
@@ -99,8 +100,11 @@ class Meeting(RendezvousHandler):
         return frozenset() if now is None else frozenset(self._members[node] for node in self._members.keys() - now)
 
     def leave(self) -> bool:
-        """Leave the round; whether the others learn of it at once."""
-        return leave(self._inner)
+        """Leave the round; whether the others learn of it at once, and can meet without this node."""
+        try:
+            return leave(self._inner)
+        except RendezvousError:  # whoever has the rendezvous is gone
+            return False
 
     def forget_earlier(self) -> None:
         """The workers of earlier rounds have ended: what they had as a store may go."""
