@@ -41,7 +41,7 @@ SIDES: Mapping[str, Sequence[str]] = {
     "elastic-run": ("-m", "elastic_ext.run"),
 }
 NO_SLOWER = Claim(at_most=1.05)
-BETTER = Claim(at_most=0.95)
+BETTER = Claim(at_most=0.75)
 _DEADLINE_SECONDS = 120.0
 _POLL_SECONDS = 0.01
 _NUM_STEPS = 20  # before something happens
