@@ -6,11 +6,13 @@ and says what a restart has cost.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_ext.files import write_whole
+from elastic_ext.peers import ended_file
 from elastic_ext.pulse import pulse_file, read_pulse
 
 from .board import BoardGone, RoundBoard
@@ -94,6 +96,12 @@ class Duties:
         if steps and self._ended is None:
             self._ended = Ended(step=max(steps), time=time.time())
         return bool(steps)
+
+    def tell_workers(self, ended: Mapping[int, str]) -> None:
+        """Tell the workers of this node of ranks that have ended, so that they need not wait to find out."""
+        for rank, words in ended.items():
+            with contextlib.suppress(OSError):  # they find out
+                write_whole(ended_file(self._folders.pulses, rank), words.encode(errors="replace"), durable=False)
 
     def capture(self, workers: Sequence[Watched], reason: str) -> None:
         """Have the stacks of all workers written, here and on other nodes, before any of them is ended."""

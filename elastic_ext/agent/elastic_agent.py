@@ -178,6 +178,7 @@ class ElasticAgent(LocalElasticAgent):
             return self._hung(hang)
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._tell_of_others()
             if (over := self._over()) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
                 self._remaining_restarts, self.is_over = 0, True
@@ -242,6 +243,7 @@ class ElasticAgent(LocalElasticAgent):
             self._journal.tell(
                 "worker-failed", told(failure), is_bad=True, rank=failure.rank, exit_code=failure.exit_code
             )
+        self._duties.tell_workers({failure.rank: failure.ending for failure in own})
         began = time.monotonic()
         while True:
             everyone = self._everyone(own)
@@ -317,7 +319,8 @@ class ElasticAgent(LocalElasticAgent):
     def _everyone(self, own: list[Failure]) -> list[Failure]:
         """The failures of all nodes that have told of theirs."""
         try:
-            self._board.tell("failed", [failure.to_row() for failure in own])
+            if own:
+                self._board.tell("failed", [failure.to_row() for failure in own])
             return [Failure.from_row(row) for rows in self._board.told("failed").values() for row in rows]
         except BoardGone:
             return own
@@ -328,6 +331,12 @@ class ElasticAgent(LocalElasticAgent):
         board = self._board
         places = self._meeting.departed() - board.who_told("meeting") | board.who_told("leaving")
         return [self._plan.nodes[place].node_id if self._plan else str(place) for place in sorted(places)]
+
+    def _tell_of_others(self) -> None:
+        """Have the workers of this node hear of those that have failed on others."""
+        if self._board.who_told("failed"):
+            told_of = self._everyone([])
+            self._duties.tell_workers({failure.rank: failure.ending for failure in told_of})
 
     def _over(self) -> str | None:
         """Why the job is over, if another node has found that."""

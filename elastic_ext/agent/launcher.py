@@ -35,14 +35,14 @@ from elastic_ext.settings import Settings
 
 from .arguments import settings_in_words, with_rendezvous
 from .control import Control
-from .doctor import check_node
+from elastic_ext.doctor.machine import check_node
 from .duties import Duties
 from .elastic_agent import ElasticAgent
 from .failures import Failure, first_of, told
 from .folder import NodeFolders
 from .hanging import HangLimits
-from .hardware import NodeHardware
-from .hardware import look as look_at_machine
+from elastic_ext.doctor.hardware import NodeHardware
+from elastic_ext.doctor.hardware import look as look_at_machine
 from .journal import Journal
 from .monitor import Monitor
 from .persisting import persist
