@@ -68,6 +68,8 @@ class Duties:
         self._monitor.forget()
         self._said = ""
         self._started_at = time.time()
+        if is_new:
+            self._set_config_aside()
         self._hand_config(offers=not is_new)
 
     def look(self, workers: Sequence[Watched]) -> Hang | None:
@@ -134,6 +136,18 @@ class Duties:
         self._monitor.close()
 
     # ---- the config ----
+
+    def _set_config_aside(self) -> None:
+        """A node that joins follows the job's config, whatever an earlier job has left in its run directory."""
+        if self._tuner.path.parent != self._folders.run_dir:
+            return  # a file that somebody has named, and may be everybody's
+        try:
+            kept = self._tuner.set_aside()
+        except OSError as error:
+            self._journal.tell("trouble", f"the config of before this node joined stays: {error}", is_bad=True)
+            return
+        if kept is not None:
+            self._journal.tell("config-aside", f"the config that was here before this node joined is {kept} now")
 
     def _hand_config(self, *, offers: bool) -> None:
         """Give other nodes what is newer here, and take what is newer there."""
