@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 __all__ = ["BoardGone", "RoundBoard"]
 
 _PREFIX = "elastic_ext"
+_SLICE_SECONDS = 1.0
 
 
 class BoardGone(Exception):
@@ -58,14 +61,23 @@ class RoundBoard:
         """What was said to all, None if nothing was."""
         return self._look(name)
 
-    def exchange(self, name: str, row: Any, *, timeout_seconds: float) -> list[Any]:
-        """What every node says, in the order of their places, once all have; BoardGone if they have not in time."""
+    def exchange(
+        self, name: str, row: Any, *, timeout_seconds: float, is_lost: Callable[[], bool] = lambda: False
+    ) -> list[Any]:
+        """What every node says, in the order of their places, once all have; BoardGone if they have not in time.
+
+        ``is_lost`` says whether a node is gone, and need not be waited for.
+        """
         self.tell(name, row)
         names = [f"{name}/{place}" for place in range(self.num_nodes)]
+        end = time.monotonic() + timeout_seconds
         try:
-            self._store.wait(names, timedelta(seconds=timeout_seconds))
+            while not self._store.check(names):
+                if time.monotonic() > end or is_lost():
+                    raise TimeoutError("one is lost, or says nothing")
+                self._wait_a_while(names, min(end - time.monotonic(), _SLICE_SECONDS))
             return [json.loads(self._store.get(each)) for each in names]
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise BoardGone(f"no {name} of every node within {timeout_seconds:.0f} seconds: {error}") from error
 
     def wait(self, name: str, *, timeout_seconds: float) -> Any:
@@ -97,6 +109,10 @@ class RoundBoard:
         """Nothing more is said here: wait until the others have heard all, as the store may go with this node."""
         with contextlib.suppress(BoardGone):
             self.exchange("parted", True, timeout_seconds=timeout_seconds)
+
+    def _wait_a_while(self, names: list[str], seconds: float) -> None:
+        with contextlib.suppress(RuntimeError):  # in time or not: whoever waits looks
+            self._store.wait(names, timedelta(seconds=max(seconds, 0.01)))
 
     def _put(self, key: str, row: Any) -> None:
         try:

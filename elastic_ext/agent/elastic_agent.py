@@ -19,9 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastic_ext.files import write_whole
 
@@ -46,6 +48,7 @@ __all__ = ["ElasticAgent"]
 _EXCHANGE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
+_MOST_MEETINGS = 5
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
 
@@ -134,6 +137,15 @@ class ElasticAgent(LocalElasticAgent):
         self._stop_by = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet, and settle what follows; where a node is lost in the middle of that, meet again."""
+        for _ in range(_MOST_MEETINGS):
+            try:
+                return self._meet(worker_group)
+            except (BoardGone, DistStoreError) as error:
+                self._journal.tell("meeting-failed", f"a node was lost while nodes met, and they meet again: {error}")
+        raise RendezvousTimeoutError(f"in {_MOST_MEETINGS} meetings a node was lost each time")
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
         earlier = self._meeting.board
         super()._rendezvous(worker_group)
         board = self._board
@@ -207,8 +219,8 @@ class ElasticAgent(LocalElasticAgent):
             version=0 if plan is None else plan.version,
             nodes=() if plan is None else tuple(node.node_id for node in plan.nodes),
         )
-        seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds
-        rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds)
+        seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # some stop their workers before they say it
+        rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds, is_lost=self._meeting.has_lost)
         settled = settle([NodeWords.from_row(row) for row in rows], max_restarts=spec.max_restarts, time=time.time())
         self._plan = settled.plan
         self._num_failures = self._journal.restart = settled.num_failures

@@ -99,6 +99,11 @@ class Meeting(RendezvousHandler):
         now = participants(self._inner)
         return frozenset() if now is None else frozenset(self._members[node] for node in self._members.keys() - now)
 
+    def has_lost(self) -> bool:
+        """Whether a node of this round is in it no more, by a new look."""
+        self.num_nodes_waiting()
+        return bool(self.departed())
+
     def leave(self) -> bool:
         """Leave the round; whether the others learn of it at once, and can meet without this node."""
         try:
