@@ -36,9 +36,19 @@ class BoardGone(Exception):
 class RoundBoard:
     """One node's part in it."""
 
-    def __init__(self, store: Store, *, place: int, num_nodes: int, number: int = 0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        place: int,
+        num_nodes: int,
+        number: int = 0,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``number`` tells rounds apart that have one store; ``is_lost`` says whether a node of this round is gone."""
         self.place = place
         self.num_nodes = num_nodes
+        self._is_lost = is_lost
         self._store = PrefixStore(f"{_PREFIX}/{number}", store)
 
     def tell(self, name: str, row: Any) -> None:
@@ -61,19 +71,17 @@ class RoundBoard:
         """What was said to all, None if nothing was."""
         return self._look(name)
 
-    def exchange(
-        self, name: str, row: Any, *, timeout_seconds: float, is_lost: Callable[[], bool] = lambda: False
-    ) -> list[Any]:
+    def exchange(self, name: str, row: Any, *, timeout_seconds: float) -> list[Any]:
         """What every node says, in the order of their places, once all have; BoardGone if they have not in time.
 
-        ``is_lost`` says whether a node is gone, and need not be waited for.
+        Nor if one of them is lost meanwhile.
         """
         self.tell(name, row)
         names = [f"{name}/{place}" for place in range(self.num_nodes)]
         end = time.monotonic() + timeout_seconds
         try:
             while not self._store.check(names):
-                if time.monotonic() > end or is_lost():
+                if time.monotonic() > end or self._is_lost():
                     raise TimeoutError("one is lost, or says nothing")
                 self._wait_a_while(names, min(end - time.monotonic(), _SLICE_SECONDS))
             return [json.loads(self._store.get(each)) for each in names]

@@ -220,7 +220,7 @@ class ElasticAgent(LocalElasticAgent):
             nodes=() if plan is None else tuple(node.node_id for node in plan.nodes),
         )
         seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # some stop their workers before they say it
-        rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds, is_lost=self._meeting.has_lost)
+        rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds)
         settled = settle([NodeWords.from_row(row) for row in rows], max_restarts=spec.max_restarts, time=time.time())
         self._plan = settled.plan
         self._num_failures = self._journal.restart = settled.num_failures
