@@ -38,7 +38,7 @@ from pathlib import Path
 
 from .agent.asking import AgentFailed, AgentRefused, ControlError
 from .agent.contact import AgentsConfig, living_agent_of
-from .agent.doctor_command import add_doctor
+from .doctor.command import add_doctor
 from .agent.status_command import add_arguments as add_arguments_of_status
 from .agent.status_command import run as run_status
 from .ckpt.commands import add_commands

@@ -87,7 +87,8 @@ def follow_config(
     ranks = Ranks.alone()
     if enabled:
         ranks = Ranks.join(
-            timeout_seconds=settings.timeout_seconds if settings is not None else DEFAULT_TIMEOUT_SECONDS
+            timeout_seconds=settings.timeout_seconds if settings is not None else DEFAULT_TIMEOUT_SECONDS,
+            agents_folder=settings.pulse_dir if settings is not None else None,
         )
     try:
         ranks.all_or_raise(error, "starting to follow a config")

@@ -153,6 +153,12 @@ class ConfigHistory:
             if len(entries) > len(recorded):
                 self._write_history(entries)
 
+    def clear(self) -> None:
+        """Remove the file and its history: what is written next is version 1."""
+        with self._alone():
+            self.path.unlink(missing_ok=True)
+            self._history.unlink(missing_ok=True)
+
     @contextmanager
     def _alone(self) -> Iterator[list[Entry]]:
         self.path.parent.mkdir(parents=True, exist_ok=True)

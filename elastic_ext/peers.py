@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
-__all__ = ["DecidingStore", "NoticeBoard", "PeerName", "Store", "Trouble"]
+__all__ = ["DecidingStore", "NoticeBoard", "PeerName", "Store", "Trouble", "ended_file"]
 
 _logger = logging.getLogger(__name__)
 
@@ -54,19 +55,28 @@ class PeerName:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trouble:
-    """Why a rank stopped taking part: it failed itself, or it lost a peer."""
+    """Why a rank stopped taking part: it failed itself, or it lost a peer; or an agent has found its process ended."""
 
-    kind: Literal["failed", "lost"]
+    kind: Literal["failed", "lost", "ended"]
     progress: str
     """How far it had come, in words."""
     text: str = ""
 
 
+def ended_file(folder: Path, rank: int) -> Path:
+    """Where an agent says how a rank has ended."""
+    return folder / f"ended-{rank}"
+
+
 class NoticeBoard:
     """One rank's view of the notices of all."""
 
-    def __init__(self, store: Store, *, rank: int, names: Sequence[PeerName]) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, names: Sequence[PeerName], agents_folder: Path | None = None
+    ) -> None:
+        """An agent, where there is one, says in ``agents_folder`` which ranks have ended without a notice."""
         self._store = store
+        self._agents_folder = agents_folder
         self._rank = rank
         self._names = tuple(names)
         self._posted = False
@@ -94,11 +104,24 @@ class NoticeBoard:
 
     def troubles(self) -> dict[int, Trouble]:
         """The troubles of the other ranks, by rank."""
-        if not self._store.check(["trouble"]):
-            return {}
         others = [peer.rank for peer in self._names if peer.rank != self._rank]
-        present = [rank for rank in others if self._store.check([f"trouble/{rank}"])]
-        return {rank: Trouble(**json.loads(self._store.get(f"trouble/{rank}"))) for rank in present}
+        found = self._told_by_agent(others)
+        if self._store.check(["trouble"]):
+            present = [rank for rank in others if self._store.check([f"trouble/{rank}"])]
+            found |= {rank: Trouble(**json.loads(self._store.get(f"trouble/{rank}"))) for rank in present}
+        return found
+
+    def _told_by_agent(self, ranks: Sequence[int]) -> dict[int, Trouble]:
+        if self._agents_folder is None:
+            return {}
+        found = {}
+        for rank in ranks:
+            try:
+                text = ended_file(self._agents_folder, rank).read_text(errors="replace")[:_MOST_TEXT]
+            except OSError:
+                continue
+            found[rank] = Trouble(kind="ended", progress="", text=text)
+        return found
 
     def gather(self, grace_seconds: float) -> dict[int, Trouble] | None:
         """The troubles of the others once all have some or the time is up; None when the store cannot be reached."""
@@ -124,12 +147,14 @@ class NoticeBoard:
 
 def _order(trouble: Trouble | None) -> int:
     """What explains most comes first: a failure, then silence, then ranks that only saw something go wrong."""
-    return 1 if trouble is None else 0 if trouble.kind == "failed" else 2
+    return 1 if trouble is None else 2 if trouble.kind == "lost" else 0
 
 
 def _in_words(trouble: Trouble | None, silent: str) -> str:
     if trouble is None:
         return silent
+    if trouble.kind == "ended":
+        return f"has ended: {trouble.text}"
     if trouble.kind == "failed":
         return f"failed after {trouble.progress}: {trouble.text}"
     return f"lost a peer too, after {trouble.progress}"

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,8 +72,11 @@ class Ranks:
         return cls(rank=0, names=[_my_name(0)], group=None, board=None)
 
     @classmethod
-    def join(cls, *, timeout_seconds: float) -> Ranks:
-        """The ranks of the default process group; all of them call this. Rank 0 of 1 where there is no group."""
+    def join(cls, *, timeout_seconds: float, agents_folder: Path | None = None) -> Ranks:
+        """The ranks of the default process group; all of them call this. Rank 0 of 1 where there is no group.
+
+        In ``agents_folder`` an agent says which ranks have ended.
+        """
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return cls.alone()
         rank = dist.get_rank()
@@ -93,7 +97,7 @@ class Ranks:
             prefix = f"elastic_ext/{greetings[0]['number']}"
             # A connection of its own: the user's threads may be waiting in theirs.
             own_store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-            ranks.board = NoticeBoard(own_store, rank=rank, names=ranks.names)
+            ranks.board = NoticeBoard(own_store, rank=rank, names=ranks.names, agents_folder=agents_folder)
             ranks.store = own_store
         return ranks
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from elastic_ext.agent.gpus import DriverAbsent, Unanswered
-from elastic_ext.agent.hardware_records import (
+from elastic_ext.doctor.gpus import DriverAbsent, Unanswered
+from elastic_ext.doctor.hardware_records import (
     Cpu,
     Gpu,
     Gpus,

@@ -7,7 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import psutil
+import pytest
 
 from elastic_ext.agent.processes import is_alive
 from tests.elastic_job import NUM_SAMPLES
@@ -108,3 +112,26 @@ def applied(node: Node, version: int) -> bool:
     """Whether a version is in force on both ranks."""
     files = [node.run_dir / f"events-{rank}.jsonl" for rank in (0, 1)]
     return all(file.exists() and f'"version": {version},' in file.read_text() for file in files)
+
+
+@pytest.mark.slow
+def test_50_starts_leave_nothing_behind(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('here')")
+    before = left_on_machine()
+    for _ in range(50):
+        with nodes(Node(tmp_path / "node", ["--standalone", "--nproc-per-node=2", str(script)])) as (node,):
+            assert node.end() == 0, node.text
+    assert left_on_machine() <= before
+    assert len(list((tmp_path / "node" / "logs").iterdir())) <= 10
+
+
+def left_on_machine() -> set[str]:
+    """What an agent could leave: in memory, among temporary files, and processes."""
+    processes = {
+        f"process {each.pid}"
+        for each in psutil.process_iter()
+        if each.status() != psutil.STATUS_ZOMBIE and "elastic_ext" in " ".join(each.cmdline())
+    }
+    files = {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob("*elastic*")}
+    return processes | files

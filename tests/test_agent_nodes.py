@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,6 +67,16 @@ class Cluster:
 
 def plan_of(node: Node) -> MembershipPlan:
     return MembershipPlan.from_json((node.run_dir / MEMBERSHIP_FILE).read_text())
+
+
+def set_config(node: Node, change: str) -> None:
+    command = [sys.executable, "-m", "elastic_ext.cli", "config", "set", change, "--file", node.record().config_file]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def version_in(node: Node) -> int:
+    file = Path(node.record().config_file)
+    return int(json.loads(file.read_text())["version"]) if file.exists() else 0
 
 
 def lose(node: Node) -> None:
@@ -139,6 +152,37 @@ def test_a_node_that_is_lost_is_no_failure_that_counts(tmp_path: Path, is_first:
         assert {node.end() for node in others} == {143}
     cluster.check_samples()
     del store
+
+
+@pytest.mark.slow
+def test_nodes_hand_the_config_to_one_another_and_who_joins_follows_the_jobs(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    left = tmp_path / "node-2" / "config.json"
+    left.parent.mkdir()
+    left.write_text('{"version": 20, "optimizer": {"learning_rate": 9.0}}')
+    with nodes(cluster.node(0), cluster.node(1)) as (first, second):
+        cluster.wait_for_steps(2)
+        set_config(second, "optimizer.learning_rate=0.5")
+        until(lambda: version_in(first) == 1 or None, what="version 1 on the first node")
+        with nodes(cluster.node(2)) as (third,):
+            third.wait_for("workers started")
+            until(lambda: version_in(third) == 1 or None, what="version 1 on the node that joins")
+            assert "config-aside" in third.kinds() and list(left.parent.glob("config-of-before.json"))
+            cluster.wait_for_steps(3)
+            set_config(third, "optimizer.learning_rate=0.25")
+            for node in (first, second):
+                until(lambda node=node: version_in(node) == 2 or None, what="version 2 on all")
+            for node in (first, second, third):
+                node.send(signal.SIGTERM)
+            assert {node.end() for node in (first, second, third)} == {143}
+    applied = [
+        json.loads(line)["details"]["version"]
+        for node in (first, second, third)
+        for file in node.run_dir.glob("events-[0-9].jsonl")
+        for line in file.read_text().splitlines()
+        if '"config-applied"' in line
+    ]
+    assert set(applied) <= {0, 1, 2}
 
 
 @pytest.mark.slow

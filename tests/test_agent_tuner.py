@@ -81,6 +81,22 @@ def test_what_it_writes_itself_is_the_next_version_and_no_foreign_write(node: No
     assert node.told == []
 
 
+def test_what_is_set_aside_is_kept_under_another_name_and_the_next_version_is_the_first(node: Node) -> None:
+    node.by_hand(7, "old")
+    node.tuner.look()
+    kept = node.tuner.set_aside()
+    assert kept is not None and ElasticConfig.parse(kept.read_bytes()).version == 7
+    assert not node.path.exists() and node.tuner.newest() is None
+    node.tuner.look()
+    assert node.told == []
+    assert node.tuner.take(text_of(2, "theirs")) and node.in_file() == (2, "theirs")
+    assert node.set("next").version == 3
+
+
+def test_where_there_is_no_file_nothing_is_set_aside(node: Node) -> None:
+    assert node.tuner.set_aside() is None and list(node.path.parent.iterdir()) == []
+
+
 def test_a_refused_change_writes_nothing(node: Node) -> None:
     node.set(1)
     before = node.path.read_bytes()

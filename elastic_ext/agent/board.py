@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 __all__ = ["BoardGone", "RoundBoard"]
 
 _PREFIX = "elastic_ext"
+_SLICE_SECONDS = 1.0
 
 
 class BoardGone(Exception):
@@ -33,9 +36,19 @@ class BoardGone(Exception):
 class RoundBoard:
     """One node's part in it."""
 
-    def __init__(self, store: Store, *, place: int, num_nodes: int, number: int = 0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        place: int,
+        num_nodes: int,
+        number: int = 0,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``number`` tells rounds apart that have one store; ``is_lost`` says whether a node of this round is gone."""
         self.place = place
         self.num_nodes = num_nodes
+        self._is_lost = is_lost
         self._store = PrefixStore(f"{_PREFIX}/{number}", store)
 
     def tell(self, name: str, row: Any) -> None:
@@ -59,13 +72,20 @@ class RoundBoard:
         return self._look(name)
 
     def exchange(self, name: str, row: Any, *, timeout_seconds: float) -> list[Any]:
-        """What every node says, in the order of their places, once all have; BoardGone if they have not in time."""
+        """What every node says, in the order of their places, once all have; BoardGone if they have not in time.
+
+        Nor if one of them is lost meanwhile.
+        """
         self.tell(name, row)
         names = [f"{name}/{place}" for place in range(self.num_nodes)]
+        end = time.monotonic() + timeout_seconds
         try:
-            self._store.wait(names, timedelta(seconds=timeout_seconds))
+            while not self._store.check(names):
+                if time.monotonic() > end or self._is_lost():
+                    raise TimeoutError("one is lost, or says nothing")
+                self._wait_a_while(names, min(end - time.monotonic(), _SLICE_SECONDS))
             return [json.loads(self._store.get(each)) for each in names]
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise BoardGone(f"no {name} of every node within {timeout_seconds:.0f} seconds: {error}") from error
 
     def wait(self, name: str, *, timeout_seconds: float) -> Any:
@@ -97,6 +117,10 @@ class RoundBoard:
         """Nothing more is said here: wait until the others have heard all, as the store may go with this node."""
         with contextlib.suppress(BoardGone):
             self.exchange("parted", True, timeout_seconds=timeout_seconds)
+
+    def _wait_a_while(self, names: list[str], seconds: float) -> None:
+        with contextlib.suppress(RuntimeError):  # in time or not: whoever waits looks
+            self._store.wait(names, timedelta(seconds=max(seconds, 0.01)))
 
     def _put(self, key: str, row: Any) -> None:
         try:

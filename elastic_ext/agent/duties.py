@@ -6,11 +6,13 @@ and says what a restart has cost.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_ext.files import write_whole
+from elastic_ext.peers import ended_file
 from elastic_ext.pulse import pulse_file, read_pulse
 
 from .board import BoardGone, RoundBoard
@@ -66,6 +68,8 @@ class Duties:
         self._monitor.forget()
         self._said = ""
         self._started_at = time.time()
+        if is_new:
+            self._set_config_aside()
         self._hand_config(offers=not is_new)
 
     def look(self, workers: Sequence[Watched]) -> Hang | None:
@@ -94,6 +98,12 @@ class Duties:
         if steps and self._ended is None:
             self._ended = Ended(step=max(steps), time=time.time())
         return bool(steps)
+
+    def tell_workers(self, ended: Mapping[int, str]) -> None:
+        """Tell the workers of this node of ranks that have ended, so that they need not wait to find out."""
+        for rank, words in ended.items():
+            with contextlib.suppress(OSError):  # they find out
+                write_whole(ended_file(self._folders.pulses, rank), words.encode(errors="replace"), durable=False)
 
     def capture(self, workers: Sequence[Watched], reason: str) -> None:
         """Have the stacks of all workers written, here and on other nodes, before any of them is ended."""
@@ -126,6 +136,18 @@ class Duties:
         self._monitor.close()
 
     # ---- the config ----
+
+    def _set_config_aside(self) -> None:
+        """A node that joins follows the job's config, whatever an earlier job has left in its run directory."""
+        if self._tuner.path.parent != self._folders.run_dir:
+            return  # a file that somebody has named, and may be everybody's
+        try:
+            kept = self._tuner.set_aside()
+        except OSError as error:
+            self._journal.tell("trouble", f"the config of before this node joined stays: {error}", is_bad=True)
+            return
+        if kept is not None:
+            self._journal.tell("config-aside", f"the config that was here before this node joined is {kept} now")
 
     def _hand_config(self, *, offers: bool) -> None:
         """Give other nodes what is newer here, and take what is newer there."""

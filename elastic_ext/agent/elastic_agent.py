@@ -19,9 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastic_ext.files import write_whole
 
@@ -46,6 +48,7 @@ __all__ = ["ElasticAgent"]
 _EXCHANGE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
+_MOST_MEETINGS = 5
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
 
@@ -134,6 +137,15 @@ class ElasticAgent(LocalElasticAgent):
         self._stop_by = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet, and settle what follows; where a node is lost in the middle of that, meet again."""
+        for _ in range(_MOST_MEETINGS):
+            try:
+                return self._meet(worker_group)
+            except (BoardGone, DistStoreError) as error:
+                self._journal.tell("meeting-failed", f"a node was lost while nodes met, and they meet again: {error}")
+        raise RendezvousTimeoutError(f"in {_MOST_MEETINGS} meetings a node was lost each time")
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
         earlier = self._meeting.board
         super()._rendezvous(worker_group)
         board = self._board
@@ -178,6 +190,7 @@ class ElasticAgent(LocalElasticAgent):
             return self._hung(hang)
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._tell_of_others()
             if (over := self._over()) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
                 self._remaining_restarts, self.is_over = 0, True
@@ -206,7 +219,7 @@ class ElasticAgent(LocalElasticAgent):
             version=0 if plan is None else plan.version,
             nodes=() if plan is None else tuple(node.node_id for node in plan.nodes),
         )
-        seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds
+        seconds = _EXCHANGE_SECONDS + 2 * self._launch.shutdown_seconds  # some stop their workers before they say it
         rows = board.exchange("nodes", own.to_row(), timeout_seconds=seconds)
         settled = settle([NodeWords.from_row(row) for row in rows], max_restarts=spec.max_restarts, time=time.time())
         self._plan = settled.plan
@@ -242,6 +255,7 @@ class ElasticAgent(LocalElasticAgent):
             self._journal.tell(
                 "worker-failed", told(failure), is_bad=True, rank=failure.rank, exit_code=failure.exit_code
             )
+        self._duties.tell_workers({failure.rank: failure.ending for failure in own})
         began = time.monotonic()
         while True:
             everyone = self._everyone(own)
@@ -317,7 +331,8 @@ class ElasticAgent(LocalElasticAgent):
     def _everyone(self, own: list[Failure]) -> list[Failure]:
         """The failures of all nodes that have told of theirs."""
         try:
-            self._board.tell("failed", [failure.to_row() for failure in own])
+            if own:
+                self._board.tell("failed", [failure.to_row() for failure in own])
             return [Failure.from_row(row) for rows in self._board.told("failed").values() for row in rows]
         except BoardGone:
             return own
@@ -328,6 +343,12 @@ class ElasticAgent(LocalElasticAgent):
         board = self._board
         places = self._meeting.departed() - board.who_told("meeting") | board.who_told("leaving")
         return [self._plan.nodes[place].node_id if self._plan else str(place) for place in sorted(places)]
+
+    def _tell_of_others(self) -> None:
+        """Have the workers of this node hear of those that have failed on others."""
+        if self._board.who_told("failed"):
+            told_of = self._everyone([])
+            self._duties.tell_workers({failure.rank: failure.ending for failure in told_of})
 
     def _over(self) -> str | None:
         """Why the job is over, if another node has found that."""

@@ -34,15 +34,16 @@ from elastic_ext.files import write_whole
 from elastic_ext.settings import Settings
 
 from .arguments import settings_in_words, with_rendezvous
+from .board import BoardGone, RoundBoard
 from .control import Control
-from .doctor import check_node
+from elastic_ext.doctor.machine import check_node
 from .duties import Duties
 from .elastic_agent import ElasticAgent
 from .failures import Failure, first_of, told
 from .folder import NodeFolders
 from .hanging import HangLimits
-from .hardware import NodeHardware
-from .hardware import look as look_at_machine
+from elastic_ext.doctor.hardware import NodeHardware
+from elastic_ext.doctor.hardware import look as look_at_machine
 from .journal import Journal
 from .monitor import Monitor
 from .persisting import persist
@@ -144,14 +145,20 @@ class _Node:
             self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
         finally:
             if agent is not None and agent.workers is not None:
-                board = meeting.board if agent.is_over else None
-                for outcome in persist(folders.staging, board, name="end", timeout_seconds=_LAST_EXCHANGE_SECONDS):
-                    self._journal.tell_staged(outcome.why, outcome.path)
-                if board is not None:
-                    board.part(timeout_seconds=_PART_SECONDS)
+                self._persist(meeting.board if agent.is_over else None)
             duties.end(() if agent is None else agent.watched)
             warden.dismiss()
         return status
+
+    def _persist(self, board: RoundBoard | None) -> None:
+        """Keep what was staged as the job ended, with all nodes where it has ended on all."""
+        try:
+            for outcome in persist(self._folders.staging, board, name="end", timeout_seconds=_LAST_EXCHANGE_SECONDS):
+                self._journal.tell_staged(outcome.why, outcome.path)
+        except BoardGone as error:
+            self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
+        if board is not None:
+            board.part(timeout_seconds=_PART_SECONDS)
 
     def _check_machine(self) -> str | None:
         """Why workers are not to be started on this machine, where that was asked for; what it has is written down."""

@@ -128,7 +128,7 @@ class Monitor:
         self._readings.clear()
         self._rates.clear()
         self._metrics.clear()
-        for kind in ("pulse-*", "stacks-*"):
+        for kind in ("pulse-*", "stacks-*", "ended-*"):
             for file in self._pulse_dir.glob(kind):
                 file.unlink(missing_ok=True)
 

@@ -5,7 +5,6 @@ Every agent of a round does the same: they say what is staged, choose alike, wri
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +14,9 @@ from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.checkpoint.complete import Choice, Completion, Outcome, choose, clear, complete, rows_in
 from elastic_ext.fsdp.checkpoint.shelved import Row
 
-from .board import BoardGone, RoundBoard
+from .board import RoundBoard
 
 __all__ = ["persist"]
-
-_logger = logging.getLogger(__name__)
 
 _Exchange = Callable[[str, Any], list[Any]]
 """What this node says of something, and then what all do."""
@@ -29,19 +26,15 @@ def persist(folder: Path, board: RoundBoard | None, *, name: str, timeout_second
     """Make checkpoints of what workers have staged in ``folder`` and on the other nodes, and clear it; what came of it.
 
     Without a board this node is on its own; ``name`` tells one such meeting of a round from another. Nothing is raised
-    that storage, another run or another node has done.
+    that storage or another run has done. BoardGone where another node is lost: what is staged here stays.
     """
 
     def exchange(what: str, row: Any) -> list[Any]:
         assert board is not None
         return board.exchange(f"{name}/{what}", row, timeout_seconds=timeout_seconds)
 
-    try:
-        is_alone = board is None or board.num_nodes == 1
-        outcomes = complete(folder) if is_alone else _persist_together(folder, exchange)
-    except BoardGone as error:
-        outcomes = []
-        _logger.warning("what was staged here is not made a checkpoint, as other nodes are not heard of: %s", error)
+    is_alone = board is None or board.num_nodes == 1
+    outcomes = complete(folder) if is_alone else _persist_together(folder, exchange)
     clear(folder)
     return outcomes
 

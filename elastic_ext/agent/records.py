@@ -2,7 +2,7 @@
 
     agent.json         AgentRecord        who the agent of this node is, and where its things lie
     membership.json    MembershipPlan     which nodes the job runs on, and since when
-    hardware.json      hardware_records.NodeHardware: what the machine has
+    hardware.json      NodeHardware       what the machine has, as the doctor knows it
     workers.json       WorkersRecord      what the agent sees of its workers, every few seconds
 
 A node is one agent with its workers, whatever machine it is on; a round is the time between two meetings of all nodes.

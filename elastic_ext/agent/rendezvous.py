@@ -63,7 +63,7 @@ class Meeting(RendezvousHandler):
         info = self._inner.next_rendezvous()
         self._num_rounds += 1
         number = 0 if self._is_dynamic else self._num_rounds  # torch gives a dynamic one's rounds names of their own
-        self.board = RoundBoard(info.store, place=info.rank, num_nodes=info.world_size, number=number)
+        self.board = RoundBoard(info.store, place=info.rank, num_nodes=info.world_size, number=number, is_lost=self._has_lost)
         self._members = participants(self._inner) or {}
         if not self._is_dynamic and self._num_rounds == 1:
             return info  # a static one has a store for workers, and the same again in later rounds, with what is in it
@@ -98,6 +98,11 @@ class Meeting(RendezvousHandler):
         """The places of nodes that are in this round no more, as of the last ``num_nodes_waiting``."""
         now = participants(self._inner)
         return frozenset() if now is None else frozenset(self._members[node] for node in self._members.keys() - now)
+
+    def _has_lost(self) -> bool:
+        """Whether a node of this round is in it no more, by a new look."""
+        self.num_nodes_waiting()
+        return bool(self.departed())
 
     def leave(self) -> bool:
         """Leave the round; whether the others learn of it at once, and can meet without this node."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.files import FileStamp, read_at_most, stamp_of
+from elastic_ext.files import FileStamp, read_at_most, stamp_of, write_whole
 from elastic_ext.history import ConfigHistory
 from elastic_ext.strict_json import MAX_BYTES
 from elastic_ext.wording import on_one_line
@@ -115,6 +115,24 @@ class ConfigTuner:
         """
         with self._turn(waits=False) as has_it:
             return has_it and self._take(text)
+
+    def set_aside(self) -> Path | None:
+        """Begin without a file: what there is is of another time, and is kept under another name; which, if any.
+
+        OSError where that cannot be done, and the file is as it was.
+        """
+        with self._turn(waits=True):
+            try:
+                data = read_at_most(self.path, MAX_BYTES)
+            except FileNotFoundError:
+                return None
+            kept = self.path.with_name(f"{self.path.stem}-of-before{self.path.suffix}")
+            write_whole(kept, data)
+            self._patient.clear()
+            self._seen, self._digest, self._held_digest = _NO_FILE, "", ""
+            self._stamp = self._bad = self._newest = self._trouble = None
+            self._is_entered = True
+            return kept
 
     @property
     def trouble(self) -> str | None:

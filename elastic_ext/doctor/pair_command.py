@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from elastic_ext.ckpt.terminal import Terminal
 
-from .doctor import findings
+from .machine import findings
 from .finding import Finding, is_wrong, sorted_findings, tell_findings
 from .hardware import NodeHardware
 from .pair_report import PairReport, findings_of_report, words_of_report

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.agent.cgroups import GroupLimits, group_folders, group_limits, parse_quota_v1, parse_quota_v2
-from elastic_ext.agent.gpus import QUESTIONS, gpus_of
-from elastic_ext.agent.hardware import (
+from elastic_ext.doctor.cgroups import GroupLimits, group_folders, group_limits, parse_quota_v1, parse_quota_v2
+from elastic_ext.doctor.gpus import QUESTIONS, gpus_of
+from elastic_ext.doctor.hardware import (
     NodeHardware,
     count_gpus_on_bus,
     cuda_of_torch,
@@ -27,8 +27,8 @@ from elastic_ext.agent.hardware import (
     parse_ranges,
     sizes_of_memory,
 )
-from elastic_ext.agent.mounts import Mount, is_memory, is_network, mount_of, parse_mounts, storage_of
-from elastic_ext.agent.patience import NoAnswer, answer_within
+from elastic_ext.doctor.mounts import Mount, is_memory, is_network, mount_of, parse_mounts, storage_of
+from elastic_ext.doctor.patience import NoAnswer, answer_within
 from tests.machines import ANSWERS, GIB, PlantedDriver, gpu, gpus, machine
 
 V2_MOUNTS = """\
@@ -67,7 +67,7 @@ def test_this_machine_is_told_as_it_is(tmp_path: Path) -> None:
 
 def test_the_version_of_torch_and_its_cuda_are_told_without_importing_it() -> None:
     code = (
-        "import sys; from elastic_ext.agent.hardware import look; v = look().versions;"
+        "import sys; from elastic_ext.doctor.hardware import look; v = look().versions;"
         "assert not {'torch', 'numpy'} & set(sys.modules); import torch;"
         "assert (v.torch, v.torch_cuda, v.is_torch_cuda_known) == (torch.__version__, torch.version.cuda, True), v"
     )

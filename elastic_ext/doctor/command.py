@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, terminal: Terminal) -> int:
-    from .doctor import findings
+    from .machine import findings
     from .finding import is_wrong, tell_findings
     from .hardware import look  # loads what the other commands can do without
 
