@@ -38,13 +38,13 @@ from pathlib import Path
 
 from .agent.asking import AgentFailed, AgentRefused, ControlError
 from .agent.contact import AgentsConfig, living_agent_of
-from .doctor.command import add_doctor
 from .agent.status_command import add_arguments as add_arguments_of_status
 from .agent.status_command import run as run_status
 from .ckpt.commands import add_commands
 from .ckpt.taking import path_of
 from .ckpt.terminal import Terminal
 from .config import ElasticConfig
+from .doctor.command import add_doctor
 from .errors import ConfigError, Refusal
 from .history import ConfigHistory, Entry
 from .keys import KEYS

@@ -170,8 +170,7 @@ def test_nodes_hand_the_config_to_one_another_and_who_joins_follows_the_jobs(tmp
             assert "config-aside" in third.kinds() and list(left.parent.glob("config-of-before.json"))
             cluster.wait_for_steps(3)
             set_config(third, "optimizer.learning_rate=0.25")
-            for node in (first, second):
-                until(lambda node=node: version_in(node) == 2 or None, what="version 2 on all")
+            until(lambda: version_in(first) == version_in(second) == 2 or None, what="version 2 on all")
             for node in (first, second, third):
                 node.send(signal.SIGTERM)
             assert {node.end() for node in (first, second, third)} == {143}

@@ -30,20 +30,20 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
+from elastic_ext.doctor.hardware import NodeHardware
+from elastic_ext.doctor.hardware import look as look_at_machine
+from elastic_ext.doctor.machine import check_node
 from elastic_ext.files import write_whole
 from elastic_ext.settings import Settings
 
 from .arguments import settings_in_words, with_rendezvous
 from .board import BoardGone, RoundBoard
 from .control import Control
-from elastic_ext.doctor.machine import check_node
 from .duties import Duties
 from .elastic_agent import ElasticAgent
 from .failures import Failure, first_of, told
 from .folder import NodeFolders
 from .hanging import HangLimits
-from elastic_ext.doctor.hardware import NodeHardware
-from elastic_ext.doctor.hardware import look as look_at_machine
 from .journal import Journal
 from .monitor import Monitor
 from .persisting import persist

@@ -63,7 +63,9 @@ class Meeting(RendezvousHandler):
         info = self._inner.next_rendezvous()
         self._num_rounds += 1
         number = 0 if self._is_dynamic else self._num_rounds  # torch gives a dynamic one's rounds names of their own
-        self.board = RoundBoard(info.store, place=info.rank, num_nodes=info.world_size, number=number, is_lost=self._has_lost)
+        self.board = RoundBoard(
+            info.store, place=info.rank, num_nodes=info.world_size, number=number, is_lost=self._has_lost
+        )
         self._members = participants(self._inner) or {}
         if not self._is_dynamic and self._num_rounds == 1:
             return info  # a static one has a store for workers, and the same again in later rounds, with what is in it

@@ -99,9 +99,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, terminal: Terminal) -> int:
-    from .machine import findings
     from .finding import is_wrong, tell_findings
     from .hardware import look  # loads what the other commands can do without
+    from .machine import findings
 
     try:
         run_dir = options.run_dir.expanduser()

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from elastic_ext.wording import size_in_words
 
-from .machine_gpus import findings_of_gpus
 from .finding import Finding, error, note, ok, sorted_findings, warning
 from .hardware_records import NodeHardware, Storage
+from .machine_gpus import findings_of_gpus
 
 __all__ = ["Finding", "check_node", "findings"]
 

@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 from elastic_ext.ckpt.terminal import Terminal
 
-from .machine import findings
 from .finding import Finding, is_wrong, sorted_findings, tell_findings
 from .hardware import NodeHardware
+from .machine import findings
 from .pair_report import PairReport, findings_of_report, words_of_report
 from .pairs import SILENCE_SECONDS, MeetingFailed, Rendezvous, check_pairs
 
