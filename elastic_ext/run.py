@@ -20,6 +20,9 @@ from .agent.launcher import launch
 
 __all__ = ["main"]
 
+_OF_TORCH = "torch.distributed.elastic.multiprocessing.api"
+_SAID_HERE = ("failed (exitcode", "Sending process %s closing")  # ... with the rank that it was
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this node's part of a job."""
@@ -29,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger = logging.getLogger(__package__)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logging.getLogger(_OF_TORCH).addFilter(lambda record: not str(record.msg).startswith(_SAID_HERE))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # workers have a new store in each round
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle  # torch takes it from there
     try:

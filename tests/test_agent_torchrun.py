@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from elastic_ext.agent.arguments import parser
 from tests.nodes import ELASTIC_RUN, TORCHRUN
 
 SCRIPT = """
@@ -114,6 +116,14 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "virtual local ranks": (["--virtual-local-rank", "--nproc-per-node=2"], [], {"CUDA_VISIBLE_DEVICES": "3, 5"}),
     "static": (["--master-addr=127.0.0.1", "--master-port=0", "--nproc-per-node=2"], [], {}),
 }
+
+
+def test_every_option_of_its_own_is_told_of_and_no_other() -> None:
+    helps = [each.format_help() for each in (parser(), get_args_parser())]
+    options = [{name for name in re.findall(r"--[a-z_-]+", words) if "_" not in name} for words in helps]
+    page = Path(__file__).resolve().parent.parent.joinpath("docs", "launcher.md").read_text()
+    table = page.partition("## What it adds")[2].partition("##")[0]
+    assert set(re.findall(r"`(--[a-z-]+)", table)) == options[0] - options[1]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-__all__ = ["parse", "settings_in_words", "with_rendezvous"]
+__all__ = ["parse", "parser", "settings_in_words", "with_rendezvous"]
 
 _PREFIX = "PET_"  # torchrun's, of the environment
 _DEFAULT_PORT = 29500
