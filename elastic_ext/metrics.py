@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from .record_json import object_of, record_of, with_record
 
-__all__ = ["JobEvent", "Measures", "RankMetrics"]
+__all__ = ["JobEvent", "Measures", "ModelProfile", "RankMetrics"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,43 @@ class RankMetrics:
     def from_json(cls, text: str) -> RankMetrics:
         """The record that ``to_json`` gave; ValueError for anything else."""
         return record_of(cls, with_record(object_of(text), "measures", Measures))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """What a rank trains, as training begins."""
+
+    time: float
+    rank: int
+    name: str
+    """Of the model's class."""
+    num_parameters: int
+    """Of the whole model; as this rank holds them where it is FSDP1's."""
+    num_trainable: int
+    by_dtype: str
+    """How many there are of each type, the most first: ``float32 1024, bfloat16 8``."""
+    parameter_bytes: int
+    """What lies on this rank of them,"""
+    buffer_bytes: int
+    """... of buffers,"""
+    optimizer_bytes: int
+    """... and of the optimizers' state."""
+    optimizers: str
+    blocks: str
+    """The parts that it repeats: ``12 x Block``."""
+    device: str
+    sharing: str
+    """How ranks share it."""
+    plan: str | None = None
+    """By which plan it is spread over them."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelProfile:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return record_of(cls, object_of(text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

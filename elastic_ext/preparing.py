@@ -23,6 +23,7 @@ from .fsdp.spread import Spread
 from .gradients import Gradients
 from .growing import Growing
 from .guarding import Guarding, GuardMode
+from .model_report import profile_of
 from .parallelism import Parallelism, values_of
 from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
@@ -197,6 +198,15 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         session.checkpoints = checkpoints_for(training_state, follower, told, setup.checkpoints, launched=launched)
         undo.pop_all()
     session.start(steps, setup.loaded_config)
+    follower.reports.write_model(
+        profile_of(
+            setup.model,
+            [each.inner for each in parts.optimizers],
+            rank=ranks.rank,
+            sharing=gradients.sharing.name,
+            plan=None if spread.plan is None else str(spread.plan),
+        )
+    )
     attempts = Attempts(
         steps,
         guarding,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .appliers import Applied
 from .config import ElasticConfig
-from .metrics import JobEvent, Measures, RankMetrics
+from .metrics import JobEvent, Measures, ModelProfile, RankMetrics
 from .rundir import RunDirectory
 from .settings import Settings
 
@@ -57,6 +57,11 @@ class Reports:
             details=dict(details),
         )
         self._directory.add_event(event)
+
+    def write_model(self, profile: ModelProfile) -> None:
+        """What is trained."""
+        if self._directory is not None:
+            self._directory.write_model(profile)
 
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
         """The metrics, as of now."""

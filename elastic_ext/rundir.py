@@ -3,6 +3,7 @@
     <run directory>/
       config.json              what training should be doing; one writer: a person, or the agent where there is one
       metrics-<rank>.json      what a rank is doing; one writer: that rank
+      model-<rank>.json        what a rank trains; one writer: that rank
       events-<rank>.jsonl      what happened to a rank, a line each; one writer: that rank
 
 Each record carries the restart generation, so that a reader can tell yesterday's files from today's. Training never
@@ -15,7 +16,7 @@ import logging
 from pathlib import Path
 
 from .files import append_line, write_whole
-from .metrics import JobEvent, RankMetrics
+from .metrics import JobEvent, ModelProfile, RankMetrics
 
 __all__ = ["RunDirectory"]
 
@@ -28,6 +29,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, rank: int) -> None:
         self.path = path
         self.metrics_file = path / f"metrics-{rank}.json"
+        self.model_file = path / f"model-{rank}.json"
         self.events_file = path / f"events-{rank}.jsonl"
         self._warned = False
 
@@ -42,6 +44,13 @@ class RunDirectory:
         """Replace this rank's metrics file."""
         try:
             write_whole(self.metrics_file, metrics.to_json().encode(), durable=False)
+        except OSError as error:
+            self._warn(error)
+
+    def write_model(self, profile: ModelProfile) -> None:
+        """Replace what is said of this rank's model."""
+        try:
+            write_whole(self.model_file, profile.to_json().encode(), durable=False)
         except OSError as error:
             self._warn(error)
 

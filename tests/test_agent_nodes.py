@@ -185,6 +185,43 @@ def test_nodes_hand_the_config_to_one_another_and_who_joins_follows_the_jobs(tmp
 
 
 @pytest.mark.slow
+def test_a_node_that_is_lost_while_nodes_meet_is_done_without(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, conf=",is_host=0")
+    store = TCPStore("127.0.0.1", cluster.port, is_master=True, wait_for_workers=False)
+    with nodes(cluster.node(0), cluster.node(1)) as (first, second):
+        cluster.wait_for_steps(2)
+        with nodes(cluster.node(2)) as (third,):
+            first.wait_for("training goes on meanwhile")
+            third.process.kill()
+            until(lambda: plan_of(first).version > 1 or None)
+            cluster.wait_for_steps(3)
+            until(lambda: plan_of(first).world_size == 2 or None)
+            cluster.wait_for_steps(3)
+            for node in (first, second):
+                node.send(signal.SIGTERM)
+            assert {node.end() for node in (first, second)} == {143}
+    cluster.check_samples()
+    del store
+
+
+@pytest.mark.slow
+def test_a_hang_is_found_by_the_agents_of_all_nodes_together(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nnodes="2", max_restarts=1)
+    cluster.launch.append("--hang-seconds=2")
+    job = ("--steps=12", "--every=4", "--hang-at=7")
+    with nodes(cluster.node(0, job), cluster.node(1, job)) as made:
+        assert [node.end() for node in made] == [0, 0], made[0].text
+    for node in made:
+        (hang,) = [event for event in node.events() if event["kind"] == "hang"]
+        assert hang["details"]["ranks"] == [1] and "rank 0 waits for it" in hang["text"]
+        (stacks,) = [event for event in node.events() if event["kind"] == "stacks"]
+        assert Path(stacks["details"]["path"]).stat().st_size > 1000
+        assert node.kinds().count("workers-started") == 2
+    assert any("in hang" in Path(node.run_dir / "stacks").glob("*.txt").__next__().read_text() for node in made)
+    cluster.check_samples()
+
+
+@pytest.mark.slow
 def test_where_the_rendezvous_is_lost_the_others_end_and_say_why(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, nnodes="2", max_restarts=3)
     with nodes(cluster.node(0)) as (first,):

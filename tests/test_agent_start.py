@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,14 +43,6 @@ def test_a_process_that_is_no_worker_is_left_alone(tmp_path: Path) -> None:
 def test_a_sitecustomize_of_the_machines_own_is_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("OWN = 5\n")
     assert output_of(str(tmp_path), agent_pid=os.getpid())[2] == "5"
-
-
-def test_stacks_are_given_at_a_signal(tmp_path: Path) -> None:
-    file = tmp_path / "stacks"
-    environ = with_start({**os.environ, "ELASTIC_EXT_STACKS": f"{signal.SIGUSR2.value}:{file}"}, None, os.getpid())
-    script = "import os, signal\ndef here(): os.kill(os.getpid(), signal.SIGUSR2)\nhere()"
-    subprocess.run([sys.executable, "-c", script], env=environ, check=True)
-    assert "in here" in file.read_text()
 
 
 def test_virtual_local_ranks_see_one_device_each() -> None:

@@ -4,6 +4,7 @@
     meeting/<node>    it meets the others again
     leaving/<node>    it leaves
     met-again         ... and the others have met without it
+    any-failed        some node has said under `failed` that workers of it did
     over              why the job is over, from the node that found it
     config...         the newest config of any node
     <name>/<node>     a row of an exchange, in which every node says something and hears all
@@ -105,6 +106,13 @@ class RoundBoard:
         """As ``announce``, where it is no matter if nobody hears it."""
         with contextlib.suppress(BoardGone):
             self.announce(name, row)
+
+    def announced_quietly(self, name: str) -> Any:
+        """As ``announced``; None too where the store is gone."""
+        try:
+            return self.announced(name)
+        except BoardGone:
+            return None
 
     def who_told(self, *names: str) -> frozenset[int]:
         """The places of nodes that have said something under one of these names; none if the store is gone."""

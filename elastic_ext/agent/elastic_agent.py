@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,6 +50,7 @@ _EXCHANGE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _MOST_MEETINGS = 5
+_TOLD_TO_END = 143  # the status of a worker that has saved and ended at SIGTERM
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
 
@@ -155,6 +157,7 @@ class ElasticAgent(LocalElasticAgent):
         if self._is_planned:
             self._is_planned = False
             if not is_finished:
+                self._note_failures()
                 self._end_workers(worker_group)
         self._meeting.forget_earlier()
         self._begin_round(board, worker_group.spec, is_finished=is_finished)
@@ -191,7 +194,7 @@ class ElasticAgent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._tell_of_others()
-            if (over := self._over()) is not None:
+            if (over := self._board.announced_quietly("over")) is not None:
                 self._journal.tell("over", f"the job is over: {over}", is_bad=True)
                 self._remaining_restarts, self.is_over = 0, True
                 return RunResult(state=WorkerState.FAILED)
@@ -250,11 +253,8 @@ class ElasticAgent(LocalElasticAgent):
 
     def _judged(self, group: WorkerGroup, result: RunResult) -> RunResult:
         """What is made of failed workers: a failure, or a change of membership."""
-        own = [self._failure(group, rank, failure) for rank, failure in result.failures.items()]
-        for failure in own:
-            self._journal.tell(
-                "worker-failed", told(failure), is_bad=True, rank=failure.rank, exit_code=failure.exit_code
-            )
+        own = [self._failure(rank, failure) for rank, failure in result.failures.items()]
+        self._tell_failed(own)
         self._duties.tell_workers({failure.rank: failure.ending for failure in own})
         began = time.monotonic()
         while True:
@@ -279,6 +279,19 @@ class ElasticAgent(LocalElasticAgent):
             self.is_over, self.final_failures = True, everyone
             self._board.announce_quietly("over", f"on {self._launch.host} {told(first_of(everyone))}")
         return result
+
+    def _note_failures(self) -> None:
+        """Workers that failed while nodes met, which nobody has looked at; those that were told to end have not."""
+        result = None if self.workers is None else self.workers.wait(0)
+        if result is not None:
+            failed = [self._failure(self._ranks[local], each) for local, each in result.failures.items()]
+            failed = [each for each in failed if each.exit_code != _TOLD_TO_END]
+            self._tell_failed(failed)
+            self._has_failed = bool(failed)
+
+    def _tell_failed(self, failures: Sequence[Failure]) -> None:
+        for each in failures:
+            self._journal.tell("worker-failed", told(each), is_bad=True, rank=each.rank, exit_code=each.exit_code)
 
     def _hung(self, hang: Hang) -> RunResult:
         """Workers that do not get on: their stacks are kept, and all are ended."""
@@ -308,7 +321,7 @@ class ElasticAgent(LocalElasticAgent):
             self._board.announce_quietly("over", f"training hangs: {hang.reason}")
         return RunResult(state=WorkerState.FAILED)
 
-    def _failure(self, group: WorkerGroup, rank: int, failure: ProcessFailure) -> Failure:
+    def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
         said = failure.error_file_data.get("message")
         message, trace = failure.message if isinstance(failure.message, str) else "", ""
         if isinstance(said, dict):
@@ -333,6 +346,7 @@ class ElasticAgent(LocalElasticAgent):
         try:
             if own:
                 self._board.tell("failed", [failure.to_row() for failure in own])
+                self._board.announce("any-failed", True)  # of many nodes all look at this one key
             return [Failure.from_row(row) for rows in self._board.told("failed").values() for row in rows]
         except BoardGone:
             return own
@@ -346,17 +360,8 @@ class ElasticAgent(LocalElasticAgent):
 
     def _tell_of_others(self) -> None:
         """Have the workers of this node hear of those that have failed on others."""
-        if self._board.who_told("failed"):
-            told_of = self._everyone([])
-            self._duties.tell_workers({failure.rank: failure.ending for failure in told_of})
-
-    def _over(self) -> str | None:
-        """Why the job is over, if another node has found that."""
-        try:
-            words: str | None = self._board.announced("over")
-        except BoardGone:
-            return None
-        return words
+        if self._board.announced_quietly("any-failed"):
+            self._duties.tell_workers({failure.rank: failure.ending for failure in self._everyone([])})
 
     def _wait_until_met(self, board: RoundBoard) -> None:
         """Until the others have met without this node, or all leave, or not in time: what ends is saved anyway."""

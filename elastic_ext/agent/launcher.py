@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic import events
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -186,8 +186,11 @@ class _Node:
         is_over = True
         try:
             initialize_metrics(MetricsConfig(self._launch.metrics_cfg))
-            result = agent.run()
+            result: RunResult | None = agent.run()
             events.record(agent.get_event_succeeded(), handler)
+            if result is None:  # torch says so of a node that others did not wait for
+                self._journal.tell("left-out", "the nodes met without this one, which is not needed")
+                return 0
             if not result.is_failed():
                 self._journal.tell("succeeded", "all workers of this node have ended well")
                 return 0

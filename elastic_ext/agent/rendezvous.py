@@ -85,7 +85,7 @@ class Meeting(RendezvousHandler):
             num_waiting = self._inner.num_nodes_waiting()
         except RendezvousConnectionError as error:
             self._tell_lost(error)
-            return 0
+            return int(self._is_pending())
         return num_waiting + len(self.departed()) + self._is_pending() + self._is_called_again()
 
     def get_run_id(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from elastic_ext.metrics import Measures, RankMetrics
+from elastic_ext.metrics import Measures, ModelProfile, RankMetrics
 from elastic_ext.wording import age_in_words
 
 from .records import AgentRecord, MembershipPlan, WorkerSeen
@@ -83,6 +83,7 @@ class NodeStatus:
     restart: int | None
     """How often the job's processes were started again."""
     world_size: int | None
+    model: ModelProfile | None
     config: ConfigStatus
     ranks: tuple[RankStatus, ...]
     troubles: tuple[str, ...]
@@ -130,6 +131,7 @@ def status_of(files: RunFiles) -> NodeStatus:
         membership=membership,
         restart=files.workers.restart if files.workers else newest.generation if newest else None,
         world_size=membership.world_size if membership else newest.world_size if newest else None,
+        model=files.model,
         config=config,
         ranks=ranks,
         troubles=tuple(troubles),

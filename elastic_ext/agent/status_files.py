@@ -16,7 +16,7 @@ from typing import TypeVar
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
 from elastic_ext.files import open_regular, read_at_most, stamp_of
-from elastic_ext.metrics import RankMetrics
+from elastic_ext.metrics import ModelProfile, RankMetrics
 from elastic_ext.strict_json import MAX_BYTES
 
 from .contact import is_running
@@ -36,6 +36,7 @@ __all__ = ["EventSeen", "RunFiles", "is_run_directory", "read_run_directory"]
 
 CONFIG_FILE = "config.json"
 _METRICS = re.compile(r"metrics-(\d{1,9})\.json")
+_MODEL = re.compile(r"model-\d{1,9}\.json")
 _EVENTS = re.compile(r"events-(\d{1,9}|agent)\.jsonl")
 _MOST_METRICS_BYTES = 64 << 10
 _MOST_METRICS = 4096
@@ -75,6 +76,8 @@ class RunFiles:
     metrics: tuple[RankMetrics, ...] = ()
     living: frozenset[int] = frozenset()
     """The pids in the workers' record and in the metrics that are still those processes' on this machine."""
+    model: ModelProfile | None = None
+    """What the first of the ranks trains that has said so."""
     config: ElasticConfig | None = None
     config_refusal: str = ""
     config_time: float | None = None
@@ -115,6 +118,7 @@ def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
         workers=workers,
         metrics=found,
         living=_living(agent, workers, found, host),
+        model=next((each for name in names if _MODEL.fullmatch(name) and (each := reader.model(name))), None),
         config=config,
         config_refusal=refusal,
         config_time=None if stamp is None else stamp / 1e9,
@@ -144,6 +148,9 @@ class _Reader:
         except ValueError as error:
             self.damaged.append(f"{name} is damaged, or another version's: {error}"[:300])
         return None
+
+    def model(self, name: str) -> ModelProfile | None:
+        return self.record(name, _MOST_METRICS_BYTES, ModelProfile.from_json)
 
     def config(self, path: Path) -> tuple[ElasticConfig | None, str]:
         """What the config file holds, or why it is refused; neither where there is none."""

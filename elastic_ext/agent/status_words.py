@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
+from elastic_ext.metrics import ModelProfile
 from elastic_ext.wording import age_in_words, on_one_line, size_in_words
 
 from .records import AgentRecord, MembershipPlan
@@ -65,10 +66,18 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
         yield "nodes", _nodes_in_words(status.membership)
     if status.restart:
         yield "restarts", str(status.restart)
+    if status.model is not None:
+        yield "model", _model_in_words(status.model)
     speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
     if speed is not None and status.state == "running":
         yield "speed", f"{speed:.4g} samples/s over all ranks"
     yield "config", _config_in_words(status.config)
+
+
+def _model_in_words(model: ModelProfile) -> str:
+    held = model.parameter_bytes + model.buffer_bytes + model.optimizer_bytes
+    words = f"{model.name}, {model.num_parameters} parameters ({model.by_dtype}), {model.optimizers}, {model.sharing}"
+    return f"{words}; {size_in_words(held)} with its optimizers' state on rank {model.rank}"
 
 
 def _agent_in_words(agent: AgentRecord, now: float, *, is_running: bool) -> str:

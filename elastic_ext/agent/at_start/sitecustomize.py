@@ -1,5 +1,4 @@
-"""Run by Python as it starts, in a worker: an exception that ends the script is written where the agent looks for it,
-and the agent can ask for the stacks of all threads.
+"""Run by Python as it starts, in a worker: an exception that ends the script is written where the agent looks for it.
 
 It steps aside at once: PYTHONPATH is as it was, for this process and for those that it starts, and a sitecustomize of
 the machine's own is run in its turn. In any other process it does nothing else. It imports what is there already.
@@ -53,25 +52,11 @@ def _write_exceptions(path: str) -> None:
     sys.excepthook = write
 
 
-def _give_stacks(path: str, number: int) -> None:
-    """Have the stacks of all threads written to ``path`` at a signal, unless the script wants that one."""
-    import faulthandler
-
-    try:  # noqa: SIM105 contextlib would be imported
-        faulthandler.register(number, open(path, "a"), all_threads=True)  # noqa: SIM115 open until the end
-    except (OSError, ValueError, RuntimeError):
-        pass
-
-
 def _begin() -> None:
     is_worker = os.environ.pop("ELASTIC_EXT_AGENT_PID", "") == str(os.getppid())
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if is_worker and error_file:
         _write_exceptions(error_file)
-    stacks = os.environ.get("ELASTIC_EXT_STACKS", "")
-    if is_worker and stacks:
-        number, _, path = stacks.partition(":")
-        _give_stacks(path, int(number))
 
 
 _step_aside()
