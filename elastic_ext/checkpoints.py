@@ -116,6 +116,11 @@ class Checkpoints:
             self._due = self._state.moment()
 
     @property
+    def root(self) -> Path:
+        """The folder in which the job's are."""
+        return self._job.root
+
+    @property
     def is_due(self) -> bool:
         """Whether one was due, and is not begun yet."""
         return self._due is not None

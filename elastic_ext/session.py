@@ -201,10 +201,12 @@ class Session:
     def _tell_begun(self) -> None:
         """From which step training goes on, for those who know where it had been."""
         step = self._counts.global_step
-        details = {"global_batch_size": self._batches.global_batch}
-        self.follower.reports.tell(
-            "training-began", step=step, text=f"training goes on after step {step}", details=details
-        )
+        text = f"training goes on after step {step}" if step else "training begins"
+        details = {
+            "global_batch_size": self._batches.global_batch,
+            "checkpoints": None if self.checkpoints is None else str(self.checkpoints.root),
+        }
+        self.follower.reports.tell("training-began", step=step, text=text, details=details)
 
     def fence(self) -> None:
         """Return once parameters and optimizer state may change: nothing of them is being copied any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import psutil
 import pytest
 
 from elastic_ext.agent.processes import is_alive
+from elastic_ext.doctor.hardware_records import NodeHardware
+from elastic_ext.doctor.machine import check_node
 from tests.elastic_job import NUM_SAMPLES
 from tests.nodes import Node, last_step, nodes, samples_of_steps, until
 
@@ -88,6 +91,7 @@ def test_a_worker_that_hangs_is_named_by_where_it_is_and_all_are_restarted(tmp_p
     steps = samples_of_steps(tmp_path)
     assert sorted(steps) == list(range(1, 13))
     assert "training goes on after step 4: 3 steps taken again (36 samples)" in node.text
+    assert f"checkpoints: {tmp_path / 'checkpoints'}" in node.text
 
 
 def test_the_config_is_changed_through_the_agent_and_what_others_write_is_noticed(tmp_path: Path) -> None:
@@ -106,6 +110,50 @@ def test_the_config_is_changed_through_the_agent_and_what_others_write_is_notice
         assert [rank["config_version"] for rank in json.loads(status.stdout)["ranks"]] == [2, 2]
         node.send(signal.SIGTERM)
         assert node.end() == 143
+
+
+def test_a_machine_on_which_something_is_wrong_is_not_started_on_where_that_was_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('started')")
+    with nodes(Node(tmp_path / "node", ["--node-check", str(script)])) as (node,):
+        status = node.end()
+    hardware = NodeHardware.from_json((node.run_dir / "hardware.json").read_text())
+    why_not, _ = check_node(hardware)  # this machine, whatever it is like
+    assert (status == 2) == (why_not is not None)
+    assert ("started" in node.lines) == (why_not is None)
+
+
+@pytest.mark.slow
+def test_a_config_for_which_there_is_no_room_leaves_the_old_one_and_training_goes_on(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(small)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode()}")
+    try:
+        config = small / "config.json"
+        launch = ("--config-file", str(config))
+        with nodes(started(tmp_path, "--steps=100000", "--pace=0.01", "--every=100000", launch=launch)) as (node,):
+            until(lambda: last_step(tmp_path) > 2 or None)
+            set_ = [sys.executable, "-m", "elastic_ext.cli", "config", "set", "--file", str(config)]
+            in_run = {**os.environ, "ELASTIC_EXT_RUN_DIR": str(node.run_dir)}
+            assert subprocess.run([*set_, "user.x=1"], env=in_run, capture_output=True).returncode == 0
+            until(lambda: applied(node, 1) or None)
+            with contextlib.suppress(OSError), open(small / "filler", "wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+            refused = subprocess.run([*set_, "user.x=2"], env=in_run, capture_output=True, text=True)
+            assert refused.returncode == 1 and "No space left" in refused.stderr and "as it was" in refused.stderr
+            assert json.loads(config.read_text())["version"] == 1
+            step = last_step(tmp_path)
+            until(lambda: last_step(tmp_path) > step + 3 or None)
+            (small / "filler").unlink()
+            assert subprocess.run([*set_, "user.x=3"], env=in_run, capture_output=True).returncode == 0
+            until(lambda: applied(node, 2) or None)
+            node.send(signal.SIGTERM)
+            assert node.end() == 143
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
 
 
 def applied(node: Node, version: int) -> bool:

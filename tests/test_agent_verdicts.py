@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_ext.agent.environment import AT_START
-from elastic_ext.agent.failures import Failure, first_of, is_consequence, told
+from elastic_ext.agent.failures import FailedNode, Failure, first_of, hung, is_consequence, told
 from elastic_ext.agent.verdicts import Counted, count, judge
 
 FAILURE = Failure(
@@ -83,6 +83,13 @@ def test_a_signal_without_a_traceback_comes_with_what_may_be_behind_it() -> None
     assert "/dev/shm" in told(replace(bare, exit_code=-7))
     assert "native code" in told(replace(bare, exit_code=-11))
     assert told(bare) == "rank 3 (local rank 1, pid 17) on one exited with status 1"
+
+
+def test_a_worker_that_hung_is_told_of_as_such() -> None:
+    node = FailedNode(host="one", node_id="one-1")
+    assert told(hung(3, 1, 17, "it has been in step 8 for 31 s", node=node)) == (
+        "rank 3 (local rank 1, pid 17) on one hung: it has been in step 8 for 31 s"
+    )
 
 
 def test_of_a_long_traceback_the_end_is_told() -> None:

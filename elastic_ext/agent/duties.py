@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from elastic_ext.files import write_whole
 from elastic_ext.peers import ended_file
@@ -20,7 +19,7 @@ from .control import Control
 from .folder import NodeFolders
 from .hanging import Hang, find_hang, standings_from_json, standings_to_json
 from .journal import Journal
-from .losses import Ended, begun_in, cost_in_words
+from .losses import Begun, Ended, begun_in, cost_in_words
 from .monitor import Monitor, Seen, Watched
 from .records import WORKERS_FILE, WorkersRecord
 from .stacks import capture
@@ -56,6 +55,7 @@ class Duties:
         self._has_warned = False
         self._ended: Ended | None = None
         self._started_at = 0.0
+        self._has_told_checkpoints = False
 
     def start(self) -> None:
         """Take up the config file as it is, and listen."""
@@ -85,7 +85,7 @@ class Duties:
         self._tuner.look()
         self._hand_config(offers=True)
         self._write(seen.record)
-        self._tell_cost(workers)
+        self._tell_begun(workers)
         return self._judge(seen)
 
     def note_end(self, workers: Sequence[Watched]) -> bool:
@@ -131,7 +131,7 @@ class Duties:
         )
         if seen is not None:
             self._write(seen.record)
-        self._tell_cost(workers)
+        self._tell_begun(workers)
         self._control.close()
         self._monitor.close()
 
@@ -197,20 +197,25 @@ class Duties:
         self._said = said
         return hang
 
-    def _tell_cost(self, workers: Sequence[Watched]) -> None:
-        """Once workers have taken their first step after others were ended, what that has cost."""
-        if self._ended is None or self._started_at < self._ended.time:
+    def _tell_begun(self, workers: Sequence[Watched]) -> None:
+        """Once workers have taken their first step: where they save, and what it has cost that others were ended."""
+        is_after_others = self._ended is not None and self._started_at >= self._ended.time
+        if self._has_told_checkpoints and not is_after_others:
             return
+        begun = self._begun(workers)
+        if begun is None:
+            return
+        if not self._has_told_checkpoints:
+            self._has_told_checkpoints = True
+            self._journal.tell("checkpoints", f"checkpoints: {begun.checkpoints or 'none are saved'}")
+        if self._ended is not None and is_after_others:
+            self._journal.tell("went-on", cost_in_words(self._ended, begun, now=time.time()), step=begun.step)
+            self._ended = None
+
+    def _begun(self, workers: Sequence[Watched]) -> Begun | None:
+        """Where training has begun in this round, once a worker has ended a step of it."""
         for each in workers:
             reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
-            if reading is None or reading.num_boundaries == 0:
-                continue
-            begun = begun_in(self._events_of(each.rank), since=self._started_at)
-            if begun is not None:
-                words = cost_in_words(self._ended, begun, now=time.time())
-                self._ended = None
-                self._journal.tell("went-on", words, step=begun.step)
-                return
-
-    def _events_of(self, rank: int) -> Path:
-        return self._folders.run_dir / f"events-{rank}.jsonl"
+            if reading is not None and reading.num_boundaries > 0:
+                return begun_in(self._folders.run_dir / f"events-{each.rank}.jsonl", since=self._started_at)
+        return None

@@ -16,21 +16,20 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastic_ext.files import write_whole
 
 from .board import BoardGone, RoundBoard
 from .duties import Duties
-from .failures import Failure, first_of, told
+from .failures import FailedNode, Failure, failure_of, first_of, hung, told
 from .folder import NodeFolders
 from .hanging import Hang
 from .journal import Journal
@@ -86,6 +85,7 @@ class ElasticAgent(LocalElasticAgent):
         self._warden = warden
         self._journal = journal
         self._duties = duties
+        self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank
         self._plan: MembershipPlan | None = None
         self._num_failures = 0
@@ -253,7 +253,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _judged(self, group: WorkerGroup, result: RunResult) -> RunResult:
         """What is made of failed workers: a failure, or a change of membership."""
-        own = [self._failure(rank, failure) for rank, failure in result.failures.items()]
+        own = [failure_of(rank, failure, node=self._node) for rank, failure in result.failures.items()]
         self._tell_failed(own)
         self._duties.tell_workers({failure.rank: failure.ending for failure in own})
         began = time.monotonic()
@@ -284,7 +284,8 @@ class ElasticAgent(LocalElasticAgent):
         """Workers that failed while nodes met, which nobody has looked at; those that were told to end have not."""
         result = None if self.workers is None else self.workers.wait(0)
         if result is not None:
-            failed = [self._failure(self._ranks[local], each) for local, each in result.failures.items()]
+            failures = result.failures.items()
+            failed = [failure_of(self._ranks[local], each, node=self._node) for local, each in failures]
             failed = [each for each in failed if each.exit_code != _TOLD_TO_END]
             self._tell_failed(failed)
             self._has_failed = bool(failed)
@@ -298,18 +299,7 @@ class ElasticAgent(LocalElasticAgent):
         self._journal.tell("hang", f"training hangs: {hang.reason}", is_bad=True, ranks=list(hang.ranks))
         self._duties.capture(self.watched, hang.reason)
         own = [
-            Failure(
-                rank=each.rank,
-                local_rank=each.local_rank,
-                host=self._launch.host,
-                node_id=self._launch.node_id,
-                pid=each.process.pid,
-                exit_code=0,
-                time=time.time(),
-                message=hang.reason,
-                traceback="",
-                is_hung=True,
-            )
+            hung(each.rank, each.local_rank, each.process.pid, hang.reason, node=self._node)
             for each in self.watched
             if each.rank in hang.ranks
         ]
@@ -320,26 +310,6 @@ class ElasticAgent(LocalElasticAgent):
             self.is_over, self.final_failures = True, everyone
             self._board.announce_quietly("over", f"training hangs: {hang.reason}")
         return RunResult(state=WorkerState.FAILED)
-
-    def _failure(self, rank: int, failure: ProcessFailure) -> Failure:
-        said = failure.error_file_data.get("message")
-        message, trace = failure.message if isinstance(failure.message, str) else "", ""
-        if isinstance(said, dict):
-            message = str(said.get("message", ""))
-            trace = str(said.get("extraInfo", {}).get("py_callstack", ""))
-        elif not Path(failure.error_file).exists():
-            message = ""
-        return Failure(
-            rank=rank,
-            local_rank=failure.local_rank,
-            host=self._launch.host,
-            node_id=self._launch.node_id,
-            pid=failure.pid,
-            exit_code=failure.exitcode,
-            time=time.time(),
-            message=message,
-            traceback=trace,
-        )
 
     def _everyone(self, own: list[Failure]) -> list[Failure]:
         """The failures of all nodes that have told of theirs."""

@@ -1,14 +1,16 @@
-"""How a worker failed, in words, and whether that is what came of another's failure: pure."""
+"""How a worker failed, in words, and whether that is what came of another's failure: pure, but for the clock."""
 
 from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-__all__ = ["Failure", "first_of", "is_consequence", "told"]
+__all__ = ["FailedNode", "Failure", "ProcessEnd", "failure_of", "first_of", "hung", "is_consequence", "told"]
 
 _MOST_LINES = 60
 _OF_OTHERS = re.compile(  # what torch, gloo and NCCL say where the process at the other end is gone
@@ -55,6 +57,63 @@ class Failure:
         if self.exit_code < 0:
             return f"ended by {_name_of(-self.exit_code)}"
         return f"exited with status {self.exit_code}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedNode:
+    """The node on which it was."""
+
+    host: str
+    node_id: str
+
+
+class ProcessEnd(Protocol):
+    """What torch tells of a process that failed."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any]
+
+
+def failure_of(rank: int, end: ProcessEnd, *, node: FailedNode) -> Failure:
+    """What a worker's end comes to, with what it has written of its exception."""
+    said = end.error_file_data.get("message")
+    message, trace = "", ""
+    if isinstance(said, dict):
+        message = str(said.get("message", ""))
+        extra = said.get("extraInfo")
+        trace = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+    elif isinstance(said, str) and Path(end.error_file).exists():  # else torch has put a text of its own there
+        message = said
+    return Failure(
+        rank=rank,
+        local_rank=end.local_rank,
+        host=node.host,
+        node_id=node.node_id,
+        pid=end.pid,
+        exit_code=end.exitcode,
+        time=time.time(),
+        message=message,
+        traceback=trace,
+    )
+
+
+def hung(rank: int, local_rank: int, pid: int, reason: str, *, node: FailedNode) -> Failure:
+    """A worker that is ended because it does not get on."""
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        host=node.host,
+        node_id=node.node_id,
+        pid=pid,
+        exit_code=0,
+        time=time.time(),
+        message=reason,
+        traceback="",
+        is_hung=True,
+    )
 
 
 def is_consequence(failure: Failure) -> bool:

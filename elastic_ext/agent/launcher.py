@@ -321,17 +321,16 @@ class _Node:
             log_folder=launch.logs_specs.root_log_dir,
         )
         write_whole(folders.run_dir / AGENT_FILE, record.to_json().encode(), durable=False)
-        nodes = f"{launch.min_nodes}:{launch.max_nodes}" if launch.min_nodes != launch.max_nodes else launch.max_nodes
-        self._journal.tell(
-            "started",
-            f"job {record.job}: {launch.nproc_per_node} workers on this node, {nodes} nodes; node {record.node_id}",
-        )
+        least, most = launch.min_nodes, launch.max_nodes
+        nodes = f"{least} to {most} nodes" if least != most else "1 node" if most == 1 else f"{most} nodes"
+        workers = f"{launch.nproc_per_node} worker{'s' if launch.nproc_per_node > 1 else ''}"
+        self._journal.tell("started", f"job {record.job}: {workers} on this node, {nodes}; node {record.node_id}")
         for name, value in (
             ("settings", ", ".join(self._said) or "all as by default"),
             ("config", f"{record.config_file}    (elastic-ext config set KEY=VALUE --file ...)"),
             ("metrics", f"{folders.run_dir}    (elastic-ext status {folders.run_dir})"),
             ("logs", record.log_folder),
-            ("checkpoints", "where the script has its trainer save them"),
+            ("checkpoints", "said once training has begun"),
         ):
             _logger.info("  %-12s %s", name, value)
 

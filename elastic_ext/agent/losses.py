@@ -29,6 +29,8 @@ class Begun:
     step: int
     """The last of the checkpoint that it went on from."""
     global_batch_size: int | None
+    checkpoints: str | None
+    """The folder in which they are saved; None where none are."""
 
 
 def cost_in_words(ended: Ended, begun: Begun, *, now: float) -> str:
@@ -55,8 +57,12 @@ def begun_in(file: Path, *, since: float) -> Begun | None:
         try:
             event: Any = json.loads(line)
             if event["kind"] == "training-began":
-                size = event["details"].get("global_batch_size")
-                found = Begun(step=int(event["step"]), global_batch_size=size if type(size) is int else None)
+                size, folder = event["details"].get("global_batch_size"), event["details"].get("checkpoints")
+                found = Begun(
+                    step=int(event["step"]),
+                    global_batch_size=size if type(size) is int else None,
+                    checkpoints=folder if type(folder) is str else None,
+                )
                 return found if event["time"] >= since else None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # the first one is cut off
             continue

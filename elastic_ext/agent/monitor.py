@@ -24,7 +24,6 @@ __all__ = ["Monitor", "Seen", "Watched"]
 
 _MOST_METRICS_BYTES = 1 << 20
 _RATE_SECONDS = 30.0  # that a step rate is the mean of, about
-_MOST_HISTORY = 600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +76,6 @@ class Monitor:
         self._readings: dict[Process, PulseReading] = {}  # the last that could be read
         self._rates: dict[Process, deque[tuple[float, int]]] = {}  # when, and how many steps had ended
         self._metrics: dict[int, tuple[int, Mapping[str, Any]]] = {}  # rank -> when its file was written; what it says
-        self.history: deque[WorkersRecord] = deque(maxlen=_MOST_HISTORY)
-        """What was seen last, the newest at the end."""
 
     def look(
         self,
@@ -118,7 +115,6 @@ class Monitor:
                 for each in workers
             ),
         )
-        self.history.append(record)
         return Seen(record=record, standings=standings, hang=verdict.hang, said=verdict.said)
 
     def forget(self) -> None:

@@ -59,11 +59,6 @@ class Workers(PContext):
         """The workers by local rank, those that have ended too."""
         return self._processes
 
-    @property
-    def error_file_of(self) -> Mapping[int, str]:
-        """Where a worker's exception is written, by local rank."""
-        return self.error_files
-
     def watched(self, ranks: Mapping[int, int]) -> tuple[Watched, ...]:
         """The workers with their ranks, by local rank, and how those have ended that have."""
         found = []

@@ -1,0 +1,44 @@
+"""What a restart has cost, in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.agent.losses import Begun, Ended, begun_in, cost_in_words
+
+BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
+
+
+@pytest.mark.parametrize(
+    ("ended", "begun", "words"),
+    [
+        (10, BEGUN, "after step 8: 2 steps taken again (24 samples), and 6.5 seconds without a step"),
+        (9, BEGUN, "after step 8: 1 step taken again (12 samples)"),
+        (8, BEGUN, "after step 8: no step is taken again"),
+        (3, Begun(step=0, global_batch_size=None, checkpoints=None), "after step 0: 3 steps taken again, and"),
+    ],
+)
+def test_steps_samples_and_seconds_are_told(ended: int, begun: Begun, words: str) -> None:
+    assert words in cost_in_words(Ended(step=ended, time=100.0), begun, now=106.5)
+
+
+def event(step: int, time: float, kind: str = "training-began", **details: object) -> str:
+    return json.dumps({"time": time, "kind": kind, "step": step, "details": details}) + "\n"
+
+
+def test_the_last_beginning_counts_where_it_is_of_this_round(tmp_path: Path) -> None:
+    file = tmp_path / "events-0.jsonl"
+    assert begun_in(file, since=0.0) is None
+    file.write_text(event(0, 1.0) + event(8, 5.0, global_batch_size=12, checkpoints="/shared") + event(9, 6.0, "other"))
+    assert begun_in(file, since=4.0) == BEGUN
+    assert begun_in(file, since=5.5) is None
+
+
+@pytest.mark.parametrize("line", ["", "[]", "{}", "[" * 100_000, '{"kind": "training-began", "step": 1}', "\x00\xff"])
+def test_lines_that_are_no_events_are_left_out(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "events-0.jsonl"
+    file.write_text(event(8, 5.0, global_batch_size=12, checkpoints="/shared") + line[:60_000])
+    assert begun_in(file, since=0.0) == BEGUN
