@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from .agent.arguments import parse
 from .agent.folder import NodeTaken
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # workers have a new store in each round
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle  # torch takes it from there
     try:
-        return launch(options, dict(os.environ), version=version("elastic-ext"))
+        return launch(options, dict(os.environ))
     except (NodeTaken, ValueError, AssertionError) as error:  # torch asserts what was given
         print(f"elastic-run: refused: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["age_in_words", "on_one_line", "size_in_words"]
+__all__ = ["age_in_words", "counted", "on_one_line", "size_in_words"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _STEPS = (("d", 86400), ("h", 3600), ("min", 60))
@@ -26,6 +26,11 @@ def age_in_words(seconds: float) -> str:
         if seconds >= length:
             return f"{int(seconds / length)} {unit}"
     return f"{max(int(seconds), 0)} s"
+
+
+def counted(number: int, noun: str) -> str:
+    """How many of what, such as ``1 node`` and ``2 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def on_one_line(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-__all__ = ["parse", "parser", "settings_in_words", "with_rendezvous"]
+__all__ = ["parse", "parser", "settings_in_words", "shutdown_seconds", "with_rendezvous"]
 
 _PREFIX = "PET_"  # torchrun's, of the environment
 _DEFAULT_PORT = 29500
+_SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's
+_SHUTDOWN_SECONDS = 30
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,6 +64,18 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="The file with the token that the master wants; readable by its owner alone.",
     )
+    with contextlib.suppress(argparse.ArgumentError):  # torch 2.13 has it, 2.11 has not
+        found.add_argument(
+            "--shutdown-timeout",
+            "--shutdown_timeout",
+            action=env,
+            type=int,
+            default=None,
+            help="How many seconds workers have to end by themselves before they are killed; by default "
+            f"{_SHUTDOWN_VARIABLE}, or {_SHUTDOWN_SECONDS}.",
+        )
+    if found.get_default("master_port") == _DEFAULT_PORT:  # in 2.11 it cannot be told whether somebody has asked for it
+        found.set_defaults(master_port=None)
     return found
 
 
@@ -83,6 +98,20 @@ def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
     if found.master_port is None:
         found.master_port = _DEFAULT_PORT
     return found
+
+
+def shutdown_seconds(options: argparse.Namespace, environ: Mapping[str, str]) -> float:
+    """How long workers have to end by themselves."""
+    given = options.shutdown_timeout
+    if given is None:
+        given = environ.get(_SHUTDOWN_VARIABLE, _SHUTDOWN_SECONDS)
+    try:
+        seconds = int(given)
+    except ValueError:
+        raise ValueError(f"{_SHUTDOWN_VARIABLE} is {given!r}: a whole number of seconds is allowed") from None
+    if seconds < 0:
+        raise ValueError(f"--shutdown-timeout is {seconds}: 0 or more seconds are allowed")
+    return float(seconds)
 
 
 def settings_in_words(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:

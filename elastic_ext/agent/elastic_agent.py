@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastic_ext.files import write_whole
+from elastic_ext.wording import counted
 
 from .board import BoardGone, RoundBoard
 from .duties import Duties
@@ -72,7 +73,6 @@ class ElasticAgent(LocalElasticAgent):
             logs_specs,
             start_method=launch.start_method,
             log_line_prefix_template=launch.log_line_prefix_template,
-            shutdown_timeout=round(launch.shutdown_seconds),
         )
         self.is_over = False
         """Whether a failure has ended the job, here or on another node."""
@@ -205,7 +205,9 @@ class ElasticAgent(LocalElasticAgent):
         seconds = self._launch.shutdown_seconds
         if self._stop_by is not None:
             seconds = max(self._stop_by - time.monotonic(), 1.0)
-        super()._shutdown(death_sig, timeout=round(seconds))
+        if self.workers is not None:
+            self.workers.patience_seconds = seconds
+        super()._shutdown(death_sig)
 
     # ---- rounds ----
 
@@ -242,7 +244,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _tell_plan(self, plan: MembershipPlan) -> None:
         num_nodes, num_ranks, nodes = len(plan.nodes), plan.world_size, [node.node_id for node in plan.nodes]
-        words = f"membership {plan.version}: {num_nodes} node{'s' if num_nodes > 1 else ''}, {num_ranks} ranks: "
+        words = f"membership {plan.version}: {counted(num_nodes, 'node')}, {counted(num_ranks, 'rank')}: "
         self._journal.tell("membership", words + plan.reason, plan=plan.version, nodes=nodes)
         try:
             write_whole(self._folders.run_dir / MEMBERSHIP_FILE, plan.to_json().encode(), durable=False)

@@ -30,13 +30,14 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from elastic_ext.doctor.hardware import NodeHardware
+from elastic_ext.doctor.hardware import NodeHardware, version_of
 from elastic_ext.doctor.hardware import look as look_at_machine
 from elastic_ext.doctor.machine import check_node
 from elastic_ext.files import write_whole
 from elastic_ext.settings import Settings
+from elastic_ext.wording import counted
 
-from .arguments import settings_in_words, with_rendezvous
+from .arguments import settings_in_words, shutdown_seconds, with_rendezvous
 from .board import BoardGone, RoundBoard
 from .control import Control
 from .duties import Duties
@@ -70,7 +71,7 @@ _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
 _NO_RUN = ("", "none")
 
 
-def launch(options: argparse.Namespace, environ: Mapping[str, str], *, version: str) -> int:
+def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run this node's part of a job; the exit status. ValueError or torch's AssertionError for what cannot be."""
     given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
     settings = Settings.resolve(
@@ -83,7 +84,7 @@ def launch(options: argparse.Namespace, environ: Mapping[str, str], *, version: 
     is_given = bool(environ.get("ELASTIC_EXT_RUN_DIR"))
     folders = NodeFolders.make(settings.run_dir if is_given else settings.run_dir / "nodes" / host, is_given=is_given)
     try:
-        return _Node(options, environ, settings, folders, host=host, version=version).run()
+        return _Node(options, environ, settings, folders, host=host).run()
     finally:
         folders.close()
 
@@ -99,47 +100,45 @@ class _Node:
         folders: NodeFolders,
         *,
         host: str,
-        version: str,
     ) -> None:
         self._environ = environ
         self._settings = settings
         self._folders = folders
-        self._version = version
         self._host = host
         self._config_file = (
             settings.config_file
             if options.config_file or "ELASTIC_EXT_CONFIG_FILE" in environ
             else (folders.run_dir / "config.json")
         )
+        self._said = settings_in_words(options, environ)
         if options.log_dir is None:
             options.log_dir = str(folders.run_dir / "logs")
             _keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
-        self._said = settings_in_words(options, environ)
         self._is_checked = bool(options.node_check)
         if options.master is not None:
             _logger.warning("--master %s is not spoken to: this version has no master", options.master)
         self._hang_limits = HangLimits.of(options.hang_seconds)
         options = with_rendezvous(options)
         self._launch, self._entrypoint, self._arguments = config_from_args(options)
+        self._shutdown_seconds = shutdown_seconds(options, environ)
         self._is_python = isinstance(self._entrypoint, str) and not options.no_python
         self._node_id = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
         self._journal = Journal(folders.run_dir)
 
     def run(self) -> int:
-        launch, folders = self._launch, self._folders
+        folders = self._folders
         self._introduce()
         if (why_not := self._check_machine()) is not None:
             self._journal.tell("refused", why_not, is_bad=True)
             return 2
-        shutdown_seconds = float(launch.shutdown_timeout or 0)
-        warden = Warden(folders.memory, folders.memory_lock, patience_seconds=shutdown_seconds)
+        warden = Warden(folders.memory, folders.memory_lock, patience_seconds=self._shutdown_seconds)
         duties = self._duties()
         agent: ElasticAgent | None = None
         status = 1
         try:
             meeting = Meeting(self._handler(), is_pending=lambda: agent is not None and agent.is_change_pending)
             duties.start()
-            agent = self._agent(meeting, warden, duties, shutdown_seconds)
+            agent = self._agent(meeting, warden, duties)
             status = self._run(agent, meeting)
         except RendezvousError as error:
             self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
@@ -260,7 +259,7 @@ class _Node:
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)
 
-    def _agent(self, meeting: Meeting, warden: Warden, duties: Duties, shutdown_seconds: float) -> ElasticAgent:
+    def _agent(self, meeting: Meeting, warden: Warden, duties: Duties) -> ElasticAgent:
         launch, folders = self._launch, self._folders
         spec = WorkerSpec(
             role=launch.role,
@@ -288,13 +287,13 @@ class _Node:
                 "ELASTIC_EXT_CONFIG_FILE": str(self._config_file),
                 "ELASTIC_EXT_STAGING_DIR": str(folders.staging),
                 "ELASTIC_EXT_PULSE_DIR": str(folders.pulses),
-                "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(shutdown_seconds, 1.0)),
+                "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(self._shutdown_seconds, 1.0)),
             },
             inherited=self._environ,
             is_python=self._is_python,
             start_method=launch.start_method,
             log_line_prefix_template=launch.log_line_prefix_template,
-            shutdown_seconds=shutdown_seconds,
+            shutdown_seconds=self._shutdown_seconds,
             silence_seconds=beats * beat_seconds + 1.0,
             min_nodes=launch.min_nodes,
         )
@@ -314,7 +313,7 @@ class _Node:
             pid=process.pid,
             start_ticks=process.start_ticks,
             time=time.time(),
-            version=self._version,
+            version=version_of("elastic-ext") or "not installed",
             config_file=str(self._config_file),
             memory_folder=str(folders.memory),
             socket=str(folders.memory / _SOCKET),
@@ -322,8 +321,8 @@ class _Node:
         )
         write_whole(folders.run_dir / AGENT_FILE, record.to_json().encode(), durable=False)
         least, most = launch.min_nodes, launch.max_nodes
-        nodes = f"{least} to {most} nodes" if least != most else "1 node" if most == 1 else f"{most} nodes"
-        workers = f"{launch.nproc_per_node} worker{'s' if launch.nproc_per_node > 1 else ''}"
+        nodes = counted(most, "node") if least == most else f"{least} to {most} nodes"
+        workers = counted(launch.nproc_per_node, "worker")
         self._journal.tell("started", f"job {record.job}: {workers} on this node, {nodes}; node {record.node_id}")
         for name, value in (
             ("settings", ", ".join(self._said) or "all as by default"),

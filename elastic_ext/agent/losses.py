@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_ext.wording import counted
+
 __all__ = ["Begun", "Ended", "begun_in", "cost_in_words"]
 
 _MOST_BYTES = 1 << 16
@@ -39,7 +41,7 @@ def cost_in_words(ended: Ended, begun: Begun, *, now: float) -> str:
     if num_steps == 0:
         lost = "no step is taken again"
     else:
-        lost = f"{num_steps} step{'s' if num_steps > 1 else ''} taken again"
+        lost = f"{counted(num_steps, 'step')} taken again"
         if begun.global_batch_size is not None:
             lost += f" ({num_steps * begun.global_batch_size} samples)"
     return f"training goes on after step {begun.step}: {lost}, and {now - ended.time:.1f} seconds without a step"

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from elastic_ext.wording import counted
+
 from .failures import Failure, first_of, is_consequence
 
 __all__ = ["Counted", "Verdict", "count", "judge"]
@@ -62,4 +64,4 @@ def count(rows: Sequence[Counted], *, num_lost: int) -> int:
 
 
 def _listed(nodes: Collection[str]) -> str:
-    return f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} ({', '.join(sorted(nodes))})"
+    return f"{counted(len(nodes), 'node')} ({', '.join(sorted(nodes))})"

@@ -48,6 +48,8 @@ class Workers(PContext):
         stderr_filters: list[str] | None,
     ) -> None:
         super().__init__(name, entrypoint, args, envs, logs, log_line_prefixes, stdout_filters, stderr_filters)
+        self.patience_seconds = 30.0
+        """How long workers have to end by themselves when they are told to."""
         self._start_method = start_method
         self._numa = numa
         self._contexts: dict[int, PContext] = {}
@@ -118,11 +120,14 @@ class Workers(PContext):
         )
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """End all at once, and then what they have left behind."""
+        """End all at once, in the time that is theirs whatever torch says, and then what they have left behind."""
         if not self._contexts:
             return
         with ThreadPoolExecutor(min(len(self._contexts), _MOST_THREADS), "elastic_ext ending workers") as threads:
-            ends = [threads.submit(context.close, death_sig, timeout) for context in self._contexts.values()]
+            ends = [
+                threads.submit(context.close, death_sig, round(self.patience_seconds))
+                for context in self._contexts.values()
+            ]
         for end in ends:
             end.result()
         end_groups(self._processes.values(), patience_seconds=_LEFT_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from elastic_ext.fsdp.checkpoint.commit import Commit
-from elastic_ext.wording import on_one_line
+from elastic_ext.wording import counted, on_one_line
 
 __all__ = ["age_of", "bytes_of", "layout_of"]
 
@@ -24,5 +24,5 @@ def age_of(commit: Commit, now: float) -> float:
 def layout_of(commit: Commit) -> str:
     """Over how many ranks it is spread, and how, where the run has said so."""
     sharding = commit.about.get("sharding")
-    ranks = f"{commit.num_ranks} rank" + ("s" if commit.num_ranks > 1 else "")
+    ranks = counted(commit.num_ranks, "rank")
     return f"{ranks}, {on_one_line(sharding)}" if isinstance(sharding, str) and sharding != "none" else ranks

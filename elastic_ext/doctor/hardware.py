@@ -43,6 +43,7 @@ __all__ = [
     "model_name",
     "parse_ranges",
     "sizes_of_memory",
+    "version_of",
 ]
 
 _ROOT = Path("/")
@@ -229,15 +230,16 @@ def _versions() -> Versions:
         pass
     return Versions(
         python=".".join(map(str, sys.version_info[:3])),
-        torch=_version("torch"),
+        torch=version_of("torch"),
         torch_cuda=cuda,
         is_torch_cuda_known=is_known,
-        numpy=_version("numpy"),
-        elastic_ext=_version("elastic-ext"),
+        numpy=version_of("numpy"),
+        elastic_ext=version_of("elastic-ext"),
     )
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of what is installed under a name; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
