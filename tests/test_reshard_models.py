@@ -8,11 +8,9 @@ import io
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -376,13 +374,12 @@ def leak_nothing(rank: int, folder: Path, num_changes: int) -> list[tuple[int, .
             step = run.trainer.global_step
             run.train(step + 2, {step + 1: plans[number % 6]} if number else {1: plans[0]})
             if number % 6 == 5:
-                run.trainer.save_checkpoint()
-                until = time.monotonic() + 20
-                held = held_now(run.model)
-                while len(counts) > 1 and any(map(gt, held, counts[1])) and time.monotonic() < until:
-                    time.sleep(0.05)  # a copy may be under way, which ends; what is left behind stays
-                    held = held_now(run.model)
-                counts.append(held)
+                found = []
+                for later in range(3):  # a copy may be under way in one, or be noted for the step that comes
+                    run.trainer.save_checkpoint()
+                    found.append(held_now(run.model))
+                    run.train(step + 3 + later)
+                counts.append(tuple(map(min, zip(*found, strict=True))))
     return counts
 
 
