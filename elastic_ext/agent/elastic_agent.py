@@ -49,6 +49,7 @@ _EXCHANGE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _MOST_MEETINGS = 5
+_PART_SECONDS = 5.0
 _TOLD_TO_END = 143  # the status of a worker that has saved and ended at SIGTERM
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
@@ -89,9 +90,10 @@ class ElasticAgent(LocalElasticAgent):
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank
         self._plan: MembershipPlan | None = None
         self._num_failures = 0
-        self._has_failed = self._is_planned = self._is_finished = False
+        self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
         self._signal: signal.Signals | None = None
         self._stop_by: float | None = None
+        self._left: RoundBoard | None = None  # of the round that others have ended without this node
         self._look_at = 0.0
         self._num_rounds = 0
 
@@ -161,6 +163,9 @@ class ElasticAgent(LocalElasticAgent):
                 self._end_workers(worker_group)
         self._meeting.forget_earlier()
         self._begin_round(board, worker_group.spec, is_finished=is_finished)
+        if earlier is not None and earlier.who_told("leaving"):
+            board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
+            earlier.announce_quietly("begun", True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._is_finished:  # as nodes met all workers came to their end
@@ -183,12 +188,15 @@ class ElasticAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._is_finished:
-            return RunResult(state=WorkerState.SUCCEEDED)
+            values = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
         if self._signal is not None:
             self._leave(self._signal)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             return self._judged(worker_group, result)
+        if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
+            result = RunResult(state=WorkerState.HEALTHY)
         if result.state == WorkerState.HEALTHY and (hang := self._duties.look(self.watched)) is not None:
             return self._hung(hang)
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
@@ -200,12 +208,18 @@ class ElasticAgent(LocalElasticAgent):
                 return RunResult(state=WorkerState.FAILED)
         return result
 
+    def _exit_barrier(self) -> None:
+        """All nodes are finished, as this one has seen. Torch would wait in the store, and for those that are gone."""
+        self._board.part(timeout_seconds=_PART_SECONDS)
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the workers, in the time that there is."""
         seconds = self._launch.shutdown_seconds
         if self._stop_by is not None:
-            seconds = max(self._stop_by - time.monotonic(), 1.0)
+            seconds = max(self._seconds_left(), 1.0)
         super()._shutdown(death_sig, timeout=round(seconds))
+        if self._left is not None:  # the store of the others' new round may be on this node
+            self._wait_until(self._left, "begun", seconds=max(self._seconds_left(), 1.0))
 
     # ---- rounds ----
 
@@ -229,7 +243,7 @@ class ElasticAgent(LocalElasticAgent):
         self._num_failures = self._journal.restart = settled.num_failures
         self._remaining_restarts = spec.max_restarts - settled.num_failures
         self._is_finished = settled.is_finished
-        self._has_failed = self.is_change_pending = False
+        self._has_failed = self.is_change_pending = self._is_waiting = False
         self._tell_plan(settled.plan)
         self._duties.begin_round(
             board,
@@ -333,14 +347,36 @@ class ElasticAgent(LocalElasticAgent):
         if self._board.announced_quietly("any-failed"):
             self._duties.tell_workers({failure.rank: failure.ending for failure in self._everyone([])})
 
-    def _wait_until_met(self, board: RoundBoard) -> None:
-        """Until the others have met without this node, or all leave, or not in time: what ends is saved anyway."""
-        end = time.monotonic() + self._launch.shutdown_seconds / 3
+    def _wait_until(self, board: RoundBoard, name: str, *, seconds: float) -> bool:
+        """Whether the others have announced that of their meeting without this node; not in time, or if all leave."""
+        end = time.monotonic() + seconds
         with contextlib.suppress(BoardGone):
             while time.monotonic() < end and len(board.who_told("leaving")) < board.num_nodes:
-                if board.announced("met-again") is not None:
-                    return
+                if board.announced(name) is not None:
+                    return True
                 time.sleep(_POLL_SECONDS)
+        return False
+
+    def _seconds_left(self) -> float:
+        """Until workers have to have ended."""
+        return 0.0 if self._stop_by is None else self._stop_by - time.monotonic()
+
+    def _are_all_finished(self) -> bool:
+        """Whether the job is done, as all workers of this node have ended well.
+
+        While others work, nodes may have to meet again: a worker of theirs fails, say, and all workers are started.
+        """
+        board = self._board
+        try:
+            if not self._is_waiting:
+                board.tell("finished", True)
+            is_over = board.have_all_told("finished")
+        except BoardGone:
+            return True  # there is nobody left to meet
+        if not is_over and not self._is_waiting:
+            self._is_waiting = True
+            self._journal.tell("waiting", "all workers of this node have ended well; it waits for those of other nodes")
+        return is_over
 
     def _have_succeeded(self) -> bool:
         if self.workers is None:
@@ -370,5 +406,6 @@ class ElasticAgent(LocalElasticAgent):
         if board.num_nodes > 1:
             board.tell_quietly("leaving", self._launch.node_id)
             if self._meeting.leave() and board.num_nodes > self._launch.min_nodes:
-                self._wait_until_met(board)
+                has_met = self._wait_until(board, "met-again", seconds=self._launch.shutdown_seconds / 3)
+                self._left = board if has_met else None
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)

@@ -34,6 +34,7 @@ from elastic_ext.doctor.hardware import NodeHardware
 from elastic_ext.doctor.hardware import look as look_at_machine
 from elastic_ext.doctor.machine import check_node
 from elastic_ext.files import write_whole
+from elastic_ext.fsdp.checkpoint.complete import rows_in
 from elastic_ext.settings import Settings
 
 from .arguments import settings_in_words, with_rendezvous
@@ -156,7 +157,8 @@ class _Node:
             for outcome in persist(self._folders.staging, board, name="end", timeout_seconds=_LAST_EXCHANGE_SECONDS):
                 self._journal.tell_staged(outcome.why, outcome.path)
         except BoardGone as error:
-            self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
+            if rows_in(self._folders.staging):
+                self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
         if board is not None:
             board.part(timeout_seconds=_PART_SECONDS)
 
