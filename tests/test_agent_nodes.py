@@ -236,6 +236,23 @@ def test_where_the_rendezvous_is_lost_the_others_end_and_say_why(tmp_path: Path)
             assert not any(is_alive(worker) for worker in workers.values())
 
 
+@pytest.mark.slow
+def test_a_node_that_is_interrupted_leaves_the_others_to_train_on(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with nodes(cluster.node(0)) as (first,):
+        until(lambda: _listens(cluster.port) or None)
+        with nodes(cluster.node(1)) as (second,):
+            second.wait_for("workers started")
+            cluster.wait_for_steps(3)
+            second.send(signal.SIGINT)
+            assert second.end() == 130
+            until(lambda: plan_of(first).world_size == 1 or None)
+            cluster.wait_for_steps(3)
+            first.send(signal.SIGTERM)
+            assert first.end() == 143
+    cluster.check_samples()
+
+
 ENDS = """
 import os, sys, time
 rank, folder = int(os.environ["RANK"]), sys.argv[1]

@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -39,6 +37,7 @@ from .persisting import persist
 from .records import MEMBERSHIP_FILE, MembershipPlan
 from .rendezvous import Meeting
 from .starting import Launch, environments, workers_of
+from .stop_signals import StopSignals
 from .verdicts import judge
 from .warden import Warden
 from .workers import Workers
@@ -67,6 +66,7 @@ class ElasticAgent(LocalElasticAgent):
         warden: Warden,
         journal: Journal,
         duties: Duties,
+        signals: StopSignals,
     ) -> None:
         super().__init__(
             spec,
@@ -86,12 +86,12 @@ class ElasticAgent(LocalElasticAgent):
         self._warden = warden
         self._journal = journal
         self._duties = duties
+        self._signals = signals
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank
         self._plan: MembershipPlan | None = None
         self._num_failures = 0
         self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
-        self._signal: signal.Signals | None = None
         self._stop_by: float | None = None
         self._left: RoundBoard | None = None  # of the round that others have ended without this node
         self._look_at = 0.0
@@ -118,6 +118,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Stop, meet, start; where all workers are well, meet, stop, start."""
+        self._signals.let_through()
         board = self._board
         board.tell_quietly("meeting", True)
         lost = self._meeting.departed() - board.who_told("meeting", "leaving")
@@ -168,6 +169,7 @@ class ElasticAgent(LocalElasticAgent):
             earlier.announce_quietly("begun", True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._signals.hold()
         if self._is_finished:  # as nodes met all workers came to their end
             return {} if self.workers is None else self.workers.pids()
         envs = environments(self._launch, worker_group, restart_count=self._num_failures)
@@ -178,7 +180,7 @@ class ElasticAgent(LocalElasticAgent):
         self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._num_rounds += 1
         workers.start()
-        self._take_sigterm()
+        self._signals.take()
         self._warden.watch(workers.processes.values())
         ranks = ", ".join(
             f"{worker.global_rank} (pid {workers.pids()[worker.local_rank]})" for worker in worker_group.workers
@@ -190,8 +192,8 @@ class ElasticAgent(LocalElasticAgent):
         if self._is_finished:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        if self._signal is not None:
-            self._leave(self._signal)
+        if self._signals.told is not None:
+            self._leave(self._signals.told)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             return self._judged(worker_group, result)
@@ -213,7 +215,9 @@ class ElasticAgent(LocalElasticAgent):
         self._board.part(timeout_seconds=_PART_SECONDS)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Stop the workers, in the time that there is."""
+        """Stop the workers, in the time that there is, whatever else comes."""
+        self._signals.hold()
+        self._signals.take()
         seconds = self._launch.shutdown_seconds
         if self._stop_by is not None:
             seconds = max(self._seconds_left(), 1.0)
@@ -386,26 +390,16 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- leaving ----
 
-    def _take_sigterm(self) -> None:
-        """Torch's handler raises wherever the agent is; while workers run it is better asked for."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else nobody wants it handled
-            signal.signal(signal.SIGTERM, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None and self._worker_group.state == WorkerState.HEALTHY:
-            self._signal = signal.Signals(number)
-            return
-        raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.Signals(number))
-
     def _leave(self, number: signal.Signals) -> None:
-        """Let the others meet without this node, while its workers still train with theirs; then end these."""
+        """Leave the others. At SIGTERM they meet while workers here still train with theirs; then these are ended."""
+        is_term = number == signal.SIGTERM
         self._stop_by = time.monotonic() + self._launch.shutdown_seconds
-        self._journal.tell("leaving", f"{number.name}: this node leaves the job, with a checkpoint")
+        how = "with a checkpoint" if is_term else "and its workers are sent the same"
+        self._journal.tell("leaving", f"{number.name}: this node leaves the job, {how}")
         board = self._board
         if board.num_nodes > 1:
             board.tell_quietly("leaving", self._launch.node_id)
-            if self._meeting.leave() and board.num_nodes > self._launch.min_nodes:
+            if self._meeting.leave() and is_term and board.num_nodes > self._launch.min_nodes:
                 has_met = self._wait_until(board, "met-again", seconds=self._launch.shutdown_seconds / 3)
                 self._left = board if has_met else None
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)
