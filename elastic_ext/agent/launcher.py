@@ -34,6 +34,7 @@ from elastic_ext.doctor.hardware import NodeHardware, version_of
 from elastic_ext.doctor.hardware import look as look_at_machine
 from elastic_ext.doctor.machine import check_node
 from elastic_ext.files import write_whole
+from elastic_ext.fsdp.checkpoint.complete import rows_in
 from elastic_ext.settings import Settings
 from elastic_ext.wording import counted
 
@@ -55,6 +56,7 @@ from .sampling import NvidiaGpus
 from .starting import Launch
 from .status import status_of
 from .status_files import read_run_directory
+from .stop_signals import StopSignals
 from .tuner import ConfigTuner, ForeignWrite, config_requests
 from .warden import Warden
 
@@ -82,11 +84,13 @@ def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     )
     host = socket.gethostname()
     is_given = bool(environ.get("ELASTIC_EXT_RUN_DIR"))
-    folders = NodeFolders.make(settings.run_dir if is_given else settings.run_dir / "nodes" / host, is_given=is_given)
-    try:
-        return _Node(options, environ, settings, folders, host=host).run()
-    finally:
-        folders.close()
+    run_dir = settings.run_dir if is_given else settings.run_dir / "nodes" / host
+    with StopSignals(options.signals_to_handle) as signals:
+        folders = NodeFolders.make(run_dir, is_given=is_given)
+        try:
+            return _Node(options, environ, settings, folders, signals, host=host).run()
+        finally:
+            folders.close()
 
 
 class _Node:
@@ -98,12 +102,14 @@ class _Node:
         environ: Mapping[str, str],
         settings: Settings,
         folders: NodeFolders,
+        signals: StopSignals,
         *,
         host: str,
     ) -> None:
         self._environ = environ
         self._settings = settings
         self._folders = folders
+        self._signals = signals
         self._host = host
         self._config_file = (
             settings.config_file
@@ -136,13 +142,20 @@ class _Node:
         agent: ElasticAgent | None = None
         status = 1
         try:
+            self._signals.let_through()
             meeting = Meeting(self._handler(), is_pending=lambda: agent is not None and agent.is_change_pending)
             duties.start()
             agent = self._agent(meeting, warden, duties)
             status = self._run(agent, meeting)
         except RendezvousError as error:
             self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
+        except SignalException as error:
+            has_worked = agent is not None and agent.workers is not None
+            what = "has ended its workers" if has_worked else "ends before it has started workers,"
+            self._journal.tell("ended", f"this node {what} after {error.sigval.name}")
+            status = 128 + int(error.sigval)
         finally:
+            self._signals.hold()
             if agent is not None and agent.workers is not None:
                 self._persist(meeting.board if agent.is_over else None)
             duties.end(() if agent is None else agent.watched)
@@ -155,7 +168,8 @@ class _Node:
             for outcome in persist(self._folders.staging, board, name="end", timeout_seconds=_LAST_EXCHANGE_SECONDS):
                 self._journal.tell_staged(outcome.why, outcome.path)
         except BoardGone as error:
-            self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
+            if rows_in(self._folders.staging):
+                self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
         if board is not None:
             board.part(timeout_seconds=_PART_SECONDS)
 
@@ -195,11 +209,12 @@ class _Node:
                 return 0
             self._tell_failed(agent.final_failures)
             return 1
-        except SignalException as error:
+        except SignalException:
             is_over = False  # others may go on without this node
             events.record(agent.get_event_failed(), handler)
-            self._journal.tell("ended", f"this node has ended its workers after {error.sigval.name}")
-            return 128 + int(error.sigval)
+            if meeting.board is None:
+                meeting.leave()
+            raise
         except BaseException:
             events.record(agent.get_event_failed(), handler)
             raise
@@ -298,7 +313,9 @@ class _Node:
             min_nodes=launch.min_nodes,
         )
         assert launch.logs_specs is not None
-        return ElasticAgent(spec, launch.logs_specs, meeting, how, folders, warden, self._journal, duties)
+        return ElasticAgent(
+            spec, launch.logs_specs, meeting, how, folders, warden, self._journal, duties, self._signals
+        )
 
     def _introduce(self) -> None:
         """Say what is started, and where its things are."""
