@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .given import path_given
+from .given import expanded, path_given
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "Settings"]
 
@@ -127,10 +127,7 @@ def _cache(environ: Mapping[str, str]) -> Path:
 
 
 def _absolute(path: Path) -> Path:
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError as error:  # ~name, and there is no such user
-        raise ValueError(f"{path}: {error}; allowed: a path, with ~ for a home folder that exists") from None
+    return expanded(path).absolute()
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

@@ -20,10 +20,12 @@ from pathlib import Path
 
 from elastic_ext.files import is_locked, try_lock
 
-__all__ = ["STAGING", "NodeFolders", "NodeTaken", "is_held", "remove_memory_folder"]
+__all__ = ["NODES", "STAGING", "NodeFolders", "NodeTaken", "is_held", "remove_memory_folder"]
 
 _logger = logging.getLogger(__name__)
 
+NODES = "nodes"
+"""In the folder of a job: the run directories of its agents, by the name of the machine, where nobody gave them one."""
 STAGING = "staging"
 _PULSES = "pulses"
 _LOCK = "agent.lock"

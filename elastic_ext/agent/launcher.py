@@ -42,7 +42,7 @@ from .control import Control
 from .duties import Duties
 from .elastic_agent import ElasticAgent
 from .failures import Failure, first_of, told
-from .folder import NodeFolders
+from .folder import NODES, NodeFolders
 from .hanging import HangLimits
 from .journal import Journal
 from .monitor import Monitor
@@ -81,7 +81,7 @@ def launch(options: argparse.Namespace, environ: Mapping[str, str], *, version: 
     )
     host = socket.gethostname()
     is_given = bool(environ.get("ELASTIC_EXT_RUN_DIR"))
-    folders = NodeFolders.make(settings.run_dir if is_given else settings.run_dir / "nodes" / host, is_given=is_given)
+    folders = NodeFolders.make(settings.run_dir if is_given else settings.run_dir / NODES / host, is_given=is_given)
     try:
         return _Node(options, environ, settings, folders, host=host, version=version).run()
     finally:

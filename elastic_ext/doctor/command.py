@@ -14,6 +14,7 @@ from pathlib import Path
 
 from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
+from elastic_ext.given import expanded
 
 __all__ = ["FINE", "WRONG", "add_doctor"]
 
@@ -104,9 +105,9 @@ def _check(options: argparse.Namespace, terminal: Terminal) -> int:
     from .machine import findings
 
     try:
-        run_dir = options.run_dir.expanduser()
-    except RuntimeError as error:  # ~name, and there is no such user
-        options.refuse(f"--run-dir {options.run_dir}: {error}; allowed: a path, with ~ for a home folder that exists")
+        run_dir = expanded(options.run_dir)
+    except ValueError as error:
+        options.refuse(f"--run-dir {error}")
     hardware = look(options.path, run_dir=run_dir)
     num_nodes = options.nnodes[1] if options.nnodes else 1
     found = findings(hardware, num_nodes=num_nodes)
