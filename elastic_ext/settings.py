@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,13 +113,13 @@ def _launcher_job(environ: Mapping[str, str]) -> str:
 def _script_job(script: str) -> str:
     """A name for a script started by hand: its own, made unique by where it lies."""
     path = Path(script or "interactive").absolute()
-    return f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    return f"{path.stem}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
 
 
 def _as_name(job: str) -> str:
     """``job`` as the name of one folder, whatever it holds; unlike jobs get unlike names."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:80].lstrip(".")
-    return safe if safe == job else f"{safe}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    return safe if safe == job else f"{safe}-{hashlib.sha256(job.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def _cache(environ: Mapping[str, str]) -> Path:

@@ -242,7 +242,8 @@ class ElasticAgent(LocalElasticAgent):
 
     def _tell_plan(self, plan: MembershipPlan) -> None:
         num_nodes, num_ranks, nodes = len(plan.nodes), plan.world_size, [node.node_id for node in plan.nodes]
-        words = f"membership {plan.version}: {num_nodes} node{'s' if num_nodes > 1 else ''}, {num_ranks} ranks: "
+        words = f"membership {plan.version}: {num_nodes} node{'s' if num_nodes > 1 else ''}, "
+        words += f"{num_ranks} rank{'s' if num_ranks > 1 else ''}: "
         self._journal.tell("membership", words + plan.reason, plan=plan.version, nodes=nodes)
         try:
             write_whole(self._folders.run_dir / MEMBERSHIP_FILE, plan.to_json().encode(), durable=False)

@@ -14,7 +14,7 @@ from elastic_ext.given import expanded
 from elastic_ext.settings import Settings
 
 from .contact import agent_in
-from .folder import NODES
+from .folder import NODES, spare_cache
 from .status import NodeStatus, status_of
 from .status_files import is_run_directory, read_run_directory
 from .status_words import line_of, words
@@ -68,21 +68,31 @@ def _folders(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) 
         return _folders_of(job, environ), False
     if environ.get("ELASTIC_EXT_RUN_DIR"):
         return [_checked(expanded(environ["ELASTIC_EXT_RUN_DIR"]))], False
-    folder = Settings.jobs_folder(environ)
-    found = _run_directories(folder)
+    places = _jobs_folders(environ)
+    found = [each for place in places for each in _run_directories(place)]
     if not found:
-        raise ValueError(f"no job has a run directory in {folder}; give one, or set ELASTIC_EXT_RUN_DIR")
+        raise ValueError(f"no job has a run directory in {places[0]}; give one, or set ELASTIC_EXT_RUN_DIR")
     return found, len(found) > 1
+
+
+def _jobs_folders(environ: Mapping[str, str]) -> list[Path]:
+    """Where run directories are by default, and where agents make them that can make none there."""
+    spare = Settings.jobs_folder({"XDG_CACHE_HOME": str(spare_cache())})
+    try:
+        return [Settings.jobs_folder(environ), spare]
+    except ValueError:  # there is no home folder
+        return [spare]
 
 
 def _folders_of(job: str, environ: Mapping[str, str]) -> list[Path]:
     """The run directories of a job on this machine: its own, where no agent runs it, and one per agent."""
-    folder = Settings.run_dir_of(environ, job)
-    found = _of_job(folder)
+    places = _jobs_folders(environ)
+    folders = [Settings.run_dir_of({"XDG_CACHE_HOME": str(place.parent)}, job) for place in places]
+    found = [each for folder in folders for each in _of_job(folder)]
     if not found:
-        jobs = Settings.jobs_folder(environ)
-        known = ", ".join(dict.fromkeys(each.relative_to(jobs).parts[0] for each in _run_directories(jobs)[:10]))
-        raise ValueError(f"job {job!r} has no run directory {folder}; those that are there: {known or 'none'}")
+        there = [each.relative_to(place).parts[0] for place in places for each in _run_directories(place)]
+        known = ", ".join(list(dict.fromkeys(there))[:10]) or "none"
+        raise ValueError(f"job {job!r} has no run directory {folders[0]}; those that are there: {known}")
     return found
 
 
