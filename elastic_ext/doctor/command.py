@@ -138,7 +138,10 @@ def _config(text: str) -> dict[str, str | int]:
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not key or not equals or not value:
             raise argparse.ArgumentTypeError(f"{text[:80]!r} is given; allowed: KEY=VALUE,..., such as join_timeout=60")
-        config[key] = int(value) if value.isascii() and value.isdecimal() else value
+        is_number = value.isascii() and value.isdecimal()
+        if key.endswith("_timeout") and not is_number:
+            raise argparse.ArgumentTypeError(f"{key} is {value[:40]!r}; allowed: seconds, an integer >= 1")
+        config[key] = int(value) if is_number else value
     return config
 
 
