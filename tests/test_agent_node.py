@@ -94,7 +94,7 @@ def test_however_often_it_is_told_to_end_no_worker_is_left(tmp_path: Path) -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_node_that_is_told_to_end_while_it_waits_for_others_says_so(tmp_path: Path, number: signal.Signals) -> None:
     endpoint = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
-    with nodes(Node(tmp_path / "node", ["--nnodes=2", *endpoint, "script.py"])) as (node,):
+    with nodes(Node(tmp_path / "node", ["--nnodes=2", *endpoint, __file__])) as (node,):
         node.wait_for("  logs ")
         memory = Path(node.record().memory_folder)
         assert memory.exists()

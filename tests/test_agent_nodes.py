@@ -379,7 +379,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{other.getsockname()[1]}",
             "--rdzv-id=j",
-            "x.py",
+            __file__,
         ]
         with nodes(Node(tmp_path / "node", ["--rdzv-conf=read_timeout=1", *arguments])) as (node,):
             assert node.end() == 1
