@@ -25,6 +25,8 @@ from .growing import Growing
 from .guarding import Guarding, GuardMode
 from .model_report import profile_of
 from .parallelism import Parallelism, values_of
+from .profile.phases import Phase
+from .profile.recording import record
 from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
 from .scaling import BatchRule
@@ -105,6 +107,15 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     assert settings is not None
     gradients.optimizers = list(parts.optimizers)
     ranks, registered, state = follower.ranks, setup.registered, setup.state
+    recorder = None
+    if follower.settings.enabled and follower.settings.profiles:
+        recorder = record(
+            follower,
+            setup.model,
+            [each.inner for each in parts.optimizers],
+            batches.loader,
+            progress=lambda: (setup.counts.global_step, setup.counts.num_samples),
+        )
     memory = DeviceMemory(next((part.device for part in setup.model.parameters()), torch.device("cpu")))
     guarding = Guarding(
         setup.guard if follower.settings.enabled else "never",
@@ -156,6 +167,10 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         startup=startup,
         rule=setup.rule,
         shows_progress=setup.shows_progress,
+        recorder=recorder,
+    )
+    pass_boundary = (
+        session.pass_boundary if recorder is None else recorder.timed(Phase.AGREEMENT, session.pass_boundary)
     )
     kind_of_steps = PulsingSteps if follower.pulse.is_seen else Steps
     steps = kind_of_steps(
@@ -171,7 +186,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         guarding,
         shares_always=setup.shares_always,
         counts=setup.counts,
-        pass_boundary=session.pass_boundary,
+        pass_boundary=pass_boundary,
         meet=follower.retry,
         tells=ranks.rank == 0,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .appliers import Applied
 from .config import ElasticConfig
-from .metrics import JobEvent, Measures, ModelProfile, RankMetrics
+from .metrics import JobEvent, Measures, ModelProfile, RankMetrics, StepWindow
 from .rundir import RunDirectory
 from .settings import Settings
 
@@ -62,6 +62,15 @@ class Reports:
         """What is trained."""
         if self._directory is not None:
             self._directory.write_model(profile)
+
+    def profiled_until(self) -> float:
+        """The end of the last window of this rank that was written, in seconds since 1970; 0 where there is none."""
+        return 0.0 if self._directory is None else self._directory.profiled_until()
+
+    def add_window(self, window: StepWindow) -> None:
+        """Where this rank's time went."""
+        if self._directory is not None:
+            self._directory.add_window(window)
 
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
         """The metrics, as of now."""

@@ -4,6 +4,7 @@
       config.json              what training should be doing; one writer: a person, or the agent where there is one
       metrics-<rank>.json      what a rank is doing; one writer: that rank
       model-<rank>.json        what a rank trains; one writer: that rank
+      profile-<rank>.jsonl     where a rank's time went, a line for each second or more; one writer: that rank
       events-<rank>.jsonl      what happened to a rank, a line each; one writer: that rank
 
 Each record carries the restart generation, so that a reader can tell yesterday's files from today's. Training never
@@ -13,14 +14,17 @@ depends on these files: a write that fails is one warning.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from .files import append_line, write_whole
-from .metrics import JobEvent, ModelProfile, RankMetrics
+from .metrics import JobEvent, ModelProfile, RankMetrics, StepWindow
 
 __all__ = ["RunDirectory"]
 
 _logger = logging.getLogger(__name__)
+
+_MOST_WINDOW_BYTES = 1 << 13
 
 
 class RunDirectory:
@@ -31,6 +35,7 @@ class RunDirectory:
         self.metrics_file = path / f"metrics-{rank}.json"
         self.model_file = path / f"model-{rank}.json"
         self.events_file = path / f"events-{rank}.jsonl"
+        self.profile_file = path / f"profile-{rank}.jsonl"
         self._warned = False
 
     def prepare(self) -> None:
@@ -51,6 +56,23 @@ class RunDirectory:
         """Replace what is said of this rank's model."""
         try:
             write_whole(self.model_file, profile.to_json().encode(), durable=False)
+        except OSError as error:
+            self._warn(error)
+
+    def profiled_until(self) -> float:
+        """The end of the last window in this rank's profile; 0 where there is none that can be read."""
+        try:
+            with open(self.profile_file, "rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - _MOST_WINDOW_BYTES, 0))
+                last = file.read().decode().rstrip().rpartition("\n")[2]
+            return StepWindow.from_json(last).end
+        except (OSError, ValueError):
+            return 0.0
+
+    def add_window(self, window: StepWindow) -> None:
+        """Add one line to this rank's profile."""
+        try:
+            append_line(self.profile_file, window.to_json())
         except OSError as error:
             self._warn(error)
 

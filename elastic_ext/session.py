@@ -26,6 +26,7 @@ from .guarding import Guarding
 from .metrics import Measures
 from .optimizer_state import can_materialise, materialise
 from .parallelism import Parallelism, ReshardReport
+from .profile.recorder import Recorder
 from .progress import Progress
 from .rates import OptimizerSettings
 from .same_loading import SameLoading
@@ -58,6 +59,7 @@ class Session:
         startup: Mapping[str, object],
         rule: BatchRule,
         shows_progress: bool | None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.follower = follower
         self.steps: Steps
@@ -75,6 +77,7 @@ class Session:
         self._parallelism = parallelism
         self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
+        self._recorder = recorder
         self._startup = ElasticConfig.from_values(startup)
         self._rule: BatchRule = rule
         shows = sys.stderr.isatty() if shows_progress is None else shows_progress
@@ -236,6 +239,8 @@ class Session:
         if self._is_in_epoch:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
         self._is_in_epoch = True
+        if self._recorder is not None:
+            self._recorder.begin_epoch()
         self.reset()
         self._loading.compare_orders()
         self._loading.compare_batches(self._gradients.sharing.num_ranks)
@@ -245,6 +250,8 @@ class Session:
     def end_epoch(self, error: BaseException | None) -> None:
         """Come to the end of an epoch with all ranks; an exception is told to them instead."""
         self._is_in_epoch = False
+        if self._recorder is not None:
+            self._recorder.end_epoch()
         self._progress.end()
         if error is not None:
             self._counts.is_in_epoch = False

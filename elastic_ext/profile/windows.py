@@ -1,0 +1,169 @@
+"""Windows: the steps of a rank summed up over a second or more, for files that people and programs read.
+
+A window ends once it is as long as the run's age asks for, and where another config comes into force: so their number
+grows slowly, and what a change has brought is seen at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy
+
+from elastic_ext.metrics import StepWindow
+
+from .phases import IN_STEPS, Phase
+from .timeline import Timeline
+
+__all__ = ["Held", "Standing", "Windows", "window_seconds"]
+
+_LEAST_SECONDS, _MOST_SECONDS = 1.0, 60.0
+_PART_OF_AGE = 1 / 1000
+_YOUNG_SECONDS = 30.0  # after a change, windows are short again
+_QUANTILES = (0.1, 0.5, 0.9, 1.0)
+_LABELS = tuple(phase.label for phase in Phase)
+
+
+class Standing(NamedTuple):
+    """How far training is, as a window ends."""
+
+    step: int
+    num_samples: int
+    """Of all ranks, since the process began."""
+    config_version: int
+    config_revision: int
+
+
+class Held(Protocol):
+    """What is held of memory, as held.py tells it."""
+
+    @property
+    def process(self) -> int: ...
+    @property
+    def accelerator(self) -> int | None: ...
+    @property
+    def accelerator_peak(self) -> int | None: ...
+
+
+class Windows:
+    """One rank's. ``keep`` is called with each window that has ended."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        *,
+        rank: int,
+        world_size: int,
+        restart: int,
+        begin: float,
+        memory: Callable[[], Held],
+        keep: Callable[[StepWindow], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``begin`` is when the time that ``timeline`` holds already began, in seconds since 1970."""
+        self._timeline = timeline
+        self._rank, self._world_size, self._restart = rank, world_size, restart
+        self._begin = begin
+        self._memory = memory
+        self._keep = keep
+        self._clock = clock
+        self._first = self._young_since = self._opened = clock()
+        self._due = self._opened + _LEAST_SECONDS
+        self._wall, self._processor = [0] * len(Phase), [0] * len(Phase)
+        self._steps: list[list[int]] = []  # of those that were looked at one by one: nanoseconds by phase
+        self._num_steps = self._num_samples = 0
+        self._counts = 0, 0
+        self._config = 0, 0  # that was in force as the window began
+
+    @property
+    def num_steps(self) -> int:
+        """Of the window that is open."""
+        return self._num_steps
+
+    def end_step(self, *, is_detailed: bool) -> bool:
+        """A step has ended; whether it is time to end the window."""
+        self._num_steps += 1
+        if is_detailed:
+            self._steps.append(self.gather())
+        return self._clock() >= self._due
+
+    def gather(self) -> list[int]:
+        """Take up what was spent so far; gives nanoseconds by phase since the last call."""
+        wall, processor = self._timeline.take()
+        for phase, nanoseconds in enumerate(wall):
+            if nanoseconds:
+                self._wall[phase] += nanoseconds
+                self._processor[phase] += processor[phase]
+        return wall
+
+    def count(self, num_tokens: int, num_bytes: int) -> None:
+        """What the model was given in the steps of this window that were looked at one by one."""
+        self._counts = self._counts[0] + num_tokens, self._counts[1] + num_bytes
+
+    def close(self, standing: Standing) -> StepWindow:
+        """End the window that is open, and begin the next."""
+        self.gather()
+        memory = self._memory()
+        typical, step_seconds = _of_steps(self._steps)
+        seconds = _named(self._wall, 1e-9)
+        end = self._begin + sum(seconds.values())
+        window = StepWindow(
+            begin=self._begin,
+            end=end,
+            rank=self._rank,
+            world_size=self._world_size,
+            restart=self._restart,
+            step=standing.step,
+            num_steps=self._num_steps,
+            config_version=self._config[0],
+            config_revision=self._config[1],
+            seconds=seconds,
+            processor_seconds=_named(self._processor, 1e-9),
+            typical=typical,
+            step_seconds=step_seconds,
+            num_samples=standing.num_samples - self._num_samples,
+            num_tokens=self._counts[0],
+            num_bytes=self._counts[1],
+            num_detailed=len(self._steps),
+            memory_bytes=memory.process,
+            accelerator_bytes=memory.accelerator,
+            accelerator_peak_bytes=memory.accelerator_peak,
+        )
+        self._begin, self._num_samples = end, standing.num_samples
+        self._config = standing.config_version, standing.config_revision
+        self._wall, self._processor = [0] * len(Phase), [0] * len(Phase)
+        self._steps, self._counts, self._num_steps = [], (0, 0), 0
+        now = self._opened = self._clock()
+        self._due = now + window_seconds(now - self._first, now - self._young_since)
+        self._keep(window)
+        return window
+
+    def expect_change(self) -> None:
+        """What comes may be unlike what was: windows are short for a while."""
+        self._young_since = self._clock()
+        self._due = min(self._due, self._opened + _LEAST_SECONDS)
+
+
+def window_seconds(age: float, since_change: float) -> float:
+    """How long a window is ``age`` seconds after the first, and ``since_change`` seconds after something changed."""
+    if since_change < _YOUNG_SECONDS:
+        return _LEAST_SECONDS
+    return min(max(age * _PART_OF_AGE, _LEAST_SECONDS), _MOST_SECONDS)
+
+
+def _named(nanoseconds: list[int], factor: float) -> dict[str, float]:
+    """By name of the phase, those in which any time was spent."""
+    return {label: round(spent * factor, 9) for label, spent in zip(_LABELS, nanoseconds, strict=True) if spent}
+
+
+def _of_steps(steps: list[list[int]]) -> tuple[dict[str, float], tuple[float, ...]]:
+    """What a step in the middle takes, by phase; and what steps take that nothing out of the ordinary befalls."""
+    if not steps:
+        return {}, ()
+    table = numpy.array(steps, dtype=numpy.int64)
+    lengths = table[:, list(IN_STEPS)].sum(axis=1)
+    quantiles = numpy.quantile(lengths, _QUANTILES, method="lower")
+    middle = numpy.median(table, axis=0)
+    return _named([int(each) for each in middle], 1e-9), tuple(float(each) * 1e-9 for each in quantiles)
