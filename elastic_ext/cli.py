@@ -45,7 +45,8 @@ from .ckpt.taking import path_of
 from .ckpt.terminal import Terminal
 from .config import ElasticConfig
 from .doctor.command import add_doctor
-from .errors import ConfigError, Refusal
+from .errors import ConfigError, Refusal, in_words
+from .given import expanded
 from .history import ConfigHistory, Entry
 from .keys import KEYS
 from .strict_json import read_value, shown
@@ -62,8 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:  # what comes next is for the launcher, and for the script
         return int(importlib.import_module(f".{_LAUNCHER}", __package__).main(given[1:]))
+    if sys.stdout is None:  # it was closed before this began
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 until the process ends
     options = _parser().parse_args(given)
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except OSError as error:  # commands tell of all that they read and write, so that it is the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail at the exit
+        if isinstance(error, BrokenPipeError):  # whoever reads has seen enough
+            return _BROKEN_PIPE
+        print(f"elastic-ext: the output cannot be written: {in_words(error)}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -89,13 +100,7 @@ def _run_config(options: argparse.Namespace) -> int:
 
 
 def _run_status(options: argparse.Namespace) -> int:
-    try:
-        status = run_status(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
-    return status
+    return run_status(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
 
 
 def parse_assignment(text: str) -> tuple[str, object]:
@@ -144,10 +149,17 @@ def _file(given: Path | None, environ: Mapping[str, str]) -> Path:
     if given is not None:
         return given
     if environ.get("ELASTIC_EXT_CONFIG_FILE"):
-        return Path(environ["ELASTIC_EXT_CONFIG_FILE"]).expanduser()
+        return _path_in(environ, "ELASTIC_EXT_CONFIG_FILE")
     if environ.get("ELASTIC_EXT_RUN_DIR"):
-        return Path(environ["ELASTIC_EXT_RUN_DIR"]).expanduser() / "config.json"
+        return _path_in(environ, "ELASTIC_EXT_RUN_DIR") / "config.json"
     raise _refused("no config file is named", "--file FILE, or ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR set")
+
+
+def _path_in(environ: Mapping[str, str], name: str) -> Path:
+    try:
+        return expanded(environ[name])
+    except ValueError:
+        raise _refused(f"{name} is {shown(environ[name])}", "a path, with ~ for a home folder that exists") from None
 
 
 def _show(history: ConfigHistory, options: argparse.Namespace) -> str:
@@ -204,7 +216,7 @@ def _writer(history: ConfigHistory, options: argparse.Namespace) -> ConfigHistor
         return history
     folders = [history.path.parent]
     if os.environ.get("ELASTIC_EXT_RUN_DIR"):
-        folders.append(Path(os.environ["ELASTIC_EXT_RUN_DIR"]).expanduser())
+        folders.append(_path_in(os.environ, "ELASTIC_EXT_RUN_DIR"))
     agent = living_agent_of(history.path, folders, host=socket.gethostname())
     return history if agent is None else AgentsConfig(agent)
 

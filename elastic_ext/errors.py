@@ -196,6 +196,6 @@ def in_words(error: BaseException) -> str:
     """What a person is told of an error that happened elsewhere."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
-    if isinstance(error, (CheckpointError, ValueError, TypeError)):
+    if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)):
         return str(error) or type(error).__name__
     return f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["as_list", "check_choice", "check_flag", "path_given"]
+__all__ = ["as_list", "check_choice", "check_flag", "expanded", "path_given"]
 
 _EMPTY = "is '', as where a variable is not set; allowed: a path, and '.' for the current folder"
 
@@ -36,3 +36,11 @@ def path_given(name: str, value: object) -> Path:
     if value == "":
         raise ValueError(f"{name} {_EMPTY}")
     return Path(value)
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with a ``~`` at its beginning replaced; ValueError where there is no such home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~name, and there is no such user
+        raise ValueError(f"{path}: {error}; allowed: a path, with ~ for a home folder that exists") from None

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from .agent.arguments import parse
-from .agent.folder import NodeTaken
 from .agent.launcher import launch
+from .agent.refusals import Refused
 
 __all__ = ["main"]
 
@@ -25,7 +25,10 @@ _SAID_HERE = ("failed (exitcode", "Sending process %s closing")  # ... with the 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this node's part of a job."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments, os.environ)
+    except ValueError as error:
+        return _refuse(error)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("elastic-run %(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger(__package__)
@@ -36,9 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle  # torch takes it from there
     try:
         return launch(options, dict(os.environ))
-    except (NodeTaken, ValueError, AssertionError) as error:  # torch asserts what was given
-        print(f"elastic-run: refused: {error}", file=sys.stderr)
-        return 2
+    except Refused as error:
+        return _refuse(error)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"elastic-run: refused: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

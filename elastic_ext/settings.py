@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .given import path_given
+from .given import expanded, path_given
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "Settings"]
 
@@ -117,13 +118,13 @@ def _launcher_job(environ: Mapping[str, str]) -> str:
 def _script_job(script: str) -> str:
     """A name for a script started by hand: its own, made unique by where it lies."""
     path = Path(script or "interactive").absolute()
-    return f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    return f"{path.stem}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
 
 
 def _as_name(job: str) -> str:
     """``job`` as the name of one folder, whatever it holds; unlike jobs get unlike names."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:80].lstrip(".")
-    return safe if safe == job else f"{safe}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    return safe if safe == job else f"{safe}-{hashlib.sha256(job.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def _cache(environ: Mapping[str, str]) -> Path:
@@ -132,10 +133,7 @@ def _cache(environ: Mapping[str, str]) -> Path:
 
 
 def _absolute(path: Path) -> Path:
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError as error:  # ~name, and there is no such user
-        raise ValueError(f"{path}: {error}; allowed: a path, with ~ for a home folder that exists") from None
+    return expanded(path).absolute()
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:

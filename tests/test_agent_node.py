@@ -18,7 +18,7 @@ from elastic_ext.agent.processes import is_alive
 from elastic_ext.doctor.hardware_records import NodeHardware
 from elastic_ext.doctor.machine import check_node
 from tests.elastic_job import NUM_SAMPLES
-from tests.nodes import Node, last_step, nodes, samples_of_steps, until
+from tests.nodes import Node, free_port, last_step, nodes, samples_of_steps, until
 
 JOB = ("-m", "tests.elastic_job")
 
@@ -62,6 +62,46 @@ def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
         node.send(signal.SIGTERM)
         assert node.end() == 143
     assert list((tmp_path / "checkpoints").rglob("COMMIT"))
+
+
+DEAF = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(f"{sys.argv[1]}/deaf-{os.environ['RANK']}", "w").close()
+while True:
+    signal.pause()
+"""
+
+
+def test_however_often_it_is_told_to_end_no_worker_is_left(tmp_path: Path) -> None:
+    script = tmp_path / "deaf.py"
+    script.write_text(DEAF)
+    launch = ("--standalone", "--nproc-per-node=2", "--shutdown-timeout=2")
+    with nodes(Node(tmp_path / "node", [*launch, str(script), str(tmp_path)])) as (node,):
+        until(lambda: len(list(tmp_path.glob("deaf-*"))) == 2 or None)
+        workers = node.workers()
+
+        def ends() -> bool | None:
+            node.send(signal.SIGTERM)
+            return node.process.poll() is not None or None
+
+        until(ends)
+        assert node.end() in (143, -signal.SIGTERM)  # the last may have come when Python itself was about to end
+        assert "this node has ended its workers after SIGTERM" in node.text
+        assert len(workers) == 2 and not any(is_alive(worker) for worker in workers.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_node_that_is_told_to_end_while_it_waits_for_others_says_so(tmp_path: Path, number: signal.Signals) -> None:
+    endpoint = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
+    with nodes(Node(tmp_path / "node", ["--nnodes=2", *endpoint, __file__])) as (node,):
+        node.wait_for("  logs ")
+        memory = Path(node.record().memory_folder)
+        assert memory.exists()
+        node.send(number)
+        assert node.end() == 128 + number, node.text
+        assert not memory.exists()
+    assert f"before it has started workers, after {number.name}" in node.text and "Traceback" not in node.text
 
 
 def test_what_was_staged_on_all_ranks_is_a_checkpoint_before_they_are_restarted(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -236,6 +237,91 @@ def test_where_the_rendezvous_is_lost_the_others_end_and_say_why(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_node_that_is_interrupted_leaves_the_others_to_train_on(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with nodes(cluster.node(0)) as (first,):
+        until(lambda: _listens(cluster.port) or None)
+        with nodes(cluster.node(1)) as (second,):
+            second.wait_for("workers started")
+            cluster.wait_for_steps(3)
+            second.send(signal.SIGINT)
+            assert second.end() == 130
+            until(lambda: plan_of(first).world_size == 1 or None)
+            cluster.wait_for_steps(3)
+            first.send(signal.SIGTERM)
+            assert first.end() == 143
+    cluster.check_samples()
+
+
+ENDS = """
+import os, sys, time
+rank, folder = int(os.environ["RANK"]), sys.argv[1]
+is_again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+if rank == 1 and not is_again:
+    while not os.path.exists(f"{folder}/fail"):
+        if os.path.exists(f"{folder}/end"):
+            sys.exit(0)
+        time.sleep(0.02)
+    raise ValueError("too late")
+"""
+
+
+def ending(cluster: Cluster) -> list[Node]:
+    """Two nodes, of which one ends at once, and the other as the test says."""
+    script = cluster.folder / "ends.py"
+    script.write_text(ENDS)
+    arguments = [*cluster.launch, str(script), str(cluster.folder)]
+    return [Node(cluster.folder / f"node-{number}", arguments) for number in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_node_that_is_done_hears_of_failures_on_others(tmp_path: Path, max_restarts: int) -> None:
+    with nodes(*ending(Cluster(tmp_path, nnodes="2", max_restarts=max_restarts))) as made:
+        until(lambda: any("it waits for those of other nodes" in node.text for node in made) or None)
+        (tmp_path / "fail").touch()
+        status = 1 - max_restarts
+        assert [node.end() for node in made] == [status, status], made[0].text + made[1].text
+    for node in made:
+        assert node.kinds().count("workers-started") == 1 + max_restarts
+        assert max_restarts or "ValueError: too late" in node.text  # on both of them
+
+
+@pytest.mark.slow
+def test_a_node_that_is_done_is_not_taken_for_lost_however_long_the_others_work(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nnodes="2", max_restarts=3)
+    with nodes(*ending(cluster)) as made:
+        until(lambda: any("it waits for those of other nodes" in node.text for node in made) or None)
+        (done,) = [node for node in made if "it waits" in node.text]
+        silence = time.monotonic() + 8  # torch's rendezvous has nodes lost after 4
+        until(lambda: time.monotonic() > silence or None)
+        assert done.process.poll() is None
+        (tmp_path / "end").touch()
+        assert [node.end() for node in made] == [0, 0], made[0].text + made[1].text
+    assert [node.kinds().count("workers-started") for node in made] == [1, 1]
+
+
+@pytest.mark.slow
+def test_the_first_node_leaves_with_the_rendezvous_and_the_others_train_on(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nnodes="1:2")
+    with nodes(cluster.node(0)) as (first,):
+        until(lambda: _listens(cluster.port) or None)
+        with nodes(cluster.node(1)) as (second,):
+            second.wait_for("workers started")
+            cluster.wait_for_steps(3)
+            first.send(signal.SIGTERM)
+            assert first.end() == 143
+            second.wait_for("the rendezvous does not answer any more")
+            cluster.wait_for_steps(3)
+            num_lines = len(second.lines)
+            cluster.wait_for_steps(100)
+            second.send(signal.SIGTERM)
+            assert second.end() == 143
+    assert len(second.lines) - num_lines < 20, second.text  # torch prints a stack each time it finds it gone
+    cluster.check_samples()
+
+
+@pytest.mark.slow
 def test_workers_of_which_one_is_stopped_go_on_once_it_is_continued(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, nnodes="2")
     with nodes(cluster.node(0), cluster.node(1)) as (first, second):
@@ -293,7 +379,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{other.getsockname()[1]}",
             "--rdzv-id=j",
-            "x.py",
+            __file__,
         ]
         with nodes(Node(tmp_path / "node", ["--rdzv-conf=read_timeout=1", *arguments])) as (node,):
             assert node.end() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -35,9 +36,27 @@ def test_the_script_finds_its_path_as_it_was(path: str | None, tmp_path: Path) -
     assert lines[3] == f"{path} excepthook"
 
 
+def test_a_path_that_is_empty_does_not_become_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text("")
+    script = tmp_path / "sub" / "script.py"
+    script.parent.mkdir()
+    script.write_text("import importlib.util; print(importlib.util.find_spec('planted'))")
+    environ = with_start(os.environ, "", os.getpid())
+    done = subprocess.run([sys.executable, script], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "None\n"
+
+
 def test_a_process_that_is_no_worker_is_left_alone(tmp_path: Path) -> None:
     lines = output_of(None, agent_pid=1, TORCHELASTIC_ERROR_FILE=str(tmp_path / "e"))
     assert lines[1] == "True"
+
+
+def test_an_exception_that_cannot_be_told_is_named_all_the_same(tmp_path: Path) -> None:
+    script = "class Odd(Exception):\n  def __str__(self): raise RuntimeError\nraise Odd"
+    environ = with_start({**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "e")}, None, os.getpid())
+    subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True)
+    told = json.loads((tmp_path / "e").read_text())["message"]
+    assert told["message"].startswith("Odd: ") and "line 3" in told["extraInfo"]["py_callstack"]
 
 
 def test_a_sitecustomize_of_the_machines_own_is_run(tmp_path: Path) -> None:

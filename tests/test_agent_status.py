@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -396,8 +397,10 @@ def a_process() -> Iterator[Process]:
         child.wait(END_SECONDS)
 
 
-def write_all(folder: Path, process: Process, *, job: str = "j", since: float = 100.0) -> None:
-    now, host = time.time(), socket.gethostname()
+def write_all(
+    folder: Path, process: Process, *, job: str = "j", since: float = 100.0, host: str = socket.gethostname()
+) -> None:
+    now = time.time()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"version": 3}')
     agent = replace(
@@ -520,6 +523,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where run directories are by default in these tests."""
     monkeypatch.delenv("ELASTIC_EXT_RUN_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / "cache" / "elastic_ext"
 
 
@@ -549,11 +553,14 @@ def test_a_job_is_found_by_its_name_with_all_its_agents_on_this_machine(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with a_process() as process:
-        for name, job in (("j", "j"), ("j-2", "j"), ("j-3", "j-3"), ("other", "other")):
+        here = socket.gethostname()
+        for name, job in ((f"j/nodes/{here}-2", "j"), (f"j/nodes/{here}", "j"), ("j-3", "j-3"), ("other", "other")):
             write_all(cache / name, process, job=job)
+        write_all(cache / "j" / "nodes" / "elsewhere", process, job="j", host="elsewhere")
         status, found = status_json(capsys, "--job", "j")
-        assert status == 0 and [Path(each["run_dir"]).name for each in found] == ["j", "j-2"]
+        assert status == 0 and {Path(each["run_dir"]).name for each in found} == {here, f"{here}-2"}
         assert status_json(capsys, "--job", "j-3")[1][0]["job"] == "j-3"
+        assert {each["job"] for each in status_json(capsys)[1]} == {"j", "j-3", "other"}
         assert main(["status", "--job", "k"]) == 2
         assert "job 'k' has no run directory" in (err := capsys.readouterr().err) and "other" in err
 
@@ -589,10 +596,26 @@ def test_what_is_no_run_directory_is_refused(tmp_path: Path, what: str, capsys: 
     assert out == "" and err.startswith(f"elastic-ext: {path} ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["a", "--job", "b"], ["--what"], ["a", "b"], [""]])
+@pytest.mark.parametrize("arguments", [["a", "--job", "b"], ["--what"], ["a", "b"], [""], ["~nobody-is-called-so/x"]])
 def test_arguments_that_make_no_sense_exit_2_with_the_usage(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["status", *arguments])
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["status", "--json"], ["config", "history"], ["doctor"]])
+def test_an_output_that_cannot_be_written_is_said_and_one_that_is_closed_is_none(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    write_all(tmp_path, this_process())
+    command = [sys.executable, "-m", "elastic_ext.cli", *arguments]
+    environ = {**os.environ, "ELASTIC_EXT_RUN_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "elastic-ext: the output cannot be written: No space left on device\n"
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(shell, env=environ, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode in (0, 1) and done.stderr == ""
 
 
 def test_whoever_reads_may_stop_and_nothing_heavy_is_imported(cache: Path) -> None:

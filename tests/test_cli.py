@@ -305,6 +305,14 @@ def test_the_file_comes_from_the_argument_then_the_environment(
     found = {path.name: json.loads(path.read_bytes())["user"]["x"] for path in tmp_path.rglob("*.json")}
     assert found == {"config.json": 1, "file.json": 2, "given.json": 3}
     assert (tmp_path / "run" / "config.json").is_file()
+    capsys.readouterr()
+    for name in ("ELASTIC_EXT_CONFIG_FILE", "ELASTIC_EXT_RUN_DIR"):
+        monkeypatch.delenv("ELASTIC_EXT_CONFIG_FILE")
+        monkeypatch.setenv(name, "~nobody-is-called-so/x")
+        assert main(["config", "show"]) == 2
+        assert f'{name} is "~nobody-is-called-so/x"; allowed: a path' in capsys.readouterr().err
+    assert main(["status"]) == 2
+    assert "elastic-ext: ~nobody-is-called-so/x" in capsys.readouterr().err
 
 
 # ---- processes ----

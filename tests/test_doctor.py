@@ -278,7 +278,13 @@ def test_the_command_says_what_it_found_and_whether_something_is_wrong(
     assert status == int(any(one["severity"] in ("warning", "error") for one in told))
 
     assert main(["doctor", "--run-dir", str(tmp_path)]) in (0, 1)
-    assert "CPU cores" in capsys.readouterr().out
+    assert "CPU core" in capsys.readouterr().out
+
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", "--run-dir", str(tmp_path / "file")]) == 1
+    assert "file (run directory) cannot be written to" in capsys.readouterr().out
+    main(["doctor", "--run-dir", str(tmp_path), "--path", str(tmp_path / "file" / "below")])
+    assert "below cannot be written to" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -291,6 +297,10 @@ def test_the_command_says_what_it_found_and_whether_something_is_wrong(
         (["--rdzv-endpoint", "127.0.0.1:1", "--nnodes", "0"], "'0' is given"),
         (["--rdzv-endpoint", "127.0.0.1:1", "--nnodes", "2", "--rdzv-conf", "a"], "'a' is given; allowed: KEY=VALUE"),
         (["--rdzv-endpoint", "127.0.0.1:1", "--nnodes", "2", "--silence", "0"], "'0' is given; allowed: seconds"),
+        (
+            ["--rdzv-endpoint", "127.0.0.1:1", "--nnodes", "2", "--rdzv-conf", "join_timeout=soon"],
+            "join_timeout is 'soon'; allowed: seconds",
+        ),
         (["--path", ""], "it is ''"),
     ],
 )

@@ -8,9 +8,11 @@ import io
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +342,22 @@ def test_steps_after_a_change_make_the_collectives_of_the_plan_written_by_hand(r
 # --- nothing is left --------------------------------------------------------------------------------------------------
 
 
+def held_now(model: nn.Module) -> tuple[int, ...]:
+    gc.collect()
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in gc.get_objects()
+        if type(each) in (torch.Tensor, nn.Parameter) and each.is_floating_point() and not each.is_sparse
+    }  # and not bytes: random states that are noted for a checkpoint, or what was staged, come and go
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        len(dist.distributed_c10d._world.pg_map),
+        sum(storages.values()),
+        sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for part in model.modules()),
+    )
+
+
 def leak_nothing(rank: int, folder: Path, num_changes: int) -> list[tuple[int, ...]]:
     run = Retraining(
         rank,
@@ -358,27 +376,16 @@ def leak_nothing(rank: int, folder: Path, num_changes: int) -> list[tuple[int, .
             step = run.trainer.global_step
             run.train(step + 2, {step + 1: plans[number % 6]} if number else {1: plans[0]})
             if number % 6 == 5:
-                run.trainer.save_checkpoint()
-                gc.collect()
-                storages = {
-                    each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-                    for each in gc.get_objects()
-                    if type(each) in (torch.Tensor, nn.Parameter) and each.device.type == "cpu" and not each.is_sparse
-                }
-                counts.append(
-                    (
-                        threading.active_count(),
-                        len(os.listdir("/proc/self/fd")),
-                        len(dist.distributed_c10d._world.pg_map),
-                        sum(storages.values()),
-                        sum(len(part._forward_pre_hooks) + len(part._forward_hooks) for part in run.model.modules()),
-                    )
-                )
+                until = time.monotonic() + 20
+                held = held_now(run.model)
+                while len(counts) > 1 and any(map(gt, held, counts[1])) and time.monotonic() < until:
+                    time.sleep(0.05)  # a copy may be under way, which ends; what is left behind stays
+                    held = held_now(run.model)
+                counts.append(held)
     return counts
 
 
 @pytest.mark.parametrize("num_changes", [18, pytest.param(120, marks=pytest.mark.slow)])
 def test_many_changes_in_one_training_leave_nothing_behind(ranks: RankPool, tmp_path: Path, num_changes: int) -> None:
     for counts in ranks.run(2, leak_nothing, tmp_path, num_changes, deadline_seconds=300):
-        in_the_end = map(min, zip(*counts[-max(1, len(counts) // 4) :], strict=True))  # a copy may be under way in one
-        assert all(last <= first for last, first in zip(in_the_end, counts[1], strict=True)), counts
+        assert all(last <= first for last, first in zip(counts[-1], counts[1], strict=True)), counts

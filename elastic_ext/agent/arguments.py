@@ -17,6 +17,10 @@ _PREFIX = "PET_"  # torchrun's, of the environment
 _DEFAULT_PORT = 29500
 _SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's
 _SHUTDOWN_SECONDS = 30
+_FLAGS = [
+    f"{_PREFIX}{name}"
+    for name in ("STANDALONE", "MODULE", "NO_PYTHON", "RUN_PATH", "VIRTUAL_LOCAL_RANK", "USE_ENV", "NODE_CHECK")
+]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,9 +83,15 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What was given, in the environment (PET_...) or, first of all, on the command line."""
-    return parser().parse_args(arguments)
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    """What was given, in the environment (PET_...) or, first of all, on the command line; ValueError for a bad flag."""
+    try:
+        made = parser()
+    except ValueError:  # torch reads flags in the environment as it makes its parser
+        flags = {name: environ[name] for name in _FLAGS if name in environ}
+        bad = next((f"{name} is {value!r}" for name, value in flags.items() if value.strip() not in ("0", "1")), "")
+        raise ValueError(f"{bad or 'a flag in the environment is no number'}; allowed: 0 or 1") from None
+    return made.parse_args(arguments)
 
 
 def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
@@ -97,6 +107,8 @@ def with_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
         found.rdzv_backend, found.rdzv_endpoint, found.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if found.master_port is None:
         found.master_port = _DEFAULT_PORT
+    if not found.rdzv_id:  # torchrun makes one up too
+        found.rdzv_id = str(uuid.uuid4())
     return found
 
 

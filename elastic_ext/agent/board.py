@@ -4,13 +4,16 @@
     meeting/<node>    it meets the others again
     leaving/<node>    it leaves
     met-again         ... and the others have met without it
+    begun             ... and have settled what follows
     any-failed        some node has said under `failed` that workers of it did
     over              why the job is over, from the node that found it
+    finished/<node>   all workers of that node have ended well
     config...         the newest config of any node
     <name>/<node>     a row of an exchange, in which every node says something and hears all
 
 A node is known by its place in the round. What is looked for and not there yet is None; the store's own errors are
-passed on: it is gone with the node that has it.
+passed on: it is gone with the node that has it. Nobody waits in the store for long: torch's rendezvous has the same
+connection, and this node would be silent for as long.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, PrefixStore, Store  # type: ignore[attr-defined]
 
 __all__ = ["BoardGone", "RoundBoard"]
 
@@ -51,6 +54,7 @@ class RoundBoard:
         self.num_nodes = num_nodes
         self._is_lost = is_lost
         self._store = PrefixStore(f"{_PREFIX}/{number}", store)
+        self._why_gone = ""
 
     def tell(self, name: str, row: Any) -> None:
         """Say something of this node, for those who look."""
@@ -73,29 +77,29 @@ class RoundBoard:
         return self._look(name)
 
     def exchange(self, name: str, row: Any, *, timeout_seconds: float) -> list[Any]:
-        """What every node says, in the order of their places, once all have; BoardGone if they have not in time.
+        """What every node says, in the order of their places, once all have.
 
-        Nor if one of them is lost meanwhile.
+        BoardGone if they have not in time, or one of them is lost meanwhile.
         """
         self.tell(name, row)
-        names = [f"{name}/{place}" for place in range(self.num_nodes)]
+        names = self._of_all(name)
         end = time.monotonic() + timeout_seconds
-        try:
-            while not self._store.check(names):
-                if time.monotonic() > end or self._is_lost():
-                    raise TimeoutError("one is lost, or says nothing")
-                self._wait_a_while(names, min(end - time.monotonic(), _SLICE_SECONDS))
-            return [json.loads(self._store.get(each)) for each in names]
-        except (RuntimeError, TimeoutError) as error:
-            raise BoardGone(f"no {name} of every node within {timeout_seconds:.0f} seconds: {error}") from error
+        while not self._has(names):
+            if self._is_lost():
+                raise BoardGone(f"no {name} of every node: one was lost")
+            if time.monotonic() > end:
+                raise BoardGone(f"no {name} of every node within {timeout_seconds:.0f} seconds")
+            self._wait_a_while(names, min(end - time.monotonic(), _SLICE_SECONDS))
+        return [self._look(each) for each in names]
 
     def wait(self, name: str, *, timeout_seconds: float) -> Any:
         """What is announced to all, once it is; BoardGone if it is not in time."""
-        try:
-            self._store.wait([name], timedelta(seconds=timeout_seconds))
-            return json.loads(self._store.get(name))
-        except RuntimeError as error:
-            raise BoardGone(f"nothing was said of {name} within {timeout_seconds:.0f} seconds: {error}") from error
+        end = time.monotonic() + timeout_seconds
+        while (row := self._look(name)) is None:
+            if time.monotonic() > end:
+                raise BoardGone(f"nothing was said of {name} within {timeout_seconds:.0f} seconds")
+            self._wait_a_while([name], min(end - time.monotonic(), _SLICE_SECONDS))
+        return row
 
     def tell_quietly(self, name: str, row: Any) -> None:
         """As ``tell``, where it is no matter if nobody hears it."""
@@ -121,23 +125,46 @@ class RoundBoard:
         except BoardGone:
             return frozenset()
 
+    def have_all_told(self, name: str) -> bool:
+        """Whether every node has said something under ``name``."""
+        return self._has(self._of_all(name))
+
     def part(self, *, timeout_seconds: float) -> None:
         """Nothing more is said here: wait until the others have heard all, as the store may go with this node."""
         with contextlib.suppress(BoardGone):
             self.exchange("parted", True, timeout_seconds=timeout_seconds)
+
+    def _of_all(self, name: str) -> list[str]:
+        return [f"{name}/{place}" for place in range(self.num_nodes)]
 
     def _wait_a_while(self, names: list[str], seconds: float) -> None:
         with contextlib.suppress(RuntimeError):  # in time or not: whoever waits looks
             self._store.wait(names, timedelta(seconds=max(seconds, 0.01)))
 
     def _put(self, key: str, row: Any) -> None:
-        try:
+        with self._asking():
             self._store.set(key, json.dumps(row))
-        except RuntimeError as error:
-            raise BoardGone(f"the store of this round does not answer: {error}") from error
+
+    def _has(self, keys: list[str]) -> bool:
+        with self._asking():
+            return bool(self._store.check(keys))
 
     def _look(self, key: str) -> Any:
-        try:
+        with self._asking():
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """What goes wrong with the store is a BoardGone. One whose connection is lost is not asked again.
+
+        It does not come back, and torch prints stacks of its own each time.
+        """
+        if self._why_gone:
+            raise BoardGone(self._why_gone)
+        try:
+            yield
         except RuntimeError as error:
-            raise BoardGone(f"the store of this round does not answer: {error}") from error
+            why = f"the store of this round does not answer: {error}"
+            if isinstance(error, DistNetworkError):
+                self._why_gone = why
+            raise BoardGone(why) from error

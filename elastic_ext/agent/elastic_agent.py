@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -40,6 +38,7 @@ from .persisting import persist
 from .records import MEMBERSHIP_FILE, MembershipPlan
 from .rendezvous import Meeting
 from .starting import Launch, environments, workers_of
+from .stop_signals import StopSignals
 from .verdicts import judge
 from .warden import Warden
 from .workers import Workers
@@ -50,6 +49,7 @@ _EXCHANGE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _MOST_MEETINGS = 5
+_PART_SECONDS = 5.0
 _TOLD_TO_END = 143  # the status of a worker that has saved and ended at SIGTERM
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
@@ -67,6 +67,7 @@ class ElasticAgent(LocalElasticAgent):
         warden: Warden,
         journal: Journal,
         duties: Duties,
+        signals: StopSignals,
     ) -> None:
         super().__init__(
             spec,
@@ -85,13 +86,14 @@ class ElasticAgent(LocalElasticAgent):
         self._warden = warden
         self._journal = journal
         self._duties = duties
+        self._signals = signals
         self._node = FailedNode(host=launch.host, node_id=launch.node_id)
         self._ranks: dict[int, int] = {}  # of the workers that run, by local rank
         self._plan: MembershipPlan | None = None
         self._num_failures = 0
-        self._has_failed = self._is_planned = self._is_finished = False
-        self._signal: signal.Signals | None = None
+        self._has_failed = self._is_planned = self._is_finished = self._is_waiting = False
         self._stop_by: float | None = None
+        self._left: RoundBoard | None = None  # of the round that others have ended without this node
         self._look_at = 0.0
         self._num_rounds = 0
 
@@ -116,6 +118,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Stop, meet, start; where all workers are well, meet, stop, start."""
+        self._signals.let_through()
         board = self._board
         board.tell_quietly("meeting", True)
         lost = self._meeting.departed() - board.who_told("meeting", "leaving")
@@ -161,8 +164,12 @@ class ElasticAgent(LocalElasticAgent):
                 self._end_workers(worker_group)
         self._meeting.forget_earlier()
         self._begin_round(board, worker_group.spec, is_finished=is_finished)
+        if earlier is not None and earlier.who_told("leaving"):
+            board.exchange("begun", True, timeout_seconds=_EXCHANGE_SECONDS)
+            earlier.announce_quietly("begun", True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._signals.hold()
         if self._is_finished:  # as nodes met all workers came to their end
             return {} if self.workers is None else self.workers.pids()
         envs = environments(self._launch, worker_group, restart_count=self._num_failures)
@@ -173,7 +180,7 @@ class ElasticAgent(LocalElasticAgent):
         self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self._num_rounds += 1
         workers.start()
-        self._take_sigterm()
+        self._signals.take()
         self._warden.watch(workers.processes.values())
         ranks = ", ".join(
             f"{worker.global_rank} (pid {workers.pids()[worker.local_rank]})" for worker in worker_group.workers
@@ -183,12 +190,15 @@ class ElasticAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._is_finished:
-            return RunResult(state=WorkerState.SUCCEEDED)
-        if self._signal is not None:
-            self._leave(self._signal)
+            values = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+        if self._signals.told is not None:
+            self._leave(self._signals.told)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             return self._judged(worker_group, result)
+        if result.state == WorkerState.SUCCEEDED and not self._are_all_finished():
+            result = RunResult(state=WorkerState.HEALTHY)
         if result.state == WorkerState.HEALTHY and (hang := self._duties.look(self.watched)) is not None:
             return self._hung(hang)
         if result.state == WorkerState.HEALTHY and time.monotonic() >= self._look_at:
@@ -200,14 +210,22 @@ class ElasticAgent(LocalElasticAgent):
                 return RunResult(state=WorkerState.FAILED)
         return result
 
+    def _exit_barrier(self) -> None:
+        """All nodes are finished, as this one has seen. Torch would wait in the store, and for those that are gone."""
+        self._board.part(timeout_seconds=_PART_SECONDS)
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Stop the workers, in the time that there is."""
+        """Stop the workers, in the time that there is, whatever else comes."""
+        self._signals.hold()
+        self._signals.take()
         seconds = self._launch.shutdown_seconds
         if self._stop_by is not None:
-            seconds = max(self._stop_by - time.monotonic(), 1.0)
+            seconds = max(self._seconds_left(), 1.0)
         if self.workers is not None:
             self.workers.patience_seconds = seconds
         super()._shutdown(death_sig)
+        if self._left is not None:  # the store of the others' new round may be on this node
+            self._wait_until(self._left, "begun", seconds=max(self._seconds_left(), 1.0))
 
     # ---- rounds ----
 
@@ -231,7 +249,7 @@ class ElasticAgent(LocalElasticAgent):
         self._num_failures = self._journal.restart = settled.num_failures
         self._remaining_restarts = spec.max_restarts - settled.num_failures
         self._is_finished = settled.is_finished
-        self._has_failed = self.is_change_pending = False
+        self._has_failed = self.is_change_pending = self._is_waiting = False
         self._tell_plan(settled.plan)
         self._duties.begin_round(
             board,
@@ -335,14 +353,36 @@ class ElasticAgent(LocalElasticAgent):
         if self._board.announced_quietly("any-failed"):
             self._duties.tell_workers({failure.rank: failure.ending for failure in self._everyone([])})
 
-    def _wait_until_met(self, board: RoundBoard) -> None:
-        """Until the others have met without this node, or all leave, or not in time: what ends is saved anyway."""
-        end = time.monotonic() + self._launch.shutdown_seconds / 3
+    def _wait_until(self, board: RoundBoard, name: str, *, seconds: float) -> bool:
+        """Whether the others have announced that of their meeting without this node; not in time, or if all leave."""
+        end = time.monotonic() + seconds
         with contextlib.suppress(BoardGone):
             while time.monotonic() < end and len(board.who_told("leaving")) < board.num_nodes:
-                if board.announced("met-again") is not None:
-                    return
+                if board.announced(name) is not None:
+                    return True
                 time.sleep(_POLL_SECONDS)
+        return False
+
+    def _seconds_left(self) -> float:
+        """Until workers have to have ended."""
+        return 0.0 if self._stop_by is None else self._stop_by - time.monotonic()
+
+    def _are_all_finished(self) -> bool:
+        """Whether the job is done, as all workers of this node have ended well.
+
+        While others work, nodes may have to meet again: a worker of theirs fails, say, and all workers are started.
+        """
+        board = self._board
+        try:
+            if not self._is_waiting:
+                board.tell("finished", True)
+            is_over = board.have_all_told("finished")
+        except BoardGone:
+            return True  # there is nobody left to meet
+        if not is_over and not self._is_waiting:
+            self._is_waiting = True
+            self._journal.tell("waiting", "all workers of this node have ended well; it waits for those of other nodes")
+        return is_over
 
     def _have_succeeded(self) -> bool:
         if self.workers is None:
@@ -352,25 +392,16 @@ class ElasticAgent(LocalElasticAgent):
 
     # ---- leaving ----
 
-    def _take_sigterm(self) -> None:
-        """Torch's handler raises wherever the agent is; while workers run it is better asked for."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else nobody wants it handled
-            signal.signal(signal.SIGTERM, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is None and self._worker_group.state == WorkerState.HEALTHY:
-            self._signal = signal.Signals(number)
-            return
-        raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.Signals(number))
-
     def _leave(self, number: signal.Signals) -> None:
-        """Let the others meet without this node, while its workers still train with theirs; then end these."""
+        """Leave the others. At SIGTERM they meet while workers here still train with theirs; then these are ended."""
+        is_term = number == signal.SIGTERM
         self._stop_by = time.monotonic() + self._launch.shutdown_seconds
-        self._journal.tell("leaving", f"{number.name}: this node leaves the job, with a checkpoint")
+        how = "with a checkpoint" if is_term else "and its workers are sent the same"
+        self._journal.tell("leaving", f"{number.name}: this node leaves the job, {how}")
         board = self._board
         if board.num_nodes > 1:
             board.tell_quietly("leaving", self._launch.node_id)
-            if self._meeting.leave() and board.num_nodes > self._launch.min_nodes:
-                self._wait_until_met(board)
+            if self._meeting.leave() and is_term and board.num_nodes > self._launch.min_nodes:
+                has_met = self._wait_until(board, "met-again", seconds=self._launch.shutdown_seconds / 3)
+                self._left = board if has_met else None
         raise SignalException(f"process {os.getpid()} got {number.name}", sigval=number)

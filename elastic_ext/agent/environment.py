@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Place", "devices_of", "environment_of", "with_start"]
+__all__ = ["OF_AGENT", "Place", "devices_of", "environment_of", "with_start", "without_outer"]
 
+OF_AGENT = ("RUN_DIR", "CONFIG_FILE", "JOB", "STAGING_DIR", "PULSE_DIR", "SHUTDOWN_SECONDS")
+"""What an agent tells its workers of where its things lie, each with ELASTIC_EXT_ before it."""
 AT_START = Path(__file__).with_name("at_start")
 
 
@@ -73,10 +75,16 @@ def devices_of(local_rank: int, *, visible: str | None, is_virtual: bool) -> dic
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[local_rank].strip()}
 
 
+def without_outer(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an agent that a worker of another agent has started, without what is that one's."""
+    outer = {"TORCHELASTIC_RUN_ID", *(f"ELASTIC_EXT_{name}" for name in OF_AGENT)}
+    return {name: value for name, value in environ.items() if name not in outer}
+
+
 def with_start(environment: Mapping[str, str], path: str | None, agent_pid: int) -> dict[str, str]:
     """``environment`` with what has Python run ``at_start`` first; ``path`` is PYTHONPATH as the agent has it."""
     return {
         **environment,
         "ELASTIC_EXT_AGENT_PID": str(agent_pid),
-        "PYTHONPATH": str(AT_START) if path is None else f"{AT_START}{os.pathsep}{path}",
+        "PYTHONPATH": str(AT_START) if not path else f"{AT_START}{os.pathsep}{path}",
     }

@@ -15,15 +15,28 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from elastic_ext.errors import in_words
 from elastic_ext.files import is_locked, try_lock
+from elastic_ext.settings import Settings
 
-__all__ = ["STAGING", "NodeFolders", "NodeTaken", "is_held", "remove_memory_folder"]
+__all__ = [
+    "NODES",
+    "STAGING",
+    "NodeFolders",
+    "NodeTaken",
+    "is_held",
+    "remove_memory_folder",
+    "spare_cache",
+    "with_cache",
+]
 
 _logger = logging.getLogger(__name__)
 
+NODES = "nodes"
+"""In the folder of a job: the run directories of its agents, by the name of the machine, where nobody gave them one."""
 STAGING = "staging"
 _PULSES = "pulses"
 _LOCK = "agent.lock"
@@ -67,6 +80,31 @@ def is_held(run_dir: Path) -> bool:
     return is_locked(run_dir / _LOCK)
 
 
+def spare_cache() -> Path:
+    """What stands in for the cache folder of a user who has no home folder, or may not write there."""
+    return Path(tempfile.gettempdir()) / f"elastic_ext_of_{os.getuid()}"
+
+
+def with_cache(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """``environ``, with another cache folder where run directories can be made in none; ValueError if there is none."""
+    if environ.get("ELASTIC_EXT_RUN_DIR"):
+        return environ
+    try:
+        jobs = Settings.jobs_folder(environ)
+        jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(jobs, os.W_OK | os.X_OK):
+            return environ
+        why = f"{jobs} cannot be written"
+    except (ValueError, OSError) as error:
+        why = in_words(error)
+    spare = spare_cache()
+    spare.mkdir(mode=0o700, exist_ok=True)
+    if spare.stat().st_uid != os.getuid():
+        raise ValueError(f"{why}; and {spare} is somebody else's: give a run directory, ELASTIC_EXT_RUN_DIR")
+    _logger.warning("%s: the run directory is in %s; ELASTIC_EXT_RUN_DIR gives another one", why, spare)
+    return {**environ, "XDG_CACHE_HOME": str(spare)}
+
+
 def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:
     """The run directory of this agent, and the lock that holds it: ``folder`` itself where somebody gave it.
 
@@ -86,14 +124,24 @@ def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:
 
 def _make_memory_folder() -> tuple[Path, int]:
     """A new folder in memory and the lock that holds it; among temporary files where there is no such file system."""
-    parent = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    try:
+        return _make_memory_folder_in(_IN_MEMORY)
+    except OSError:  # there is none, it is read-only, or it is full
+        return _make_memory_folder_in(Path(tempfile.gettempdir()))
+
+
+def _make_memory_folder_in(parent: Path) -> tuple[Path, int]:
     _remove_left(parent)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = try_lock(folder / _HELD)
-        if lock is not None:  # else another agent has just taken it for one that was left
+        try:
             (folder / STAGING).mkdir()
             (folder / _PULSES).mkdir()
+            lock = try_lock(folder / _HELD)
+        except OSError:
+            remove_memory_folder(folder)
+            raise
+        if lock is not None:  # else another agent has just taken it for one that was left
             return folder, lock
 
 

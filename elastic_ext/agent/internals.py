@@ -10,7 +10,7 @@ from typing import Any
 import torch.numa.binding
 from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
 
-__all__ = ["bound_command", "bound_function", "leave", "participants"]
+__all__ = ["bound_command", "bound_function", "leave", "participants", "stop_heartbeats"]
 
 _logger = logging.getLogger(__name__)
 
@@ -22,6 +22,13 @@ def participants(handler: RendezvousHandler) -> dict[str, int] | None:
     state = getattr(getattr(handler, "_state_holder", None), "state", None)
     found = getattr(state, "participants", None)
     return None if found is None else {str(node): place for node, place in found.items()}
+
+
+def stop_heartbeats(handler: RendezvousHandler) -> None:
+    """Have this node say no more that it lives, to a rendezvous that is gone."""
+    stop = getattr(handler, "_stop_heartbeats", None)
+    if stop is not None:
+        stop()
 
 
 def leave(handler: RendezvousHandler) -> bool:

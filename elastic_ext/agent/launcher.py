@@ -33,30 +33,37 @@ from torch.distributed.run import config_from_args
 from elastic_ext.doctor.hardware import NodeHardware, version_of
 from elastic_ext.doctor.hardware import look as look_at_machine
 from elastic_ext.doctor.machine import check_node
+from elastic_ext.errors import in_words
 from elastic_ext.files import write_whole
+from elastic_ext.fsdp.checkpoint.complete import rows_in
+from elastic_ext.given import expanded
 from elastic_ext.settings import Settings
-from elastic_ext.wording import counted
+from elastic_ext.wording import counted, on_one_line
 
 from .arguments import settings_in_words, shutdown_seconds, with_rendezvous
 from .board import BoardGone, RoundBoard
 from .control import Control
 from .duties import Duties
 from .elastic_agent import ElasticAgent
+from .environment import without_outer
 from .failures import Failure, first_of, told
-from .folder import NodeFolders
+from .folder import NODES, NodeFolders, NodeTaken, is_held, with_cache
 from .hanging import HangLimits
 from .journal import Journal
 from .monitor import Monitor
 from .persisting import persist
 from .processes import this_process
 from .records import AGENT_FILE, HARDWARE_FILE, AgentRecord
+from .refusals import Refused, check_launch, check_options, seconds_in
 from .rendezvous import Meeting
 from .sampling import NvidiaGpus
 from .starting import Launch
 from .status import status_of
 from .status_files import read_run_directory
+from .stop_signals import StopSignals
 from .tuner import ConfigTuner, ForeignWrite, config_requests
 from .warden import Warden
+from .workers import NotStarted
 
 __all__ = ["launch"]
 
@@ -72,21 +79,67 @@ _NO_RUN = ("", "none")
 
 
 def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Run this node's part of a job; the exit status. ValueError or torch's AssertionError for what cannot be."""
+    """Run this node's part of a job; the exit status. Refused for what cannot be."""
+    host = socket.gethostname()
+    if _is_in_worker(environ):
+        environ = without_outer(environ)
+    try:
+        check_options(options, environ)
+        settings = _settings_of(options, environ)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    with StopSignals(options.signals_to_handle) as signals:
+        folders = _folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
+        try:
+            return _made(options, environ, settings, folders, signals, host).run()
+        finally:
+            folders.close()
+
+
+def _settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
-    settings = Settings.resolve(
-        environ,
+    return Settings.resolve(
+        with_cache(environ),
         script=_script_of(options),
         job=options.job or environ.get("ELASTIC_EXT_JOB") or given_run_id,
         config_file=options.config_file,
     )
-    host = socket.gethostname()
-    is_given = bool(environ.get("ELASTIC_EXT_RUN_DIR"))
-    folders = NodeFolders.make(settings.run_dir if is_given else settings.run_dir / "nodes" / host, is_given=is_given)
+
+
+def _folders_of(settings: Settings, host: str, *, is_given: bool) -> NodeFolders:
     try:
-        return _Node(options, environ, settings, folders, host=host).run()
-    finally:
-        folders.close()
+        return NodeFolders.make(settings.run_dir if is_given else settings.run_dir / NODES / host, is_given=is_given)
+    except NodeTaken as error:
+        raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(
+            f"the run directory cannot be made: {in_words(error)}; give another one: ELASTIC_EXT_RUN_DIR"
+        ) from error
+
+
+def _made(
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+    settings: Settings,
+    folders: NodeFolders,
+    signals: StopSignals,
+    host: str,
+) -> _Node:
+    try:
+        return _Node(options, environ, settings, folders, signals, host=host)
+    except (ValueError, AssertionError, RuntimeError) as error:  # torch asserts what was given
+        raise Refused(str(error)) from error
+    except OSError as error:
+        raise Refused(f"the folder for logs cannot be made: {in_words(error)}; --log-dir names another") from error
+
+
+def _is_in_worker(environ: Mapping[str, str]) -> bool:
+    """Whether the run directory in ``environ`` is that of the agent whose worker has started this one."""
+    run_dir = environ.get("ELASTIC_EXT_RUN_DIR")
+    try:
+        return "ELASTIC_EXT_STAGING_DIR" in environ and bool(run_dir) and is_held(expanded(run_dir or ""))
+    except (OSError, ValueError):  # which is refused where it is used
+        return False
 
 
 class _Node:
@@ -98,12 +151,14 @@ class _Node:
         environ: Mapping[str, str],
         settings: Settings,
         folders: NodeFolders,
+        signals: StopSignals,
         *,
         host: str,
     ) -> None:
         self._environ = environ
         self._settings = settings
         self._folders = folders
+        self._signals = signals
         self._host = host
         self._config_file = (
             settings.config_file
@@ -121,6 +176,7 @@ class _Node:
         options = with_rendezvous(options)
         self._launch, self._entrypoint, self._arguments = config_from_args(options)
         self._shutdown_seconds = shutdown_seconds(options, environ)
+        check_launch(self._launch, environ)
         self._is_python = isinstance(self._entrypoint, str) and not options.no_python
         self._node_id = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
         self._journal = Journal(folders.run_dir)
@@ -136,13 +192,22 @@ class _Node:
         agent: ElasticAgent | None = None
         status = 1
         try:
+            self._signals.let_through()
             meeting = Meeting(self._handler(), is_pending=lambda: agent is not None and agent.is_change_pending)
             duties.start()
             agent = self._agent(meeting, warden, duties)
             status = self._run(agent, meeting)
         except RendezvousError as error:
             self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
+        except SignalException as error:
+            has_worked = agent is not None and agent.workers is not None
+            what = "has ended its workers" if has_worked else "ends before it has started workers,"
+            self._journal.tell("ended", f"this node {what} after {error.sigval.name}")
+            status = 128 + int(error.sigval)
+        except NotStarted as error:
+            self._journal.tell("failed", f"workers could not be started: {error}", is_bad=True)
         finally:
+            self._signals.hold()
             if agent is not None and agent.workers is not None:
                 self._persist(meeting.board if agent.is_over else None)
             duties.end(() if agent is None else agent.watched)
@@ -155,7 +220,8 @@ class _Node:
             for outcome in persist(self._folders.staging, board, name="end", timeout_seconds=_LAST_EXCHANGE_SECONDS):
                 self._journal.tell_staged(outcome.why, outcome.path)
         except BoardGone as error:
-            self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
+            if rows_in(self._folders.staging):
+                self._journal.tell("staged", f"what was staged here is lost, as other nodes are not heard of: {error}")
         if board is not None:
             board.part(timeout_seconds=_PART_SECONDS)
 
@@ -195,11 +261,12 @@ class _Node:
                 return 0
             self._tell_failed(agent.final_failures)
             return 1
-        except SignalException as error:
+        except SignalException:
             is_over = False  # others may go on without this node
             events.record(agent.get_event_failed(), handler)
-            self._journal.tell("ended", f"this node has ended its workers after {error.sigval.name}")
-            return 128 + int(error.sigval)
+            if meeting.board is None:
+                meeting.leave()
+            raise
         except BaseException:
             events.record(agent.get_event_failed(), handler)
             raise
@@ -220,15 +287,18 @@ class _Node:
 
     def _handler(self) -> RendezvousHandler:
         launch = self._launch
-        parameters = RendezvousParameters(
-            backend=launch.rdzv_backend,
-            endpoint=launch.rdzv_endpoint,
-            run_id=launch.run_id,
-            min_nodes=launch.min_nodes,
-            max_nodes=launch.max_nodes,
-            local_addr=launch.local_addr,
-            **launch.rdzv_configs,
-        )
+        try:
+            parameters = RendezvousParameters(
+                backend=launch.rdzv_backend,
+                endpoint=launch.rdzv_endpoint,
+                run_id=launch.run_id,
+                min_nodes=launch.min_nodes,
+                max_nodes=launch.max_nodes,
+                local_addr=launch.local_addr,
+                **launch.rdzv_configs,
+            )
+        except (TypeError, ValueError) as error:  # a name that is its own, or no name of a backend
+            raise Refused(f"nodes cannot meet so: {error}") from error
         limit = _seconds_to_answer(launch)
         made: list[RendezvousHandler | BaseException] = []
         thread = threading.Thread(
@@ -241,6 +311,8 @@ class _Node:
                 f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds. Something listens there that is "
                 "no rendezvous, or the machine is not reached: choose another port, or look at --rdzv-endpoint"
             )
+        if isinstance(made[0], ValueError):
+            raise Refused(f"nodes cannot meet so: {made[0]}") from made[0]
         if isinstance(made[0], BaseException):
             raise made[0]
         return made[0]
@@ -276,8 +348,8 @@ class _Node:
             duplicate_stderr_filters=launch.duplicate_stderr_filters,
             virtual_local_rank=launch.virtual_local_rank,
         )
-        beats = int(launch.rdzv_configs.get("keep_alive_max_attempt", _BEATS))
-        beat_seconds = int(launch.rdzv_configs.get("keep_alive_interval", _BEAT_SECONDS))
+        beats = seconds_in(launch, "keep_alive_max_attempt", _BEATS)
+        beat_seconds = seconds_in(launch, "keep_alive_interval", _BEAT_SECONDS)
         how = Launch(
             node_id=self._node_id,
             host=self._host,
@@ -298,7 +370,9 @@ class _Node:
             min_nodes=launch.min_nodes,
         )
         assert launch.logs_specs is not None
-        return ElasticAgent(spec, launch.logs_specs, meeting, how, folders, warden, self._journal, duties)
+        return ElasticAgent(
+            spec, launch.logs_specs, meeting, how, folders, warden, self._journal, duties, self._signals
+        )
 
     def _introduce(self) -> None:
         """Say what is started, and where its things are."""
@@ -319,11 +393,19 @@ class _Node:
             socket=str(folders.memory / _SOCKET),
             log_folder=launch.logs_specs.root_log_dir,
         )
-        write_whole(folders.run_dir / AGENT_FILE, record.to_json().encode(), durable=False)
+        try:
+            write_whole(folders.run_dir / AGENT_FILE, record.to_json().encode(), durable=False)
+        except OSError as error:  # training needs none of these files
+            words = (
+                f"{folders.run_dir} cannot be written: {in_words(error)}; elastic-ext status and config see no agent"
+            )
+            self._journal.tell("trouble", words, is_bad=True)
         least, most = launch.min_nodes, launch.max_nodes
         nodes = counted(most, "node") if least == most else f"{least} to {most} nodes"
         workers = counted(launch.nproc_per_node, "worker")
-        self._journal.tell("started", f"job {record.job}: {workers} on this node, {nodes}; node {record.node_id}")
+        self._journal.tell(
+            "started", f"job {on_one_line(record.job)}: {workers} on this node, {nodes}; node {record.node_id}"
+        )
         for name, value in (
             ("settings", ", ".join(self._said) or "all as by default"),
             ("config", f"{record.config_file}    (elastic-ext config set KEY=VALUE --file ...)"),
@@ -331,7 +413,7 @@ class _Node:
             ("logs", record.log_folder),
             ("checkpoints", "said once training has begun"),
         ):
-            _logger.info("  %-12s %s", name, value)
+            _logger.info("  %-12s %s", name, on_one_line(value))
 
 
 def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler | BaseException]) -> None:
@@ -343,7 +425,7 @@ def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler
 
 def _seconds_to_answer(launch: LaunchConfig) -> float:
     """How long a rendezvous may take to answer: what its own time limit is, and some more."""
-    return float(launch.rdzv_configs.get("read_timeout", 60)) + _MORE_SECONDS
+    return seconds_in(launch, "read_timeout", 60) + _MORE_SECONDS
 
 
 def _script_of(options: argparse.Namespace) -> str:

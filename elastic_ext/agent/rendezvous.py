@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from .board import BoardGone, RoundBoard
-from .internals import leave, participants
+from .internals import leave, participants, stop_heartbeats
 
 __all__ = ["Meeting"]
 
@@ -81,6 +81,8 @@ class Meeting(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many nodes came, left or fell silent since the round began, or 1 where all have to meet again."""
+        if self._is_lost:  # it does not come back, and torch prints stacks of its own each time that it is asked
+            return int(self._is_pending())
         try:
             num_waiting = self._inner.num_nodes_waiting()
         except RendezvousConnectionError as error:
@@ -97,9 +99,13 @@ class Meeting(RendezvousHandler):
     # ---- and what this agent does besides ----
 
     def departed(self) -> frozenset[int]:
-        """The places of nodes that are in this round no more, as of the last ``num_nodes_waiting``."""
+        """The places of nodes that are in this round no more, as of the last ``num_nodes_waiting``.
+
+        Not those whose workers had ended well before: nobody misses them.
+        """
         now = participants(self._inner)
-        return frozenset() if now is None else frozenset(self._members[node] for node in self._members.keys() - now)
+        gone = frozenset() if now is None else frozenset(self._members[node] for node in self._members.keys() - now)
+        return gone - self.board.who_told("finished") if gone and self.board is not None else gone
 
     def _has_lost(self) -> bool:
         """Whether a node of this round is in it no more, by a new look."""
@@ -130,6 +136,7 @@ class Meeting(RendezvousHandler):
     def _tell_lost(self, error: RendezvousConnectionError) -> None:
         if not self._is_lost:
             self._is_lost = True
+            stop_heartbeats(self._inner)
             _logger.error(
                 "the rendezvous does not answer any more: the node that has it is gone. The workers of this node go on "
                 "as long as they can; nodes can neither join nor be replaced: %s",

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.errors import in_words
+from elastic_ext.given import expanded
 from elastic_ext.settings import Settings
 
 from .contact import agent_in
+from .folder import NODES, spare_cache
 from .status import NodeStatus, status_of
 from .status_files import is_run_directory, read_run_directory
 from .status_words import line_of, words
@@ -65,34 +67,56 @@ def _folders(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) 
     if job is not None:
         return _folders_of(job, environ), False
     if environ.get("ELASTIC_EXT_RUN_DIR"):
-        return [_checked(Path(environ["ELASTIC_EXT_RUN_DIR"]).expanduser())], False
-    folder = Settings.jobs_folder(environ)
-    found = _run_directories(folder)
+        return [_checked(expanded(environ["ELASTIC_EXT_RUN_DIR"]))], False
+    places = _jobs_folders(environ)
+    found = [each for place in places for each in _run_directories(place)]
     if not found:
-        raise ValueError(f"no job has a run directory in {folder}; give one, or set ELASTIC_EXT_RUN_DIR")
+        raise ValueError(f"no job has a run directory in {places[0]}; give one, or set ELASTIC_EXT_RUN_DIR")
     return found, len(found) > 1
 
 
+def _jobs_folders(environ: Mapping[str, str]) -> list[Path]:
+    """Where run directories are by default, and where agents make them that can make none there."""
+    spare = Settings.jobs_folder({"XDG_CACHE_HOME": str(spare_cache())})
+    try:
+        return [Settings.jobs_folder(environ), spare]
+    except ValueError:  # there is no home folder
+        return [spare]
+
+
 def _folders_of(job: str, environ: Mapping[str, str]) -> list[Path]:
-    """The run directories of a job: one per agent of this machine."""
-    first = Settings.run_dir_of(environ, job)
-    others = [each for each in _run_directories(first.parent) if each.name.startswith(f"{first.name}-")]
-    found = [each for each in others if (agent := agent_in(each)) is not None and agent.job == job]
-    if first.is_dir() and is_run_directory(first):
-        found.insert(0, first)
+    """The run directories of a job on this machine: its own, where no agent runs it, and one per agent."""
+    places = _jobs_folders(environ)
+    folders = [Settings.run_dir_of({"XDG_CACHE_HOME": str(place.parent)}, job) for place in places]
+    found = [each for folder in folders for each in _of_job(folder)]
     if not found:
-        known = ", ".join(each.name for each in _run_directories(first.parent)[:10]) or "none"
-        raise ValueError(f"job {job!r} has no run directory {first}; those that are there: {known}")
+        there = [each.relative_to(place).parts[0] for place in places for each in _run_directories(place)]
+        known = ", ".join(list(dict.fromkeys(there))[:10]) or "none"
+        raise ValueError(f"job {job!r} has no run directory {folders[0]}; those that are there: {known}")
     return found
 
 
-def _run_directories(folder: Path) -> list[Path]:
-    """The newest of those in ``folder``."""
+def _run_directories(jobs: Path) -> list[Path]:
+    """Those of the newest jobs."""
+    return [each for job in _newest(jobs)[:_MOST_JOBS] for each in _of_job(job)]
+
+
+def _of_job(folder: Path) -> list[Path]:
+    """The run directories in the folder of a job that are of this machine: other machines may have the same storage."""
+    host = socket.gethostname()
+    of_nodes = [each for each in _newest(folder / NODES) if is_run_directory(each)]
+    of_nodes = [each for each in of_nodes if (agent := agent_in(each)) is None or agent.host == host]
+    own = [folder] if folder.is_dir() and is_run_directory(folder) else []
+    return own + of_nodes
+
+
+def _newest(folder: Path) -> list[Path]:
+    """The folders in it, newest first."""
     try:
         inside = [(each.stat().st_mtime, each) for each in folder.iterdir() if each.is_dir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return [each for _, each in sorted(inside, reverse=True)[:_MOST_JOBS] if is_run_directory(each)]
+    return [each for _, each in sorted(inside, reverse=True)]
 
 
 def _checked(folder: Path) -> Path:
@@ -106,7 +130,10 @@ def _checked(folder: Path) -> Path:
 def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is given, as where a variable is not set; allowed: a run directory")
-    return Path(text).expanduser()
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _last_seen(status: NodeStatus) -> float:

@@ -203,7 +203,9 @@ def _event_of(line: bytes, source: str) -> EventSeen | None:
         return None
     if not is_event:
         return None
-    return EventSeen(time=seconds, source=source, step=step if type(step) is int else None, kind=kind, text=text)
+    return EventSeen(
+        time=seconds, source=source, step=step if type(step) is int and step >= 0 else None, kind=kind, text=text
+    )
 
 
 def _living(

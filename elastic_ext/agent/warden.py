@@ -73,7 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     workers = _last_told(sys.stdin.buffer)
     if workers is None:
         return 0
-    print(f"elastic-run: the agent was killed: its {len(workers)} workers are ended", file=sys.stderr, flush=True)
+    whom = "its worker is" if len(workers) == 1 else f"its {len(workers)} workers are"
+    print(f"elastic-run: the agent was killed: {whom} ended", file=sys.stderr, flush=True)
     end_groups(workers, patience_seconds=patience_seconds)
     from elastic_ext.fsdp.checkpoint.complete import complete  # what it needs takes time to load, and is seldom needed
 

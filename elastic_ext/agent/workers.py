@@ -19,15 +19,21 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
+from elastic_ext.errors import ElasticError, in_words
+
 from .internals import bound_command, bound_function
 from .monitor import Watched
 from .processes import Process, end_groups, process_of
 from .records import WorkerState
 
-__all__ = ["Workers"]
+__all__ = ["NotStarted", "Workers"]
 
 _LEFT_SECONDS = 3.0  # for what a worker has started and left behind
 _MOST_THREADS = 32
+
+
+class NotStarted(ElasticError):
+    """A worker could not be started; it says why."""
 
 
 class Workers(PContext):
@@ -82,8 +88,10 @@ class Workers(PContext):
                 self._contexts[local_rank] = self._start_one(local_rank)
                 pid = self._contexts[local_rank].pids()[0]
                 self._processes[local_rank] = process_of(pid) or Process(pid=pid, start_ticks=0)  # it has ended
-        except BaseException:
+        except BaseException as error:
             self._close(signal.SIGTERM)
+            if isinstance(error, (OSError, ValueError, AssertionError)):  # no such program, no more processes, no GPU
+                raise NotStarted(in_words(error)) from error
             raise
 
     def _start_one(self, local_rank: int) -> PContext:

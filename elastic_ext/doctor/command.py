@@ -14,6 +14,7 @@ from pathlib import Path
 
 from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
+from elastic_ext.given import expanded
 
 __all__ = ["FINE", "WRONG", "add_doctor"]
 
@@ -104,9 +105,9 @@ def _check(options: argparse.Namespace, terminal: Terminal) -> int:
     from .machine import findings
 
     try:
-        run_dir = options.run_dir.expanduser()
-    except RuntimeError as error:  # ~name, and there is no such user
-        options.refuse(f"--run-dir {options.run_dir}: {error}; allowed: a path, with ~ for a home folder that exists")
+        run_dir = expanded(options.run_dir)
+    except ValueError as error:
+        options.refuse(f"--run-dir {error}")
     hardware = look(options.path, run_dir=run_dir)
     num_nodes = options.nnodes[1] if options.nnodes else 1
     found = findings(hardware, num_nodes=num_nodes)
@@ -137,7 +138,10 @@ def _config(text: str) -> dict[str, str | int]:
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not key or not equals or not value:
             raise argparse.ArgumentTypeError(f"{text[:80]!r} is given; allowed: KEY=VALUE,..., such as join_timeout=60")
-        config[key] = int(value) if value.isascii() and value.isdecimal() else value
+        is_number = value.isascii() and value.isdecimal()
+        if key.endswith("_timeout") and not is_number:
+            raise argparse.ArgumentTypeError(f"{key} is {value[:40]!r}; allowed: seconds, an integer >= 1")
+        config[key] = int(value) if is_number else value
     return config
 
 

@@ -70,7 +70,7 @@ def _of_cpu(hardware: NodeHardware) -> Iterator[Finding]:
             "set OMP_NUM_THREADS, or widen what taskset, numactl or the batch system has set",
         )
     else:
-        yield ok(f"{cpu.effective_cores:g} CPU cores{model}")
+        yield ok(f"{cpu.effective_cores:g} CPU core{'' if cpu.effective_cores == 1 else 's'}{model}")
     num_gpus = len(hardware.gpus.devices)
     if num_gpus and cpu.effective_cores < 2 * num_gpus:
         yield warning(

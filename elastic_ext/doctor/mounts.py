@@ -110,6 +110,7 @@ def _looked_at(path: Path, use: StorageUse, mounts: Iterable[Mount]) -> Storage:
                 return Storage(path=str(path), use=use, is_there=False, answers=True)
             is_there, real = False, real.parent
     mount = mount_of(str(real), mounts)
+    can_hold = real.is_dir() or (is_there and use == "asked for")  # a file can be data, and no folder
     return Storage(
         path=str(path),
         use=use,
@@ -122,5 +123,5 @@ def _looked_at(path: Path, use: StorageUse, mounts: Iterable[Mount]) -> Storage:
         free_files=numbers.f_favail if numbers.f_files else None,
         is_network=is_network(mount.file_system) if mount else None,
         is_memory=is_memory(mount.file_system) if mount else None,
-        is_writable=os.access(real, os.W_OK) and not numbers.f_flag & os.ST_RDONLY,
+        is_writable=can_hold and os.access(real, os.W_OK) and not numbers.f_flag & os.ST_RDONLY,
     )

@@ -42,10 +42,14 @@ def _write_exceptions(path: str) -> None:
 
                 text = "".join(traceback.format_exception(kind, error, trace))
                 told = {"py_callstack": text[-100_000:], "timestamp": str(int(time.time()))}
-                message = f"{kind.__name__}: {error}"[:10_000]
+                try:
+                    said = str(error)
+                except Exception:
+                    said = "<its __str__ raises>"
+                message = f"{kind.__name__}: {said}"[:10_000]
                 with open(path, "x") as file:
                     json.dump({"message": {"message": message, "extraInfo": told}}, file)
-        except Exception:  # the disk is full, or str(error) raises: what Python prints is all there is then
+        except Exception:  # the disk is full, say: what Python prints is all there is then
             pass
         before(kind, error, trace)
 

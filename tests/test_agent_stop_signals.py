@@ -1,0 +1,59 @@
+"""Signals that tell an agent to end: the first counts, and is raised where that is wanted."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from elastic_ext.agent.stop_signals import StopSignals
+
+NAMES = "SIGUSR1, SIGUSR2,SIGNONE"
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopSignals(NAMES) as made:
+        yield made
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_one_that_comes_is_noted_and_raised_once_that_is_wanted(signals: StopSignals) -> None:
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR1)
+    assert signals.told == signal.SIGUSR2
+    with pytest.raises(SignalException) as raised:
+        signals.let_through()
+    assert raised.value.sigval == signal.SIGUSR2
+
+
+def test_a_second_one_breaks_nothing_off(signals: StopSignals) -> None:
+    signals.let_through()
+    with pytest.raises(SignalException, match="SIGUSR1"):
+        signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR2)
+    assert signals.told == signal.SIGUSR1
+
+
+def test_they_are_taken_back_from_whoever_took_them(signals: StopSignals) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals.take()
+    signal.raise_signal(signal.SIGUSR1)
+    assert signals.told == signal.SIGUSR1
+
+
+@pytest.mark.parametrize("is_nohup", [True, False])
+def test_what_nohup_has_had_ignored_stays_so(is_nohup: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_nohup else signal.SIG_DFL)
+    try:
+        with StopSignals("SIGHUP") as signals:
+            signal.signal(signal.SIGHUP, signal.default_int_handler)  # as torch does when it starts workers
+            signals.take()
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.told == (None if is_nohup else signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
