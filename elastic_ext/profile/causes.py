@@ -100,7 +100,7 @@ class Job:
     @property
     def lost_share(self) -> float:
         """Of a step, while the training thread should have computed and had no processor."""
-        return usual([each.lost_seconds for each in self.ranks]) / self.step_seconds
+        return usual([each.lost_share for each in self.ranks])
 
     @property
     def usual_local_seconds(self) -> float:
@@ -167,8 +167,7 @@ def _all_causes(job: Job) -> Iterator[Cause]:
         yield _of_all(kind, [_in_step(job, each.step.get(phase, 0.0)) for each in job.ranks], job)
     waiting = min(each.waiting_seconds for each in job.ranks)  # whoever waits longer waits for a rank
     yield Cause(kind="communication", share=_in_step(job, waiting))
-    lost = [_in_step(job, each.lost_seconds) for each in job.ranks]
-    yield _of_all("contention", lost, job)
+    yield _of_all("contention", [each.lost_share * job.in_step_share for each in job.ranks], job)
     for kind, phase in _PAUSES.items():
         yield Cause(kind=kind, share=usual([_of_training(each, phase) for each in job.ranks]))
 

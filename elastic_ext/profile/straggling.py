@@ -9,7 +9,6 @@ Nobody is named before it has been slow three rounds in a row: a round is one wi
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ _NUM_KEPT = 32  # rounds of a rank's own past
 _LEAST_KEPT = 3
 _OF_A_NORMAL_DISTRIBUTION = 1.4826  # the standard deviation, over the median distance from the median
 _FAR = 3.0
+_LEAST, _MOST = 1e-12, 1e12  # seconds; beyond them numbers are taken for broken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class Stragglers:
         if config != self._config:
             self._config = config
             self._pasts = {}
-        here = {(each.rank, each.host): each for each in times if 0 < each.seconds < math.inf}
+        here = {(each.rank, each.host): each for each in times if _is_timed(each.seconds)}
         self._pasts = {key: self._pasts.get(key, _Past()) for key in here}
         if not here:
             return []
@@ -142,7 +142,7 @@ def local_times(views: Sequence[RankView]) -> list[LocalTime]:
 
 def scores(seconds: Mapping[int, float]) -> dict[int, float]:
     """Each rank's, by what it takes by itself; those that take no time have none."""
-    timed = {rank: each for rank, each in seconds.items() if 0 < each < math.inf}
+    timed = {rank: each for rank, each in seconds.items() if _is_timed(each)}
     middle = usual(list(timed.values())) if timed else 0.0
     return {rank: middle / each for rank, each in timed.items()}
 
@@ -157,3 +157,7 @@ def is_far(value: float, values: Sequence[float]) -> bool:
     middle = usual(values)
     spread = statistics.median_low([abs(each - middle) for each in values])
     return value - middle > _FAR * _OF_A_NORMAL_DISTRIBUTION * spread
+
+
+def _is_timed(seconds: float) -> bool:
+    return _LEAST <= seconds <= _MOST

@@ -96,9 +96,15 @@ class Weighed:
         return sum(self.step.get(phase, 0.0) for phase in COMPUTING)
 
     @property
-    def lost_seconds(self) -> float:
-        """Of those, what the training thread had no processor for."""
-        return 0.0 if self.processor_share is None else (1 - self.processor_share) * self.computing_seconds
+    def lost_share(self) -> float:
+        """Of the time of steps, what the training thread should have computed in and had no processor for.
+
+        In all, and not in a step in the middle: short steps have a processor or have none, one after another.
+        """
+        if self.processor_share is None or self.in_steps <= 0:
+            return 0.0
+        computing = sum(self.shares.get(phase, 0.0) for phase in COMPUTING)
+        return min((1 - self.processor_share) * computing / self.in_steps, 1.0)
 
     @property
     def in_step_share(self) -> float:
@@ -108,6 +114,7 @@ class Weighed:
 
     @property
     def in_steps(self) -> float:
+        """Which part of all of its time goes to steps."""
         return sum(self.shares.get(phase, 0.0) for phase in IN_STEPS)
 
 
