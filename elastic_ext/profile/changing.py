@@ -18,7 +18,10 @@ __all__ = ["ChangeDetector", "PaceChange"]
 _LEAST_RATIO = 1.07
 _NUM_RECENT = 8
 _TIMES_AS_MANY = 4  # in the reference
-_MOST_RECENT = 256
+_MOST_RECENT = 256  # because of noise; and because steps are short:
+_MOST_SHORT = 512
+_LEAST_SECONDS = 0.5
+_LEAST, _MOST = 1e-12, 1e12  # seconds; beyond them numbers are taken for broken
 _OF_A_NORMAL_DISTRIBUTION = 1.4826  # the standard deviation, over the median distance from the median
 _OF_A_MEDIAN = 1.25  # how much less sure a median is than a mean
 _SURE = 4.0
@@ -52,7 +55,12 @@ class PaceChange:
 class ChangeDetector:
     """One rank's. After a change has been told, and under another config, it begins anew with what steps take then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, least_seconds: float = _LEAST_SECONDS) -> None:
+        """Steps that are so short that eight take less than ``least_seconds`` are compared in larger numbers.
+
+        On a machine that others use too, some steps in a row are slow for a moment, and that is no change.
+        """
+        self._least_seconds = least_seconds
         self._config: object = None
         self._begin()
 
@@ -61,7 +69,7 @@ class ChangeDetector:
         if config != self._config:
             self._config = config
             self._begin()
-        if not 0 < seconds < math.inf:
+        if not _LEAST <= seconds <= _MOST:
             return None
         length = math.log(seconds)
         if not self._is_ready:
@@ -93,7 +101,7 @@ class ChangeDetector:
         self._usual = statistics.median(self._reference)
         distances = (abs(each - self._usual) for each in self._reference)
         spread = _OF_A_NORMAL_DISTRIBUTION * statistics.median(distances)
-        wanted = _num_needed(spread)
+        wanted = _num_needed(spread, self._least_seconds / math.exp(self._usual))
         if wanted > self._num_recent:
             self._num_recent = wanted
             return
@@ -120,10 +128,15 @@ class ChangeDetector:
         )
 
 
-def _num_needed(spread: float) -> int:
-    """How many of the last steps show the smallest change that is told, where single ones differ so much."""
+def _num_needed(spread: float, least: float) -> int:
+    """How many of the last steps show the smallest change that is told, where single ones differ so much.
+
+    They are at least as many as ``least``, where that is possible.
+    """
     num = _NUM_RECENT
     while num < _MOST_RECENT and _by_chance(spread, num) > math.log(_LEAST_RATIO):
+        num *= 2
+    while num < min(least, _MOST_SHORT):
         num *= 2
     return num
 
