@@ -25,7 +25,6 @@ from .growing import Growing
 from .guarding import Guarding, GuardMode
 from .model_report import profile_of
 from .parallelism import Parallelism, values_of
-from .profile.phases import Phase
 from .profile.recording import record
 from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
@@ -169,9 +168,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         shows_progress=setup.shows_progress,
         recorder=recorder,
     )
-    pass_boundary = (
-        session.pass_boundary if recorder is None else recorder.timed(Phase.AGREEMENT, session.pass_boundary)
-    )
+    pass_boundary = session.pass_boundary if recorder is None else recorder.around_boundary(session.pass_boundary)
     kind_of_steps = PulsingSteps if follower.pulse.is_seen else Steps
     steps = kind_of_steps(
         StepParts(

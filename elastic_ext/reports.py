@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .appliers import Applied
 from .config import ElasticConfig
-from .metrics import JobEvent, Measures, ModelProfile, RankMetrics, StepWindow
+from .metrics import JobEvent, Measures, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepWindow
 from .rundir import RunDirectory
 from .settings import Settings
 
@@ -62,6 +62,16 @@ class Reports:
         """What is trained."""
         if self._directory is not None:
             self._directory.write_model(profile)
+
+    def write_census(self, census: StepCensus) -> None:
+        """What a step asks of its machine."""
+        if self._directory is not None:
+            self._directory.write_census(census)
+
+    def write_calibration(self, calibration: NodeCalibration) -> None:
+        """What this machine does at best."""
+        if self._directory is not None:
+            self._directory.write_calibration(calibration)
 
     def profiled_until(self) -> float:
         """The end of the last window of this rank that was written, in seconds since 1970; 0 where there is none."""

@@ -35,6 +35,8 @@ class Probe:
     def __init__(self, mark: Mark, *, is_on_accelerator: bool) -> None:
         self.num_tokens = self.num_bytes = 0
         """What the model was given in forward passes: whole numbers in tables of two dimensions or more, and bytes."""
+        self.num_rows = 0
+        """Of the first tensor in each: samples, as a rule; since the probe was made."""
         self._mark = mark
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
@@ -131,6 +133,8 @@ class Probe:
             if isinstance(value, torch.Tensor):
                 size = value.numel()
                 self.num_bytes += size * value.element_size()
+                if is_first and value.dim() > 0:
+                    self.num_rows += value.shape[0]
                 if is_first and value.dim() > 1 and not value.is_floating_point():
                     self.num_tokens += size
                 is_first = False

@@ -15,6 +15,7 @@ from elastic_ext.pulse import Activity, Pulse
 from .pace import Pace
 from .phases import Phase
 from .probe import Probe
+from .surveying import Surveyor
 from .timeline import Timeline
 from .windows import Standing, Windows
 
@@ -30,6 +31,7 @@ _PHASES = {
     Activity.CHANGING: Phase.CHANGE,
     Activity.ENDED: Phase.OUTSIDE,
 }
+_SURVEY_AFTER = 16  # steps: by then they are as they will be
 
 
 class Recorder(Pulse):
@@ -49,6 +51,7 @@ class Recorder(Pulse):
         optimizers: Sequence[Optimizer],
         stand: Callable[[], Standing],
         sees_loader: bool,
+        surveyor: Surveyor | None = None,
     ) -> None:
         """``stand`` says how far training is; ``sees_loader`` that the loader tells when the loop waits for it."""
         self._pulse = pulse
@@ -60,6 +63,7 @@ class Recorder(Pulse):
         self._stand = stand
         self._within_epoch = Phase.OTHER if sees_loader else Phase.DATA
         self._between: Phase = self._within_epoch  # two steps
+        self._surveyor = surveyor
         self._num_boundaries = 0
         self._has_begun = False
         self._is_detailed = self._is_changed = self._is_over = False
@@ -74,11 +78,15 @@ class Recorder(Pulse):
         self._timeline.enter(Phase.STEP)
         if self._is_detailed:
             self._probe.enter_micro_step()
+            if self._surveyor is not None and self._num_boundaries >= _SURVEY_AFTER:
+                self._surveyor.enter(micro_step)
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._pulse.leave(step, num_boundaries, micro_step)
         if self._is_detailed:
             self._probe.leave_micro_step()
+        if self._surveyor is not None and self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries):
+            self._surveyor = None
         if num_boundaries != self._num_boundaries:
             self._num_boundaries = num_boundaries
             self._end_step()
@@ -126,18 +134,20 @@ class Recorder(Pulse):
         finally:
             self._timeline.enter(before)
 
-    def timed(self, phase: Phase, act: Callable[[], None]) -> Callable[[], None]:
-        """``act``, in ``phase``."""
+    def around_boundary(self, pass_boundary: Callable[[], None]) -> Callable[[], None]:
+        """``pass_boundary``, as what ranks do to agree."""
         enter = self._timeline.enter
 
-        def timed() -> None:
-            before = enter(phase)
+        def passing() -> None:
+            before = enter(Phase.AGREEMENT)
+            if self._surveyor is not None:
+                self._surveyor.pause()  # what ranks do here is no part of a step
             try:
-                act()
+                pass_boundary()
             finally:
                 enter(before)
 
-        return timed
+        return passing
 
     def begin_epoch(self) -> None:
         """What lies between two steps is for the next one from here on."""

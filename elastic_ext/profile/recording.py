@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 import psutil
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from elastic_ext.follow import ConfigFollower
 from elastic_ext.sources import TimedSource
 
+from .census import why_no_census
 from .held import memory_held
 from .pace import Pace
 from .phases import Phase
 from .probe import Probe
 from .recorder import Recorder
+from .surveying import Surveyor
 from .timeline import Timeline
 from .windows import Standing, Windows
 
 __all__ = ["record"]
+
+_logger = logging.getLogger(__name__)
 
 
 def record(
@@ -44,10 +50,12 @@ def record(
         config = follower.config
         return Standing(step, num_samples, config.version, config.revision)
 
+    device = next((part.device for part in model.parameters()), torch.device("cpu"))
+    probe = Probe(timeline.enter, is_on_accelerator=device.type != "cpu")
     recorder = Recorder(
         follower.pulse,
         timeline,
-        Probe(timeline.enter, is_on_accelerator=any(part.device.type != "cpu" for part in model.parameters())),
+        probe,
         Windows(
             timeline,
             rank=follower.ranks.rank,
@@ -62,6 +70,28 @@ def record(
         optimizers=optimizers,
         stand=stand,
         sees_loader=loader is None or isinstance(loader, TimedSource),
+        surveyor=_surveyor(follower, model, timeline, probe, device),
     )
     follower.take_pulse(recorder)
     return recorder
+
+
+def _surveyor(
+    follower: ConfigFollower, model: nn.Module, timeline: Timeline, probe: Probe, device: torch.device
+) -> Surveyor | None:
+    """None where a step of this model is not to be looked at so."""
+    why_not = why_no_census(model)
+    if why_not is not None:
+        _logger.debug("no census is taken of %s: %s", type(model).__name__, why_not)
+        return None
+    ranks = follower.ranks
+    is_first_here = all(name.host != ranks.host for name in ranks.names[: ranks.rank])
+    return Surveyor(
+        timeline,
+        probe,
+        rank=ranks.rank,
+        host=ranks.host,
+        device=device,
+        keep_census=follower.reports.write_census,
+        keep_calibration=follower.reports.write_calibration if is_first_here else None,
+    )
