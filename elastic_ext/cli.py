@@ -10,6 +10,8 @@
 
     elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
 
+    elastic-ext report [RUN] --out FILE        where the time of a training went, on one page
+
     elastic-ext ckpt ls PATH                   the checkpoints that are there
     elastic-ext ckpt show PATH                 what is in one, tensor by tensor
     elastic-ext ckpt verify PATH               every byte read and checked
@@ -32,7 +34,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -48,6 +50,8 @@ from .doctor.command import add_doctor
 from .errors import ConfigError, Refusal
 from .history import ConfigHistory, Entry
 from .keys import KEYS
+from .report.command import add_report
+from .report.command import run as run_report
 from .strict_json import read_value, shown
 from .wording import on_one_line
 
@@ -89,8 +93,18 @@ def _run_config(options: argparse.Namespace) -> int:
 
 
 def _run_status(options: argparse.Namespace) -> int:
+    return _run_in_terminal(run_status, options)
+
+
+def _run_report(options: argparse.Namespace) -> int:
+    return _run_in_terminal(run_report, options)
+
+
+def _run_in_terminal(
+    run: Callable[[argparse.Namespace, Mapping[str, str], Terminal], int], options: argparse.Namespace
+) -> int:
     try:
-        status = run_status(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+        status = run(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough; what is left in the buffer must not fail at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -122,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
     add_arguments_of_status(status)
     status.set_defaults(run=_run_status)
+    report = groups.add_parser("report", help="where the time of a training went, on one page")
+    add_report(report)
+    report.set_defaults(run=_run_report)
     add_doctor(groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes"))
     config = groups.add_parser("config", help="the versioned config file of a job")
     config.set_defaults(run=_run_config)

@@ -1,4 +1,4 @@
-"""What a rank's windows say of its processes: which windows belong together, in which order, where time is missing: pure.
+"""What a rank's windows say of its processes: which belong together, in which order, where time is missing: pure.
 
 A *life* is one process's windows, as far as they could be read. A *training* is all that was done from a step 0 on;
 a run directory holds several where a job was started in it from the beginning more than once.

@@ -1,4 +1,4 @@
-"""Bins: sums over equal intervals of time, which grow longer as the time does, so that there are never too many: pure."""
+"""Bins: sums over equal intervals, which grow longer as the time does, so that they are never too many: pure."""
 
 from __future__ import annotations
 

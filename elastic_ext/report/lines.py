@@ -77,7 +77,7 @@ def _lines(path: Path, broken: Broken, advance: Callable[[int], None]) -> Iterat
 def _window_of(line: bytes, rank: int) -> StepWindow:
     """The window in a line; ValueError, KeyError or TypeError if there is none of this rank."""
     found: dict[str, Any] = json.loads(line)
-    counts = {name: _count(found[name]) for name in _COUNTS}
+    counts: dict[str, Any] = {name: _count(found[name]) for name in _COUNTS}
     begin, end = _number(found["begin"]), _number(found["end"])
     if counts["rank"] != rank or not _LEAST_TIME < begin <= end < _MOST_TIME:
         raise ValueError("of another rank, or of no time")
