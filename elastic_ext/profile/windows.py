@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import numpy
-
 from elastic_ext.metrics import StepWindow
 
 from .phases import IN_STEPS, Phase
@@ -22,6 +20,7 @@ __all__ = ["Held", "Standing", "Windows", "window_seconds"]
 _LEAST_SECONDS, _MOST_SECONDS = 1.0, 60.0
 _PART_OF_AGE = 1 / 1000
 _YOUNG_SECONDS = 30.0  # after a change, windows are short again
+_MOST_STEPS = 1024  # of which quantiles are made
 _QUANTILES = (0.1, 0.5, 0.9, 1.0)
 _LABELS = tuple(phase.label for phase in Phase)
 
@@ -72,7 +71,8 @@ class Windows:
         self._first = self._young_since = self._opened = clock()
         self._due = self._opened + _LEAST_SECONDS
         self._wall, self._processor = [0] * len(Phase), [0] * len(Phase)
-        self._steps: list[list[int]] = []  # of those that were looked at one by one: nanoseconds by phase
+        self._steps: list[list[int]] = []  # nanoseconds by phase, of every so many that were looked at one by one
+        self._num_detailed, self._stride = 0, 1
         self._num_steps = self._num_samples = 0
         self._counts = 0, 0
         self._config = 0, 0  # that was in force as the window began
@@ -86,7 +86,7 @@ class Windows:
         """A step has ended; whether it is time to end the window."""
         self._num_steps += 1
         if is_detailed:
-            self._steps.append(self.gather())
+            self._keep_step(self.gather())
         return self._clock() >= self._due
 
     def gather(self) -> list[int]:
@@ -107,7 +107,7 @@ class Windows:
         self.gather()
         memory = self._memory()
         typical, step_seconds = _of_steps(self._steps)
-        seconds = _named(self._wall, 1e-9)
+        seconds = _named(self._wall)
         end = self._begin + sum(seconds.values())
         window = StepWindow(
             begin=self._begin,
@@ -120,13 +120,13 @@ class Windows:
             config_version=self._config[0],
             config_revision=self._config[1],
             seconds=seconds,
-            processor_seconds=_named(self._processor, 1e-9),
+            processor_seconds=_named(self._processor),
             typical=typical,
             step_seconds=step_seconds,
             num_samples=standing.num_samples - self._num_samples,
             num_tokens=self._counts[0],
             num_bytes=self._counts[1],
-            num_detailed=len(self._steps),
+            num_detailed=self._num_detailed,
             memory_bytes=memory.process,
             accelerator_bytes=memory.accelerator,
             accelerator_peak_bytes=memory.accelerator_peak,
@@ -135,10 +135,19 @@ class Windows:
         self._config = standing.config_version, standing.config_revision
         self._wall, self._processor = [0] * len(Phase), [0] * len(Phase)
         self._steps, self._counts, self._num_steps = [], (0, 0), 0
+        self._num_detailed, self._stride = 0, 1
         now = self._opened = self._clock()
         self._due = now + window_seconds(now - self._first, now - self._young_since)
         self._keep(window)
         return window
+
+    def _keep_step(self, spent: list[int]) -> None:
+        if self._num_detailed % self._stride == 0:
+            self._steps.append(spent)
+            if len(self._steps) == _MOST_STEPS:
+                del self._steps[1::2]
+                self._stride *= 2
+        self._num_detailed += 1
 
     def expect_change(self) -> None:
         """What comes may be unlike what was: windows are short for a while."""
@@ -153,17 +162,16 @@ def window_seconds(age: float, since_change: float) -> float:
     return min(max(age * _PART_OF_AGE, _LEAST_SECONDS), _MOST_SECONDS)
 
 
-def _named(nanoseconds: list[int], factor: float) -> dict[str, float]:
-    """By name of the phase, those in which any time was spent."""
-    return {label: round(spent * factor, 9) for label, spent in zip(_LABELS, nanoseconds, strict=True) if spent}
+def _named(nanoseconds: list[int]) -> dict[str, float]:
+    """Seconds by name of the phase, those in which any time was spent."""
+    return {label: spent / 1e9 for label, spent in zip(_LABELS, nanoseconds, strict=True) if spent}
 
 
 def _of_steps(steps: list[list[int]]) -> tuple[dict[str, float], tuple[float, ...]]:
     """What a step in the middle takes, by phase; and what steps take that nothing out of the ordinary befalls."""
     if not steps:
         return {}, ()
-    table = numpy.array(steps, dtype=numpy.int64)
-    lengths = table[:, list(IN_STEPS)].sum(axis=1)
-    quantiles = numpy.quantile(lengths, _QUANTILES, method="lower")
-    middle = numpy.median(table, axis=0)
-    return _named([int(each) for each in middle], 1e-9), tuple(float(each) * 1e-9 for each in quantiles)
+    middle, last = len(steps) // 2, len(steps) - 1
+    typical = [sorted(each)[middle] for each in zip(*steps, strict=True)]
+    lengths = sorted(sum(step[phase] for phase in IN_STEPS) for step in steps)
+    return _named(typical), tuple(round(lengths[int(part * last)] * 1e-9, 9) for part in _QUANTILES)
