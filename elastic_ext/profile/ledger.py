@@ -74,6 +74,8 @@ USEFUL = frozenset(
     )
 )
 _OF_PHASE = {phase.label: Entry(phase.label) for phase in Phase}
+_LEAST_SECONDS = 1e-9
+"""Less is nothing: no clock tells it."""
 _REPEATED = frozenset(Entry(phase.label) for phase in IN_STEPS)
 """What of a step is lost with it."""
 _LOOKED_AT = tuple(
@@ -219,7 +221,7 @@ def _told(piece: Piece, kept: float, division: Mapping[str, float], *, is_again:
     length = piece.end - piece.begin
     phases = {label: spent for label, spent in piece.window.seconds.items() if label in _OF_PHASE and spent > 0}
     total = sum(phases.values())
-    if total <= 0:
+    if total < _LEAST_SECONDS:
         return Slice(begin=piece.begin, end=piece.end, seconds={Entry.UNSEEN: length}, piece=piece, kept=kept)
     seconds: dict[Entry, float] = {}
 
@@ -227,7 +229,7 @@ def _told(piece: Piece, kept: float, division: Mapping[str, float], *, is_again:
         seconds[entry] = seconds.get(entry, 0.0) + spent
 
     for label, spent in phases.items():
-        spent *= length / total
+        spent = spent / total * length
         for part, share in division.items() if label == Phase.STEP.label and division else ((label, 1.0),):
             entry = _OF_PHASE[part]
             if entry is Entry.STARTUP and is_again:

@@ -21,6 +21,7 @@ _MOST_LINE_BYTES = 1 << 16
 _LEAST_TIME, _MOST_TIME = 1e8, 1e11
 """Seconds since 1970 that a clock may have shown: from 1973 on, for some thousand years."""
 _MOST_COUNT = 1 << 53
+_MOST_LENGTH = 1e10
 _NUM_QUANTILES = 64
 _COUNTS = ("rank", "world_size", "restart", "step", "num_steps", "config_version", "config_revision")
 _LATER_COUNTS = ("num_samples", "num_tokens", "num_bytes", "num_detailed")
@@ -103,7 +104,7 @@ def _number(value: object) -> float:
 
 def _length(value: object) -> float:
     found = _number(value)
-    if found < 0:
+    if not 0 <= found < _MOST_LENGTH:
         raise ValueError("no length of time")
     return found
 

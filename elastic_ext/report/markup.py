@@ -18,17 +18,17 @@ def text(value: object) -> str:
     return html.escape(_FORBIDDEN.sub("\ufffd", str(value)), quote=True)
 
 
-def tag(name: str, *inside: str, **attributes: object) -> str:
+def tag(element: str, /, *inside: str, **attributes: object) -> str:
     """An element with markup inside it. ``class_`` is class, ``aria_x`` aria-x; what is None or False is left out."""
-    parts = [f"<{name}"]
+    parts = [f"<{element}"]
     for key, value in attributes.items():
         if value is None or value is False:
             continue
         shown = number(value) if isinstance(value, float) else str(value)
         parts.append(f' {key.rstrip("_").replace("_", "-")}="{text("" if value is True else shown)}"')
-    if not inside and name in _EMPTY:
+    if not inside and element in _EMPTY:
         return "".join([*parts, "/>"])
-    return "".join([*parts, ">", *inside, f"</{name}>"])
+    return "".join([*parts, ">", *inside, f"</{element}>"])
 
 
 def svg(name: str, title: str, description: str, *inside: str, width: float, height: float, class_: str = "") -> str:

@@ -17,6 +17,8 @@ _TIME_STEPS = (
     *(86400.0 * each for each in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)),
 )
 _MOST_TICKS = 9
+_LEAST_AMOUNT = 1e-12
+"""Less is drawn as nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +64,14 @@ class AmountScale:
 
 def nice_top(most: float) -> float:
     """The next amount from ``most`` on at which an axis may end."""
-    if most <= 0:
+    if most < _LEAST_AMOUNT:
         return 1.0
     step = _nice(most / 4)
     return ceil(most / step - 1e-9) * step
 
 
 def _nice(amount: float) -> float:
-    if amount <= 0:
+    if amount < _LEAST_AMOUNT / 8:
         return 0.0
     power = 10.0 ** floor(log10(amount))
     return next((base * power for base in (1, 2, 2.5, 5, 10) if base * power >= amount * 0.999), 10 * power)
