@@ -15,6 +15,7 @@ from .phases import Phase
 
 __all__ = ["Life", "Piece", "in_order", "lives_of", "pieces_of", "trainings_of", "within"]
 
+_STARTUP = Phase.STARTUP.label
 _TOUCHING_SECONDS = 1e-3
 _MOST_AT_ONCE = 8
 """Processes that write into one file at the same time; there should be one."""
@@ -143,7 +144,7 @@ def _is_afresh(life: Life, before: Life, launches: Sequence[float] | None) -> bo
 
 def _is_first(window: StepWindow) -> bool:
     """Whether it is a process's first, which ends as its first step begins."""
-    return window.num_steps == 0 and window.seconds.get(Phase.STARTUP.label, 0.0) > 0
+    return window.num_steps == 0 and window.seconds.get(_STARTUP, 0.0) > 0
 
 
 def _on_a_clock_that_goes_on(windows: list[StepWindow], until: float) -> Life:

@@ -74,6 +74,7 @@ USEFUL = frozenset(
     )
 )
 _OF_PHASE = {phase.label: Entry(phase.label) for phase in Phase}
+_STEP = Phase.STEP.label
 _LEAST_SECONDS = 1e-9
 """Less is nothing: no clock tells it."""
 _REPEATED = frozenset(Entry(phase.label) for phase in IN_STEPS)
@@ -230,7 +231,7 @@ def _told(piece: Piece, kept: float, division: Mapping[str, float], *, is_again:
 
     for label, spent in phases.items():
         spent = spent / total * length
-        for part, share in division.items() if label == Phase.STEP.label and division else ((label, 1.0),):
+        for part, share in division.items() if label == _STEP and division else ((label, 1.0),):
             entry = _OF_PHASE[part]
             if entry is Entry.STARTUP and is_again:
                 entry = Entry.RESTART

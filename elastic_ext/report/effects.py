@@ -11,7 +11,7 @@ from elastic_ext.profile.phases import IN_STEPS
 
 __all__ = ["Period", "Spread", "in_step_seconds", "periods_of", "spread_of"]
 
-_LABELS = tuple(phase.label for phase in IN_STEPS)
+_LABELS = frozenset(phase.label for phase in IN_STEPS)
 _LEAST_WINDOWS = 3
 _MOST_WINDOWS = 200
 
@@ -95,7 +95,7 @@ def periods_of(slices: Iterable[Slice], events: Sequence[JobEvent]) -> list[Peri
 
 def in_step_seconds(window: StepWindow) -> float:
     """How long a window's steps took, without what comes between them."""
-    return sum(window.seconds.get(label, 0.0) for label in _LABELS)
+    return sum(spent for label, spent in window.seconds.items() if label in _LABELS)
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:

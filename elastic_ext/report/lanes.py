@@ -17,7 +17,7 @@ __all__ = ["GROUP_NAMES", "event_key", "lanes"]
 GROUP_NAMES: dict[Group, str] = {
     "failure": "failure",
     "hang": "hang",
-    "restart": "start of workers",
+    "restart": "start or end",
     "membership": "nodes come or go",
     "memory": "out of memory",
     "config": "config",

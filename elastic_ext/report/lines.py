@@ -109,5 +109,8 @@ def _length(value: object) -> float:
     return found
 
 
-def _lengths(value: dict[str, object]) -> dict[str, float]:
-    return {name: _length(each) for name, each in value.items()}
+def _lengths(value: dict[str, Any]) -> dict[str, float]:
+    for each in value.values():
+        if type(each) not in (int, float) or not 0 <= each < _MOST_LENGTH:  # NaN is neither
+            raise ValueError("no length of time")
+    return value

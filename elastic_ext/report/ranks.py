@@ -16,14 +16,14 @@ from .record import RankRecord, RankSums
 __all__ = ["MOST_BINS", "busy_seconds", "rank_record"]
 
 MOST_BINS = 512
-_BUSY = tuple(
+_BUSY = frozenset(
     phase.label for phase in (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
 )
 
 
 def busy_seconds(window: StepWindow) -> float | None:
     """What a step would have taken if the rank had waited for no other; None where none was looked at."""
-    found = sum(window.typical.get(label, 0.0) for label in _BUSY)
+    found = sum(spent for label, spent in window.typical.items() if label in _BUSY)
     return found if found > 0 else None
 
 
@@ -31,11 +31,17 @@ def rank_record(rank: int, lives: Sequence[Life], slices: Sequence[Slice]) -> Ra
     """What is shown of a rank, whose time ``slices`` are."""
     windows = [each.piece.window for each in slices if each.piece is not None]
     bins = Bins(len(RankSums._fields), MOST_BINS)
+    steps: list[float] = []
+    busy: list[float] = []
     for each in slices:
-        if each.piece is not None:
-            bins.add(each.begin, each.end, _sums(each.piece.window, each.end - each.begin))
-    busy = [found for each in windows if (found := busy_seconds(each)) is not None]
-    steady = [each for each in windows if each.num_steps and in_step_seconds(each) > 0]
+        if each.piece is None:
+            continue
+        sums = _sums(each.piece.window, each.end - each.begin)
+        bins.add(each.begin, each.end, sums)
+        if sums.num_steps and sums.step_seconds > 0:
+            steps.append(sums.step_seconds / sums.num_steps)
+        if sums.num_looked_at > 0:
+            busy.append(sums.busy_seconds / sums.num_looked_at)
     return RankRecord(
         rank=rank,
         begin=slices[0].begin,
@@ -43,7 +49,7 @@ def rank_record(rank: int, lives: Sequence[Life], slices: Sequence[Slice]) -> Ra
         ledger=ledger_of_slices(slices),
         num_processes=max(sum(each.is_whole for each in lives), 1),
         num_steps=sum(each.num_steps for each in windows),
-        step_seconds=spread_of([in_step_seconds(each) / each.num_steps for each in steady]),
+        step_seconds=spread_of(steps),
         busy_seconds=spread_of(busy),
         most_host_bytes=_most(each.memory_bytes for each in windows),
         most_accelerator_bytes=_most(each.accelerator_peak_bytes or each.accelerator_bytes for each in windows),

@@ -110,7 +110,7 @@ border-radius:8px;box-shadow:0 4px 16px #0004;padding:8px 11px;font-size:12.5px;
 display:none;font-variant-numeric:tabular-nums}
 .cursor{stroke:var(--ink);stroke-width:1;opacity:.55;pointer-events:none}
 @media screen and (max-width:640px){.ledger td.words,.ledger thead th:last-child{display:none}
-.over-time{min-width:900px}main{padding:18px 14px 48px}h1{font-size:21px}.tiles{gap:8px;
+.over-time{min-width:900px}td.words{min-width:360px}main{padding:18px 14px 48px}h1{font-size:21px}.tiles{gap:8px;
 grid-template-columns:repeat(auto-fit,minmax(128px,1fr))}.tiles dd{font-size:21px}}
 @media print{body{font-size:11px}main{max-width:none;padding:0}.drawing{min-width:0}.scroll{overflow:visible}
 h2{break-after:avoid}.drawing,.tiles,tr{break-inside:avoid}*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
