@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.metrics import StepWindow
-from elastic_ext.profile.history_of_run import Life, in_order, lives_of, pieces_of, trainings_of, within
+from elastic_ext.profile.history_of_run import Life, in_order, lives_of, merged, pieces_of, trainings_of, within
 from elastic_ext.profile.ledger import (
     ENTRIES,
     Entry,
@@ -260,6 +260,34 @@ def test_time_in_which_no_rank_is_known_is_in_the_jobs_ledger() -> None:
     job = ledger_of_job([one, other], [(START, START + 10.0), (START + 30.0, START + 40.0)])
     check(job)
     assert job.wall_seconds == pytest.approx(40.0) and job.seconds[Entry.STOPPED] == pytest.approx(20.0)
+
+
+@given(st.floats(1.0, 40.0))
+def test_windows_made_one_have_the_same_ledger(longest: float) -> None:
+    every = [*life(START, START + 100.0), *life(START + 110.0, START + 150.0, restart=1, first_step=900)]
+    lives = lives_of(every)
+    fewer = [replace(each, windows=tuple(merged(each.windows, longest))) for each in lives]
+    assert [each.is_whole for each in fewer] == [True, True]
+    assert sum(len(each.windows) for each in fewer) <= len(every)
+    before, after = (ledger_of_slices(slices_of(each, Happened())) for each in (lives, fewer))
+    check(after)
+    assert after.wall_seconds == pytest.approx(before.wall_seconds)
+    assert after.goodput == pytest.approx(before.goodput, abs=0.01)
+    for one, other in zip(lives, fewer, strict=True):
+        assert sum(each.num_steps for each in one.windows) == sum(each.num_steps for each in other.windows)
+        assert (one.begin, one.end, one.first_step) == (other.begin, other.end, other.first_step)
+
+
+def test_a_job_that_restarts_all_the_time_is_read_in_little_memory() -> None:
+    def every() -> Iterator[StepWindow]:
+        for restart in range(50):
+            begin = START + restart * 2000.0
+            yield from life(begin, begin + 1500.0, restart=restart, step_seconds=0.5)
+
+    lives = lives_of(every())
+    assert len(lives) == 50
+    assert sum(len(each.windows) for each in lives) <= 40_000
+    check(ledger_of_slices(slices_of(lives, Happened())))
 
 
 # --- trainings ------------------------------------------------------------------------------------------------------

@@ -6,8 +6,12 @@ import argparse
 import io
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +24,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.cli import main
-from elastic_ext.profile.ledger import ENTRIES
+from elastic_ext.profile.ledger import ENTRIES, Entry
 from elastic_ext.report.bins import Bins
 from elastic_ext.report.command import run
 from elastic_ext.report.effects import Period, Spread
@@ -135,6 +139,22 @@ def test_page_of_many_ranks_stays_small(tmp_path: Path) -> None:
     assert len(source) < 2_000_000
     words = check_page(source).words
     assert "and 236 ranks that are less busy" in words
+
+
+def test_page_of_thousands_of_configs_and_events_stays_small(tmp_path: Path) -> None:
+    changes = {START + 10.0 + each: each for each in range(3000)}
+    write_windows(tmp_path, 0, list(life(START, START + 3100.0, changes=changes)))
+    told = "optimizer.learning_rate changes " * 20
+    events = [
+        event(moment, "config-applied", f"{version} {told}", version=version, revision=0)
+        for moment, version in changes.items()
+    ]
+    write_events(tmp_path, "0", events + [event(START + each / 4, "out-of-memory", told) for each in range(9000)])
+    record = gathered(tmp_path)
+    assert len(record.periods) > 1000 and len(record.happenings) == 12_000
+    source = shown(record)
+    assert len(source) < 2_000_000
+    assert "more, which are in --json" in check_page(source).words
 
 
 def test_slow_rank_stands_out_in_local_busy_time(tmp_path: Path) -> None:
@@ -470,3 +490,49 @@ def test_one_window_is_enough(tmp_path: Path) -> None:
     record = gathered(tmp_path)
     assert record.ledger.goodput == 0 and record.ledger.wall_seconds == pytest.approx(0.5)
     check_page(shown(record))
+
+
+_TRAINING = """
+import sys, time, torch
+from torch import nn
+from elastic_ext import ElasticDataLoader, ElasticTrainer
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 600
+    def __getitem__(self, index):
+        time.sleep(0.0005)
+        return torch.randn(64), index % 10
+
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+optimizer = torch.optim.AdamW(model.parameters())
+loader = ElasticDataLoader(Slow(), batch_size=8)
+trainer = ElasticTrainer(model, loader, global_batch_size=16)
+with trainer:
+    optimizer = trainer.prepare(optimizer)
+    with trainer.epoch(0):
+        for inputs, targets in loader:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.slow
+def test_report_of_a_training_tells_what_it_did(tmp_path: Path) -> None:
+    begin = time.time()
+    environ = {**os.environ, "ELASTIC_EXT_RUN_DIR": str(tmp_path / "run"), "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", _TRAINING], env=environ, check=True, timeout=100)
+    took = time.time() - begin
+    record = gathered(tmp_path / "run")
+    check_page(shown(record))
+    seconds = record.ledger.seconds
+    assert took - 2.5 < record.ledger.wall_seconds < took
+    assert seconds[Entry.DATA] >= 600 * 0.0005 * 0.95
+    assert seconds[Entry.OUTSIDE] >= 0.5
+    assert 0 < record.ledger.goodput < 1
+    assert (record.last_step, record.num_samples, record.num_steps_again) == (38, 600, 0)
+    assert not record.notes

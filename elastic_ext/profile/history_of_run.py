@@ -6,17 +6,19 @@ a run directory holds several where a job was started in it from the beginning m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elastic_ext.metrics import StepWindow
 
 from .phases import Phase
 
-__all__ = ["Life", "Piece", "in_order", "lives_of", "pieces_of", "trainings_of", "within"]
+__all__ = ["Life", "Piece", "in_order", "lives_of", "merged", "pieces_of", "trainings_of", "within"]
 
 _STARTUP = Phase.STARTUP.label
 _TOUCHING_SECONDS = 1e-3
+_MOST_WINDOWS = 40_000
+_SHORT_SECONDS = 1.0
 _MOST_AT_ONCE = 8
 """Processes that write into one file at the same time; there should be one."""
 
@@ -63,10 +65,20 @@ class Piece:
 
 
 def lives_of(windows: Iterable[StepWindow]) -> list[Life]:
-    """The processes that have written these into one file, in the order of its lines."""
+    """The processes that have written these into one file, in the order of its lines.
+
+    Of very many windows, neighbours are made one, so that the memory for them stays small.
+    """
     found: list[list[StepWindow]] = []
     lines: list[tuple[int, int]] = []  # of each the first and the last
+    num_kept, most, longest = 0, _MOST_WINDOWS, _SHORT_SECONDS
     for line, window in enumerate(windows):
+        num_kept += 1
+        if num_kept > most:
+            longest *= 2
+            found = [merged(each, longest) for each in found]
+            num_kept = sum(map(len, found)) + 1
+            most = max(_MOST_WINDOWS, 2 * num_kept)  # where few can be made one, it is not tried again and again
         for number in range(len(found) - 1, max(len(found) - 1 - _MOST_AT_ONCE, -1), -1):
             if _goes_on(found[number][-1], window):
                 found[number].append(window)
@@ -82,6 +94,17 @@ def lives_of(windows: Iterable[StepWindow]) -> list[Life]:
         lives.append(_on_a_clock_that_goes_on(each, max(over, default=float("-inf"))))
         ends.append((last, lives[-1].end))
     return lives
+
+
+def merged(windows: Sequence[StepWindow], longest: float) -> list[StepWindow]:
+    """The same with neighbours of one config made one, where they are no longer than this together."""
+    kept: list[StepWindow] = []
+    for window in windows:
+        if kept and _can_be_one(kept[-1], window) and window.end - kept[-1].begin <= longest:
+            kept[-1] = _one(kept[-1], window)
+        else:
+            kept.append(window)
+    return kept
 
 
 def in_order(lives: Iterable[Life]) -> list[Life]:
@@ -145,6 +168,37 @@ def _is_afresh(life: Life, before: Life, launches: Sequence[float] | None) -> bo
 def _is_first(window: StepWindow) -> bool:
     """Whether it is a process's first, which ends as its first step begins."""
     return window.num_steps == 0 and window.seconds.get(_STARTUP, 0.0) > 0
+
+
+def _can_be_one(first: StepWindow, second: StepWindow) -> bool:
+    return (
+        first.step == second.step - second.num_steps
+        and first.config_version == second.config_version
+        and first.config_revision == second.config_revision
+        and not _is_first(first)
+    )
+
+
+def _one(first: StepWindow, second: StepWindow) -> StepWindow:
+    """Both as one; what is said of a step in the middle is that of the one with more of them."""
+    typical = first if first.num_detailed > second.num_detailed else second
+    return replace(
+        second,
+        begin=first.begin,
+        num_steps=first.num_steps + second.num_steps,
+        seconds=_sums(first.seconds, second.seconds),
+        processor_seconds=_sums(first.processor_seconds, second.processor_seconds),
+        typical=typical.typical,
+        step_seconds=typical.step_seconds,
+        num_samples=first.num_samples + second.num_samples,
+        num_tokens=first.num_tokens + second.num_tokens,
+        num_bytes=first.num_bytes + second.num_bytes,
+        num_detailed=first.num_detailed + second.num_detailed,
+    )
+
+
+def _sums(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in (*first, *second)}
 
 
 def _on_a_clock_that_goes_on(windows: list[StepWindow], until: float) -> Life:
