@@ -43,7 +43,7 @@ main{max-width:1180px;margin:0 auto;padding:28px 24px 64px}
 h1{font-size:26px;line-height:1.25;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:18px;margin:40px 0 4px}
 h3{font-size:15px;margin:22px 0 2px}
-p{margin:4px 0 10px;max-width:80ch}
+p{margin:4px 0 10px;max-width:96ch}
 .soft,.about{color:var(--soft)}
 .about{font-size:14px;overflow-wrap:anywhere}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0 14px;padding:0}
@@ -113,7 +113,7 @@ display:none;font-variant-numeric:tabular-nums}
 .over-time{min-width:900px}td.words{min-width:360px}main{padding:18px 14px 48px}h1{font-size:21px}.tiles{gap:8px;
 grid-template-columns:repeat(auto-fit,minmax(128px,1fr))}.tiles dd{font-size:21px}}
 @media print{body{font-size:11px}main{max-width:none;padding:0}.drawing{min-width:0}.scroll{overflow:visible}
-h2{break-after:avoid}.drawing,.tiles,tr{break-inside:avoid}*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+h2,h3{break-after:avoid}.drawing,.tiles,tr{break-inside:avoid}*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 td,tbody th{white-space:normal}#tip{display:none!important}}
 """
 
