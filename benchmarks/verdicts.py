@@ -3,7 +3,7 @@
 Each training is one of two ranks over gloo, on one thread each, a second or two long, with models, sizes and delays
 that its seed draws. Its verdict is made from what its ranks have written: windows, a census each, the calibration of
 the machine. A case counts as contended where the verdict itself says so, as a user has to take it; half of the seeds
-run beside a process that wants half a processor of the two. *Right* is the planted kind, and of a straggler its rank too.
+run beside a process that wants half a processor. *Right* is the planted kind, and of a straggler its rank too.
 
 Planted: samples that take long to load; an exchange of gradients over a slow link; large matrix products; operations on
 large tensors with little arithmetic; very many small operations; a rank that sleeps in its forward pass; processors
