@@ -10,7 +10,16 @@ from typing import Any
 
 from .record_json import object_of, record_of, with_record
 
-__all__ = ["JobEvent", "Measures", "ModelProfile", "NodeCalibration", "RankMetrics", "StepCensus", "StepWindow"]
+__all__ = [
+    "JobEvent",
+    "Measures",
+    "ModelProfile",
+    "NodeCalibration",
+    "RankMetrics",
+    "StepCensus",
+    "StepTrace",
+    "StepWindow",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +152,36 @@ class StepCensus:
 
     @classmethod
     def from_json(cls, text: str) -> StepCensus:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return record_of(cls, object_of(text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTrace:
+    """One step of a rank as torch's profiler saw it."""
+
+    time: float
+    rank: int
+    step_seconds: float
+    communication_seconds: float
+    """While anything was on its way between ranks,"""
+    exposed_seconds: float
+    """... and nothing was computed beside it,"""
+    computing_seconds: float
+    """... and while something was computed."""
+    top: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the operations that took longest in all, with what they called."""
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """Communication beside which something was computed."""
+        return self.communication_seconds - self.exposed_seconds
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> StepTrace:
         """The record that ``to_json`` gave; ValueError for anything else."""
         return record_of(cls, object_of(text))
 

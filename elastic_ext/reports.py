@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .appliers import Applied
 from .config import ElasticConfig
-from .metrics import JobEvent, Measures, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepWindow
+from .metrics import JobEvent, Measures, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .rundir import RunDirectory
 from .settings import Settings
 
@@ -67,6 +67,11 @@ class Reports:
         """What a step asks of its machine."""
         if self._directory is not None:
             self._directory.write_census(census)
+
+    def write_trace(self, trace: StepTrace) -> None:
+        """What torch's profiler saw of a step."""
+        if self._directory is not None:
+            self._directory.write_trace(trace)
 
     def write_calibration(self, calibration: NodeCalibration) -> None:
         """What this machine does at best."""

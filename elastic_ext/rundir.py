@@ -5,6 +5,7 @@
       metrics-<rank>.json      what a rank is doing; one writer: that rank
       model-<rank>.json        what a rank trains; one writer: that rank
       census-<rank>.json       what a step asks of its machine; one writer: that rank
+      trace-<rank>.json        what torch's profiler saw of a step; one writer: that rank
       calibration.json         what the machine does at best; one writer: the first rank on it
       profile-<rank>.jsonl     where a rank's time went, a line for each second or more; one writer: that rank
       events-<rank>.jsonl      what happened to a rank, a line each; one writer: that rank
@@ -20,7 +21,7 @@ import os
 from pathlib import Path
 
 from .files import append_line, write_whole
-from .metrics import JobEvent, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepWindow
+from .metrics import JobEvent, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 
 __all__ = ["RunDirectory"]
 
@@ -38,6 +39,7 @@ class RunDirectory:
         self.model_file = path / f"model-{rank}.json"
         self.events_file = path / f"events-{rank}.jsonl"
         self.profile_file = path / f"profile-{rank}.jsonl"
+        self.trace_file = path / f"trace-{rank}.json"
         self.census_file = path / f"census-{rank}.json"
         self.calibration_file = path / "calibration.json"
         self._warned = False
@@ -60,6 +62,10 @@ class RunDirectory:
     def write_census(self, census: StepCensus) -> None:
         """Replace what is said of this rank's steps."""
         self._replace(self.census_file, census.to_json())
+
+    def write_trace(self, trace: StepTrace) -> None:
+        """Replace what torch's profiler saw of a step of this rank."""
+        self._replace(self.trace_file, trace.to_json())
 
     def write_calibration(self, calibration: NodeCalibration) -> None:
         """Replace what is said of this machine."""

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ext.metrics import StepTrace
 from elastic_ext.profile.bottleneck import RankView, Verdict, merged, verdict
 from elastic_ext.profile.causes import KINDS
 from elastic_ext.profile.phases import Phase
@@ -520,6 +521,21 @@ def test_whoever_is_slow_is_named(num_ranks: int, data: st.DataObject, more: flo
     steps[slow][phase] = steps[slow].get(phase, 0.0) + more
     found = verdict(_ranks(steps))
     assert (found.kind, found.ranks, found.hosts) == ("straggler", (slow,), (f"node{slow}",))
+
+
+def test_what_passes_wait_for_others_is_told_by_a_trace() -> None:
+    trace = StepTrace(
+        time=0.0, rank=0, step_seconds=1.0, communication_seconds=0.7, exposed_seconds=0.6, computing_seconds=0.4
+    )
+    step = _step(forward=40, backward=50, communication=5, optimizer=5)
+    seen = weigh(made_view(step, view={"trace": trace}))
+    assert seen.step[COMMUNICATION] == pytest.approx(0.6 * seen.step_seconds)
+    assert seen.step[FORWARD] / seen.step[BACKWARD] == pytest.approx(0.8)
+    assert seen.step_seconds == pytest.approx(weigh(made_view(step)).step_seconds)
+    hidden = dataclasses.replace(trace, exposed_seconds=0.01)
+    assert weigh(made_view(step, view={"trace": hidden})).step == weigh(made_view(step)).step
+    views = [made_view(step, rank=rank, world_size=2, view={"trace": trace}) for rank in range(2)]
+    assert verdict(views).kind == "communication"
 
 
 # ---- planted causes ----

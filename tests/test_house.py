@@ -115,6 +115,7 @@ LAYERS: Mapping[str, int] = {
     "profile.changing": 1,
     "profile.pace": 1,
     "profile.phases": 1,
+    "profile.spans": 1,
     "profile.straggling": 1,
     "profile.timeline": 1,
     "profile.weighed": 1,
@@ -261,6 +262,7 @@ LAYERS: Mapping[str, int] = {
     "profile.recorder": 2,
     "profile.recording": 2,
     "profile.surveying": 2,
+    "profile.tracing": 2,
     "guarding": 2,
     "optimizer": 2,
     "optimizer_state": 2,
@@ -495,6 +497,7 @@ USES_TORCH = frozenset(
         "profile.recorder",
         "profile.recording",
         "profile.surveying",
+        "profile.tracing",
         "pulsing",
         "registered",
         "resuming",
@@ -551,7 +554,16 @@ PUBLIC_NAMES = [
 ]
 
 READS_ENVIRON = frozenset(
-    {"agent.at_start.sitecustomize", "cli", "run", "follow", "fsdp.checkpoint.checkpointer", "settings", "trainer"}
+    {
+        "agent.at_start.sitecustomize",
+        "cli",
+        "run",
+        "follow",
+        "fsdp.checkpoint.checkpointer",
+        "profile.tracing",
+        "settings",
+        "trainer",
+    }
 )
 WRITES_TO_THE_TERMINAL = frozenset({"agent.warden", "cli", "run"})  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {

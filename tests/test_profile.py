@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader
-from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
+from elastic_ext.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
 from elastic_ext.profile.census import Census, why_no_census
 from tests.ranks import RankPool
 from tests.training import make_data, make_model, trainer_of
@@ -416,7 +416,7 @@ def test_who_waits_for_a_slow_rank_waits_in_communication(ranks: RankPool, tmp_p
     assert waited >= 10 * PLANTED and waited > total(quick, "forward")
 
 
-def train_sharded(rank: int, folder: Path) -> tuple[list[str], str]:
+def train_sharded(rank: int, folder: Path) -> tuple[list[str], str, str]:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
     for part in model:
         fully_shard(part)
@@ -429,13 +429,13 @@ def train_sharded(rank: int, folder: Path) -> tuple[list[str], str]:
                 model(torch.ones(2, 32)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    return [each.to_json() for each in windows_of(folder, rank)], (
-        folder / str(rank) / f"census-{rank}.json"
-    ).read_text()
+    own = folder / str(rank)
+    lines = [each.to_json() for each in windows_of(folder, rank)]
+    return lines, (own / f"census-{rank}.json").read_text(), (own / f"trace-{rank}.json").read_text()
 
 
 def test_sharded_models_in_steps_of_several_micro_steps(ranks: RankPool, tmp_path: Path) -> None:
-    for lines, census in ranks.run(2, train_sharded, tmp_path):
+    for lines, census, traced in ranks.run(2, train_sharded, tmp_path):
         windows = [StepWindow.from_json(line) for line in lines]
         assert sum(each.num_steps for each in windows) == 30
         for phase in ("forward", "backward", "optimizer"):
@@ -444,3 +444,6 @@ def test_sharded_models_in_steps_of_several_micro_steps(ranks: RankPool, tmp_pat
         assert found["num_samples"] == 2
         assert found["num_flops"] == 2 * (3 * 2 * 32 * 32) * 3 - 2 * 2 * 32 * 32, "the first layer's inputs need none"
         assert 0 < found["optimizer_ops"] < found["num_ops"]
+        trace = StepTrace.from_json(traced)
+        assert 0 < trace.exposed_seconds <= trace.communication_seconds <= 2 * trace.step_seconds
+        assert 0 < trace.computing_seconds <= trace.step_seconds and "aten::addmm" in trace.top

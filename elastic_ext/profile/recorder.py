@@ -86,8 +86,8 @@ class Recorder(Pulse):
         self._pulse.leave(step, num_boundaries, micro_step)
         if self._is_detailed:
             self._probe.leave_micro_step()
-        if self._surveyor is not None and self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries):
-            self._surveyor = None
+            if self._surveyor is not None:
+                self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
         if num_boundaries != self._num_boundaries:
             self._num_boundaries = num_boundaries
             self._end_step()
@@ -122,6 +122,8 @@ class Recorder(Pulse):
         if not self._is_over:
             self._is_over = True
             self._probe.turn_off()
+            if self._surveyor is not None:
+                self._surveyor.close()
             self._close()
 
     # ---- what others tell ----
@@ -142,7 +144,7 @@ class Recorder(Pulse):
         def passing() -> None:
             before = enter(Phase.AGREEMENT)
             if self._surveyor is not None:
-                self._surveyor.pause()  # what ranks do here is no part of a step
+                self._surveyor.reach_boundary()
             try:
                 pass_boundary()
             finally:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 import psutil
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from elastic_ext.follow import ConfigFollower
@@ -20,13 +20,11 @@ from .pace import Pace
 from .phases import Phase
 from .probe import Probe
 from .recorder import Recorder
-from .surveying import Surveyor
+from .surveying import Found, Surveyor
 from .timeline import Timeline
 from .windows import Standing, Windows
 
 __all__ = ["record"]
-
-_logger = logging.getLogger(__name__)
 
 
 def record(
@@ -78,13 +76,8 @@ def record(
 
 def _surveyor(
     follower: ConfigFollower, model: nn.Module, timeline: Timeline, probe: Probe, device: torch.device
-) -> Surveyor | None:
-    """None where a step of this model is not to be looked at so."""
-    why_not = why_no_census(model)
-    if why_not is not None:
-        _logger.debug("no census is taken of %s: %s", type(model).__name__, why_not)
-        return None
-    ranks = follower.ranks
+) -> Surveyor:
+    ranks, reports = follower.ranks, follower.reports
     is_first_here = all(name.host != ranks.host for name in ranks.names[: ranks.rank])
     return Surveyor(
         timeline,
@@ -92,6 +85,11 @@ def _surveyor(
         rank=ranks.rank,
         host=ranks.host,
         device=device,
-        keep_census=follower.reports.write_census,
-        keep_calibration=follower.reports.write_calibration if is_first_here else None,
+        found=Found(
+            census=reports.write_census,
+            trace=reports.write_trace,
+            calibration=reports.write_calibration if is_first_here else None,
+        ),
+        why_no_census=lambda: why_no_census(model),
+        is_traced=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
     )

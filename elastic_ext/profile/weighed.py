@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
+from elastic_ext.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .phases import COMPUTING, IN_STEPS, Phase
 
@@ -42,6 +42,8 @@ class RankView:
     num_micro_steps: int = 1
     waits_in_passes: bool = False
     """Whether its passes wait for parameters of other ranks, as those of a sharded model do."""
+    trace: StepTrace | None = None
+    """Of a step whose passes do, which alone tells how long."""
 
     @property
     def rank(self) -> int:
@@ -185,7 +187,7 @@ def weigh(view: RankView) -> Weighed:
     return Weighed(
         rank=view.rank,
         host=view.host,
-        step=_step_of(window, split),
+        step=_with_waits(_step_of(window, split), view.trace),
         shares={phase: spent / total for phase, spent in split.items()},
         is_known=_has_passes(split),
         processor_share=None if _is_on_accelerator(view) else _processor_share(view, seconds),
@@ -261,6 +263,20 @@ def _step_of(window: StepWindow, split: Mapping[Phase, float]) -> dict[Phase, fl
     if not (_has_passes(typical) and _has_passes(split)):
         return mean
     return {phase: mean[phase] if phase in _IN_BURSTS else typical.get(phase, 0.0) for phase in IN_STEPS}
+
+
+def _with_waits(step: dict[Phase, float], trace: StepTrace | None) -> dict[Phase, float]:
+    """With what passes wait for other ranks counted as that, by the part that it had of a step that was traced."""
+    passes = step.get(Phase.FORWARD, 0.0) + step.get(Phase.BACKWARD, 0.0)
+    if trace is None or passes <= 0 or not 0 < trace.step_seconds <= _MOST or not trace.exposed_seconds >= 0:
+        return step
+    within = sum(step.get(phase, 0.0) for phase in _WITHIN_STEP)
+    waits = min(trace.exposed_seconds / trace.step_seconds, 1.0) * within - step.get(Phase.COMMUNICATION, 0.0)
+    waits = min(max(waits, 0.0), passes)
+    found = {**step, Phase.COMMUNICATION: step.get(Phase.COMMUNICATION, 0.0) + waits}
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        found[phase] = step.get(phase, 0.0) * (1 - waits / passes)
+    return found
 
 
 def _processor_share(view: RankView, seconds: Mapping[Phase, float]) -> float | None:
