@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import types
@@ -30,7 +31,8 @@ def record_of(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
 
     A field may be missing where its dataclass has a default for it.
     """
-    values, types_of = {}, get_type_hints(kind)
+    hashable: Any = kind
+    values, types_of = {}, _types_of(hashable)
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in found:
             if field.default is MISSING and field.default_factory is MISSING:
@@ -58,6 +60,11 @@ def with_rows(found: Mapping[str, Any], name: str, kind: type[Any]) -> dict[str,
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
         raise ValueError(f"{name} is no list of objects")
     return {**found, name: tuple(record_of(kind, each) for each in rows)}
+
+
+@functools.cache  # it takes longer than all else
+def _types_of(kind: Any) -> Mapping[str, Any]:
+    return get_type_hints(kind)
 
 
 def _fits(value: object, kind: Any) -> bool:

@@ -114,8 +114,13 @@ LAYERS: Mapping[str, int] = {
     "profile.causes": 1,
     "profile.changing": 1,
     "profile.pace": 1,
+    "profile.line": 1,
     "profile.phases": 1,
+    "profile.reading": 1,
+    "profile.showing": 1,
+    "profile.sinks": 1,
     "profile.straggling": 1,
+    "profile.summary": 1,
     "profile.timeline": 1,
     "profile.weighed": 1,
     "profile.windows": 1,
@@ -487,7 +492,7 @@ USES_TORCH = frozenset(
     }
 )
 HEAVY = frozenset({"torch", "grpc", "numpy", "accelerate"})  # accelerate imports torch
-WHEN_CALLED: Mapping[str, str] = {"fsdp.checkpoint.casting": "numpy"}
+WHEN_CALLED: Mapping[str, str] = {"fsdp.checkpoint.casting": "numpy", "profile.sinks": "torch"}
 """What a light module imports in the functions that need it, which is not all that it is imported for."""
 
 PUBLIC_NAMES = [
@@ -516,8 +521,11 @@ PUBLIC_NAMES = [
     "RanksError",
     "RanksFailedError",
     "ReshardReport",
+    "Sink",
     "StepError",
     "StepPlan",
+    "StepProfile",
+    "TensorBoardSink",
     "TornStepError",
     "WorkerDiedError",
     "follow_config",
@@ -570,6 +578,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.live:Change._agree_or_go_back": "puts back what was there, and raises again",
     "parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
     "steps:Steps._share_at_end": "takes the step back, and raises again",
+    "profile.sinks:Sinks.write": "a sink is the user's code: told once, and dropped",
+    "profile.sinks:Sinks.close": "a sink is the user's code: the others are to be closed too",
     "session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
     "watch:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
     "watch:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
