@@ -89,6 +89,7 @@ LAYERS: Mapping[str, int] = {
     "agent.stacks": 1,
     "agent.status": 1,
     "agent.status_files": 1,
+    "agent.status_profile": 1,
     "agent.status_words": 1,
     "doctor.stragglers": 1,
     "agent.traces": 1,

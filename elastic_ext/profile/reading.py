@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,10 +20,13 @@ from .phases import Phase
 from .weighed import RankView, merged
 
 __all__ = [
+    "NodeProfiles",
+    "Windows",
     "present_windows",
     "profiled_ranks",
     "read_calibration",
     "read_census",
+    "read_profiles",
     "rounds_of",
     "tail_of",
     "tails_of",
@@ -39,6 +43,16 @@ _MOST = 1e18  # of anything that is counted or timed
 Windows = Mapping[int, Sequence[StepWindow]]
 """By rank, the oldest first."""
 _Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeProfiles:
+    """What the ranks of a node have written of their time."""
+
+    windows: Windows = field(default_factory=dict)
+    censuses: Mapping[int, StepCensus] = field(default_factory=dict)
+    """By rank."""
+    calibration: NodeCalibration | None = None
 
 
 # ---- files ----
@@ -66,6 +80,17 @@ def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
 def tails_of(folder: Path, ranks: Iterable[int], num_windows: int) -> dict[int, tuple[StepWindow, ...]]:
     """The last windows of several ranks."""
     return {rank: tail_of(folder / f"profile-{rank}.jsonl", num_windows) for rank in ranks}
+
+
+def read_profiles(folder: Path, *, most_ranks: int, num_windows: int) -> NodeProfiles:
+    """All that lies in a run directory, of the first ranks alone; OSError where it cannot be looked at."""
+    ranks = profiled_ranks(folder)[:most_ranks]
+    censuses = {rank: read_census(folder, rank) for rank in ranks}
+    return NodeProfiles(
+        windows=tails_of(folder, ranks, num_windows),
+        censuses={rank: each for rank, each in censuses.items() if each is not None},
+        calibration=read_calibration(folder) if ranks else None,
+    )
 
 
 def read_census(folder: Path, rank: int) -> StepCensus | None:
