@@ -73,6 +73,7 @@ LAYERS: Mapping[str, int] = {
     "agent.monitor": 1,
     "agent.refusals": 1,
     "agent.rendezvous": 1,
+    "agent.slow_workers": 1,
     "agent.starting": 1,
     "agent.stop_signals": 1,
     "agent.verdicts": 1,
