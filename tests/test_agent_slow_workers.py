@@ -136,45 +136,9 @@ def test_what_is_no_round_is_refused(row: Any) -> None:
         NodeRound.from_row(row)
 
 
-JOB = """
-import sys, time
-import torch, torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
-from elastic_ext import ElasticTrainer
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, inputs):
-        time.sleep(0.03 if dist.get_rank() == 1 else 0.01)
-        return self.layer(inputs)
-
-dist.init_process_group("gloo")
-model = DistributedDataParallel(Model())
-loader = DataLoader(TensorDataset(torch.randn(100_000, 4)), batch_size=2)
-trainer = ElasticTrainer(model, loader)
-with trainer:
-    optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=1e-3))
-    with trainer.epoch(0):
-        for (inputs,) in loader:
-            with trainer.step():
-                model(inputs).pow(2).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if trainer.should_stop:
-                break
-"""
-
-
 @pytest.mark.slow
 def test_under_elastic_run_the_journal_names_the_worker_that_sleeps_in_its_forward_pass(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(JOB)
-    with nodes(Node(tmp_path / "node", ["--standalone", "--nproc-per-node=3", str(script)])) as (node,):
+    with nodes(Node(tmp_path / "node", ["--standalone", "--nproc-per-node=3", "-m", "tests.slow_job"])) as (node,):
         until(lambda: "slow-worker" in node.kinds() or None, what=node.text)
         (slow,) = [each for each in node.events() if each["kind"] == "slow-worker"]
         assert slow["details"]["rank"] == 1

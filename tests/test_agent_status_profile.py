@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from elastic_ext.cli import main
 from elastic_ext.metrics import Measures, RankMetrics
 from elastic_ext.profile.phases import Phase
 from elastic_ext.rundir import RunDirectory
+from tests.nodes import TORCHRUN, Node, nodes, until
 from tests.profiles import calibration, census, made_window
 
 HOST = socket.gethostname()
@@ -142,3 +144,20 @@ def test_whatever_the_profiles_say_there_is_a_status(tmp_path: Path, rows: list[
     status = seen(tmp_path)
     assert all(line.isprintable() for line in words(status).split("\n"))
     json.dumps(status.to_dict(), allow_nan=False)
+
+
+def slow_ranks(folder: Path) -> list[int]:
+    profile = seen(folder).profile
+    return [] if profile is None else [each.rank for each in profile.stragglers]
+
+
+@pytest.mark.slow
+def test_under_plain_torchrun_the_log_and_the_files_name_the_slow_rank(tmp_path: Path) -> None:
+    launch = ["--standalone", "--nproc-per-node=2", "-m", "tests.slow_job"]
+    environ = {"ELASTIC_EXT_PROFILE_SECONDS": "4"}
+    with nodes(Node(tmp_path, launch, launcher=TORCHRUN, environ=environ)) as (node,):
+        line = node.wait_for(r"^profile: step", times=2)
+        assert until(lambda: slow_ranks(tmp_path) or None) == [1]
+        node.send(signal.SIGTERM)
+        node.end()
+    assert "straggler: rank 1 on" in line and "of that in forward" in line

@@ -71,9 +71,10 @@ class Showing:
         self._last = window
         if self._rank > 0:
             return
-        profile = summary_of([window], num_replicas=self._know().num_replicas)
-        if profile is not None:
-            self._sinks.write(profile)
+        if self._sinks.are_there:
+            profile = summary_of([window], num_replicas=self._know().num_replicas)
+            if profile is not None:
+                self._sinks.write(profile)
         if self._every_seconds > 0:
             self._keep(window)
 

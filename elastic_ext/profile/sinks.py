@@ -37,6 +37,11 @@ class Sinks:
         self._sinks: list[Sink] = []
         self._is_closed = False
 
+    @property
+    def are_there(self) -> bool:
+        """Whether anything is to be written."""
+        return bool(self._sinks)
+
     def add(self, sink: Sink) -> None:
         """Have it written to from here on. ElasticError once training has ended."""
         if self._is_closed:
