@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -31,8 +31,7 @@ def record_of(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
 
     A field may be missing where its dataclass has a default for it.
     """
-    hashable: Any = kind
-    values, types_of = {}, _types_of(hashable)
+    values, types_of = {}, _types_of(kind)  # type: ignore[arg-type]
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in found:
             if field.default is MISSING and field.default_factory is MISSING:
@@ -62,8 +61,9 @@ def with_rows(found: Mapping[str, Any], name: str, kind: type[Any]) -> dict[str,
     return {**found, name: tuple(record_of(kind, each) for each in rows)}
 
 
-@functools.cache  # it takes longer than all else
-def _types_of(kind: Any) -> Mapping[str, Any]:
+@functools.cache
+def _types_of(kind: Hashable) -> Mapping[str, Any]:
+    """Its fields' types, which take long to make out."""
     return get_type_hints(kind)
 
 

@@ -58,7 +58,7 @@ class Probe:
                 before, after = (dynamo.disable(each, reason=_NOT_COMPILED) for each in (before, after))
             # Ours on the output comes before what FSDP has there: so the end of its pass comes between the two marks.
             self._handles.append(model.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
-            self._handles.append(model.register_forward_hook(Hook(after), prepend=True, always_call=True))
+            self._handles.append(model.register_forward_hook(Hook(after), prepend=True))
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))

@@ -75,8 +75,9 @@ class Recorder(Pulse):
         self._pulse.enter(micro_step)
         if not self._has_begun:
             self._begin()
-        self._timeline.enter(Phase.STEP)
-        if self._is_detailed:
+        if not self._is_detailed:
+            self._timeline.enter(Phase.STEP)
+        else:
             self._probe.enter_micro_step()
             if self._surveyor is not None and self._num_boundaries >= _SURVEY_AFTER:
                 self._surveyor.enter(micro_step)
@@ -181,7 +182,6 @@ class Recorder(Pulse):
             self._follow_pace()
 
     def _follow_pace(self) -> None:
-        self._windows.gather()
         self._is_detailed = self._pace.is_detailed
         if self._is_detailed:
             self._probe.turn_on(self._model, self._optimizers)

@@ -60,16 +60,18 @@ class Surveyor:
         """A micro-step ends, and with it its step or not; whether all is done."""
         self.pause()
         num_rows = self._probe.num_rows - self._num_rows
-        if not has_ended or self._census is None or num_rows == 0:
+        if not has_ended or self._census is None:
             return False
-        census = self._census.record(
-            rank=self._rank,
-            num_samples=num_rows,
-            num_micro_steps=self._num_micro_steps,
-            device=str(self._device),
-        )
+        if num_rows > 0:  # else no pass was seen
+            self._keep_census(
+                self._census.record(
+                    rank=self._rank,
+                    num_samples=num_rows,
+                    num_micro_steps=self._num_micro_steps,
+                    device=str(self._device),
+                )
+            )
         self._census = None
-        self._keep_census(census)
         if self._keep_calibration is not None:
             self._keep_calibration(calibrate(self._device, host=self._host))
         return True

@@ -14,18 +14,19 @@ __all__ = ["Spent", "Timeline"]
 _NUM_PHASES = len(Phase)
 _LOST = frozenset((Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP))
 
-Spent = tuple[list[int], list[int]]
-"""Nanoseconds by phase: of the clock, and of this thread's processor time."""
+Spent = list[int]
+"""Nanoseconds by phase: of the clock, and then, as many again, of this thread's processor time."""
 
 
 class Timeline:
     """One thread's; called from nowhere else."""
 
-    __slots__ = ("_cpu", "_phase", "_processor", "_since", "_wall")
+    __slots__ = ("_before", "_cpu", "_phase", "_since", "_spent")
 
     def __init__(self, phase: Phase) -> None:
         self._phase = int(phase)
-        self._wall, self._processor = [0] * _NUM_PHASES, [0] * _NUM_PHASES
+        self._spent = [0] * (2 * _NUM_PHASES)  # since it began
+        self._before = self._spent.copy()  # when it was last asked
         self._since, self._cpu = perf_counter_ns(), thread_time_ns()
 
     @property
@@ -36,27 +37,30 @@ class Timeline:
     # Training waits for this one: about half a microsecond.
     def enter(self, phase: int) -> int:
         """From here on it is in ``phase``; gives the one before."""
-        now, cpu, before = perf_counter_ns(), thread_time_ns(), self._phase
-        self._wall[before] += now - self._since
-        self._processor[before] += cpu - self._cpu
-        self._since, self._cpu, self._phase = now, cpu, phase
+        now, cpu, before, spent = perf_counter_ns(), thread_time_ns(), self._phase, self._spent
+        spent[before] += now - self._since
+        spent[before + _NUM_PHASES] += cpu - self._cpu
+        self._since = now
+        self._cpu = cpu
+        self._phase = phase
         return before
 
     def add_past(self, phase: int, nanoseconds: int) -> None:
         """Count what went before it began."""
-        self._wall[phase] += nanoseconds
+        self._spent[phase] += nanoseconds
 
     def lose(self) -> None:
-        """What was spent on the step under way comes to nothing: it is taken back."""
+        """What was spent since it was last asked comes to nothing: the step under way is taken back."""
         self.enter(self._phase)
-        for kind in (self._wall, self._processor):
+        spent = self._spent
+        for first in (0, _NUM_PHASES):
             for phase in _LOST:
-                kind[Phase.ROLLED_BACK] += kind[phase]
-                kind[phase] = 0
+                place = first + phase
+                spent[first + Phase.ROLLED_BACK] += spent[place] - self._before[place]
+                spent[place] = self._before[place]
 
-    def take(self) -> Spent:
-        """What was spent since the last call."""
+    def spent(self) -> Spent:
+        """What was spent since it began; a list that nobody changes."""
         self.enter(self._phase)
-        spent = self._wall, self._processor
-        self._wall, self._processor = [0] * _NUM_PHASES, [0] * _NUM_PHASES
-        return spent
+        self._before = found = self._spent.copy()
+        return found

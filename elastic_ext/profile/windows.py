@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from elastic_ext.metrics import StepWindow
 
 from .phases import IN_STEPS, Phase
-from .timeline import Timeline
+from .timeline import Spent, Timeline
 
 __all__ = ["Held", "Standing", "Windows", "window_seconds"]
 
@@ -70,8 +70,8 @@ class Windows:
         self._clock = clock
         self._first = self._young_since = self._opened = clock()
         self._due = self._opened + _LEAST_SECONDS
-        self._wall, self._processor = [0] * len(Phase), [0] * len(Phase)
-        self._steps: list[list[int]] = []  # nanoseconds by phase, of every so many that were looked at one by one
+        self._at_open = self._last = [0] * (2 * len(Phase))  # what was spent then, and when it was last asked
+        self._steps: list[tuple[Spent, Spent]] = []  # as some began that were looked at one by one, and as they ended
         self._num_detailed, self._stride = 0, 1
         self._num_steps = self._num_samples = 0
         self._counts = 0, 0
@@ -85,18 +85,16 @@ class Windows:
     def end_step(self, *, is_detailed: bool) -> bool:
         """A step has ended; whether it is time to end the window."""
         self._num_steps += 1
+        before = self._last
+        self._last = spent = self._timeline.spent()
         if is_detailed:
-            self._keep_step(self.gather())
+            if self._num_detailed % self._stride == 0:
+                self._steps.append((before, spent))
+            self._num_detailed += 1
+            if len(self._steps) == _MOST_STEPS:
+                del self._steps[1::2]
+                self._stride *= 2
         return self._clock() >= self._due
-
-    def gather(self) -> list[int]:
-        """Take up what was spent so far; gives nanoseconds by phase since the last call."""
-        wall, processor = self._timeline.take()
-        for phase, nanoseconds in enumerate(wall):
-            if nanoseconds:
-                self._wall[phase] += nanoseconds
-                self._processor[phase] += processor[phase]
-        return wall
 
     def count(self, num_tokens: int, num_bytes: int) -> None:
         """What the model was given in the steps of this window that were looked at one by one."""
@@ -104,10 +102,11 @@ class Windows:
 
     def close(self, standing: Standing) -> StepWindow:
         """End the window that is open, and begin the next."""
-        self.gather()
+        spent = self._timeline.spent()
         memory = self._memory()
         typical, step_seconds = _of_steps(self._steps)
-        seconds = _named(self._wall)
+        in_all = _between(self._at_open, spent)
+        seconds = _named(in_all[: len(Phase)])
         end = self._begin + sum(seconds.values())
         window = StepWindow(
             begin=self._begin,
@@ -120,7 +119,7 @@ class Windows:
             config_version=self._config[0],
             config_revision=self._config[1],
             seconds=seconds,
-            processor_seconds=_named(self._processor),
+            processor_seconds=_named(in_all[len(Phase) :]),
             typical=typical,
             step_seconds=step_seconds,
             num_samples=standing.num_samples - self._num_samples,
@@ -133,21 +132,13 @@ class Windows:
         )
         self._begin, self._num_samples = end, standing.num_samples
         self._config = standing.config_version, standing.config_revision
-        self._wall, self._processor = [0] * len(Phase), [0] * len(Phase)
+        self._at_open = self._last = spent
         self._steps, self._counts, self._num_steps = [], (0, 0), 0
         self._num_detailed, self._stride = 0, 1
         now = self._opened = self._clock()
         self._due = now + window_seconds(now - self._first, now - self._young_since)
         self._keep(window)
         return window
-
-    def _keep_step(self, spent: list[int]) -> None:
-        if self._num_detailed % self._stride == 0:
-            self._steps.append(spent)
-            if len(self._steps) == _MOST_STEPS:
-                del self._steps[1::2]
-                self._stride *= 2
-        self._num_detailed += 1
 
     def expect_change(self) -> None:
         """What comes may be unlike what was: windows are short for a while."""
@@ -164,13 +155,18 @@ def window_seconds(age: float, since_change: float) -> float:
 
 def _named(nanoseconds: list[int]) -> dict[str, float]:
     """Seconds by name of the phase, those in which any time was spent."""
-    return {label: spent / 1e9 for label, spent in zip(_LABELS, nanoseconds, strict=True) if spent}
+    return {label: spent / 1e9 for label, spent in zip(_LABELS, nanoseconds, strict=True) if spent > 0}
 
 
-def _of_steps(steps: list[list[int]]) -> tuple[dict[str, float], tuple[float, ...]]:
+def _between(before: Spent, after: Spent) -> Spent:
+    return [now - then for then, now in zip(before, after, strict=True)]
+
+
+def _of_steps(ends: list[tuple[Spent, Spent]]) -> tuple[dict[str, float], tuple[float, ...]]:
     """What a step in the middle takes, by phase; and what steps take that nothing out of the ordinary befalls."""
-    if not steps:
+    if not ends:
         return {}, ()
+    steps = [_between(before, after)[: len(Phase)] for before, after in ends]
     middle, last = len(steps) // 2, len(steps) - 1
     typical = [sorted(each)[middle] for each in zip(*steps, strict=True)]
     lengths = sorted(sum(step[phase] for phase in IN_STEPS) for step in steps)
