@@ -16,7 +16,7 @@ from elastic_ext.agent.slow_workers import NodeRound, Rounds, SlowNews, SlowWork
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.straggling import LocalTime
 from elastic_ext.rundir import RunDirectory
-from tests.nodes import Node, nodes, until
+from tests.nodes import Node, free_port, nodes, until
 from tests.profiles import made_window
 
 STEP = {Phase.FORWARD: 0.004, Phase.BACKWARD: 0.005, Phase.OPTIMIZER: 0.001}
@@ -147,3 +147,23 @@ def test_under_elastic_run_the_journal_names_the_worker_that_sleeps_in_its_forwa
             node.send(signal.SIGTERM)
         node.end()
     assert "slow worker: rank 1 on" in node.text
+
+
+@pytest.mark.slow
+def test_of_two_nodes_both_journals_name_the_worker_and_where_it_is(tmp_path: Path) -> None:
+    endpoint = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
+    launch = ["--nnodes=2", "--nproc-per-node=1", *endpoint, "-m", "tests.slow_job"]
+    one, other = (Node(tmp_path / name, launch) for name in ("one", "other"))
+    with nodes(one, other):
+        for node in (one, other):
+            slow = until(lambda node=node: slow_of(node) or None, what=node.text)  # type: ignore[misc]
+            assert [each["details"]["rank"] for each in slow] == [1]
+        for node in (one, other):
+            with contextlib.suppress(ProcessLookupError):
+                node.send(signal.SIGTERM)
+        for node in (one, other):
+            node.end()
+
+
+def slow_of(node: Node) -> list[dict[str, Any]]:
+    return [each for each in node.events() if each["kind"] == "slow-worker"]

@@ -288,6 +288,16 @@ def test_ranks_of_other_nodes_are_said_not_to_be_looked_at(tmp_path: Path, caplo
     assert "(2 ranks more not looked at)" in told(caplog)[0]
 
 
+def test_ranks_on_this_machine_whose_files_are_elsewhere_are_said_so_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    showing = shown(tmp_path, hosts=("node", "node"))
+    for at in range(1, 4):
+        showing.see(window(float(at), world_size=2))
+    assert "(1 rank more not looked at)" in told(caplog)[0]
+
+
 def test_under_another_config_a_line_tells_of_that_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     showing = shown(tmp_path)

@@ -23,6 +23,7 @@ __all__ = [
     "NodeProfiles",
     "Windows",
     "present_windows",
+    "profile_file",
     "profiled_ranks",
     "read_calibration",
     "read_census",
@@ -63,6 +64,11 @@ def profiled_ranks(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in os.listdir(folder) if (found := _PROFILE.fullmatch(name)))
 
 
+def profile_file(folder: Path, rank: int) -> Path:
+    """Where this rank's profile lies in a run directory."""
+    return folder / f"profile-{rank}.jsonl"
+
+
 def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
     """The last windows of one file, at most so many; none where it cannot be read."""
     size = min(num_windows * _LINE_BYTES, _MOST_BYTES)
@@ -79,7 +85,7 @@ def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
 
 def tails_of(folder: Path, ranks: Iterable[int], num_windows: int) -> dict[int, tuple[StepWindow, ...]]:
     """The last windows of several ranks."""
-    return {rank: tail_of(folder / f"profile-{rank}.jsonl", num_windows) for rank in ranks}
+    return {rank: tail_of(profile_file(folder, rank), num_windows) for rank in ranks}
 
 
 def read_profiles(folder: Path, *, most_ranks: int, num_windows: int) -> NodeProfiles:

@@ -6,7 +6,7 @@ It runs on the training thread, between two steps. What other ranks did is read 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from elastic_ext.metrics import Measures, NodeCalibration, StepCensus, StepWindo
 from .bottleneck import Verdict, verdict
 from .line import line_of
 from .phases import Phase
-from .reading import present_windows, read_calibration, read_census, tails_of, view_of
+from .reading import present_windows, profile_file, read_calibration, read_census, tails_of, view_of
 from .sinks import Sinks
 from .summary import flops_share, summary_of
 from .weighed import merged
@@ -130,8 +130,7 @@ class Showing:
         self, windows: Sequence[StepWindow], seconds: float, census: StepCensus | None, best: NodeCalibration | None
     ) -> Verdict:
         """What holds training up, as far as it can be seen from this node, whose ranks are taken to train alike."""
-        here = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]]
-        others = [rank for rank in here if rank != self._rank][:_MOST_READ]
+        others = [rank for rank in self._others_here() if profile_file(self._folder, rank).exists()][:_MOST_READ]
         num_each = _MOST_READ // len(others) if others else len(windows)
         tails = tails_of(self._folder, others, num_each)
         found = present_windows({**tails, self._rank: windows[-num_each:]}, seconds=seconds)
@@ -141,6 +140,11 @@ class Showing:
             for rank, row in found.items()
         ]
         return verdict(views, is_partial=len(others) + 1 < len(self._hosts))
+
+    def _others_here(self) -> Iterator[int]:
+        """Those on this machine, whose files may be in another agent's folder even so."""
+        own_host = self._hosts[self._rank]
+        return (rank for rank, host in enumerate(self._hosts) if host == own_host and rank != self._rank)
 
 
 def _config_of(window: StepWindow) -> tuple[int, int]:
