@@ -35,6 +35,21 @@ class Measures:
     """What its tensors hold on its accelerator."""
     accelerator_peak_bytes: int | None = None
     """The most that they held at once, since the process began."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Where the rank's time went of late, by phase; empty where that is not known."""
+    step_seconds: float | None = None
+    """What half of the last steps took no longer than, and nine tenths:"""
+    slow_step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    """Of all ranks together."""
+    num_workers: int | None = None
+    """Of the rank's loader; 0 where it loads itself."""
+    num_micro_steps: int | None = None
+    """Of a step."""
+    num_replicas: int | None = None
+    """Of the model, each of which takes samples of its own."""
+    waits_in_passes: bool = False
+    """Whether passes wait for parameters of other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +75,10 @@ class RankMetrics:
     @classmethod
     def from_json(cls, text: str) -> RankMetrics:
         """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, with_record(object_of(text), "measures", Measures))
+        metrics = record_of(cls, with_record(object_of(text), "measures", Measures))
+        if not all(type(each) in (int, float) and 0 <= each <= 1.001 for each in metrics.measures.shares.values()):
+            raise ValueError("measures.shares holds what is no share")
+        return metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,8 @@ class Reports:
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
         self.measure: Callable[[], Measures] = Measures
         """What the next metrics say of speed and memory."""
+        self.on_window: Callable[[StepWindow], None] | None = None
+        """Told of each window that has been written."""
         self._settings = settings
         self._ranks = ranks
         self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
@@ -86,6 +88,8 @@ class Reports:
         """Where this rank's time went."""
         if self._directory is not None:
             self._directory.add_window(window)
+        if self.on_window is not None:
+            self.on_window(window)
 
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
         """The metrics, as of now."""

@@ -27,6 +27,7 @@ from .metrics import Measures
 from .optimizer_state import can_materialise, materialise
 from .parallelism import Parallelism, ReshardReport
 from .profile.recorder import Recorder
+from .profile.showing import Showing
 from .progress import Progress
 from .rates import OptimizerSettings
 from .same_loading import SameLoading
@@ -59,7 +60,8 @@ class Session:
         startup: Mapping[str, object],
         rule: BatchRule,
         shows_progress: bool | None,
-        recorder: Recorder | None = None,
+        recorder: Recorder | None,
+        showing: Showing,
     ) -> None:
         self.follower = follower
         self.steps: Steps
@@ -77,7 +79,7 @@ class Session:
         self._parallelism = parallelism
         self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
-        self._recorder = recorder
+        self._recorder, self._showing = recorder, showing
         self._startup = ElasticConfig.from_values(startup)
         self._rule: BatchRule = rule
         shows = sys.stderr.isatty() if shows_progress is None else shows_progress
@@ -199,7 +201,7 @@ class Session:
 
     def _measure(self) -> Measures:
         self._growing.warn()
-        return self._speed.measure()
+        return self._showing.measured(self._speed.measure())
 
     def _tell_begun(self) -> None:
         """From which step training goes on, for those who know where it had been."""
@@ -308,7 +310,8 @@ class Session:
     def _let_go(self) -> None:
         """Of everything, whichever of it fails."""
         with ExitStack() as ending:
-            ending.callback(self.follower.close)
+            ending.callback(self._showing.close)
+            ending.callback(self.follower.close)  # which ends the last window
             if self.checkpoints is not None:
                 ending.callback(self.checkpoints.close)
             if self._accelerated is not None:

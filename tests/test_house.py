@@ -73,6 +73,7 @@ LAYERS: Mapping[str, int] = {
     "agent.monitor": 1,
     "agent.refusals": 1,
     "agent.rendezvous": 1,
+    "agent.slow_workers": 1,
     "agent.starting": 1,
     "agent.stop_signals": 1,
     "agent.verdicts": 1,
@@ -89,6 +90,7 @@ LAYERS: Mapping[str, int] = {
     "agent.stacks": 1,
     "agent.status": 1,
     "agent.status_files": 1,
+    "agent.status_profile": 1,
     "agent.status_words": 1,
     "doctor.stragglers": 1,
     "agent.traces": 1,
@@ -114,9 +116,14 @@ LAYERS: Mapping[str, int] = {
     "profile.causes": 1,
     "profile.changing": 1,
     "profile.pace": 1,
+    "profile.line": 1,
     "profile.phases": 1,
+    "profile.reading": 1,
+    "profile.showing": 1,
+    "profile.sinks": 1,
     "profile.spans": 1,
     "profile.straggling": 1,
+    "profile.summary": 1,
     "profile.timeline": 1,
     "profile.weighed": 1,
     "profile.windows": 1,
@@ -517,7 +524,7 @@ USES_TORCH = frozenset(
     }
 )
 HEAVY = frozenset({"torch", "grpc", "numpy", "accelerate"})  # accelerate imports torch
-WHEN_CALLED: Mapping[str, str] = {"fsdp.checkpoint.casting": "numpy"}
+WHEN_CALLED: Mapping[str, str] = {"fsdp.checkpoint.casting": "numpy", "profile.sinks": "torch"}
 """What a light module imports in the functions that need it, which is not all that it is imported for."""
 
 PUBLIC_NAMES = [
@@ -546,8 +553,11 @@ PUBLIC_NAMES = [
     "RanksError",
     "RanksFailedError",
     "ReshardReport",
+    "Sink",
     "StepError",
     "StepPlan",
+    "StepProfile",
+    "TensorBoardSink",
     "TornStepError",
     "WorkerDiedError",
     "follow_config",
@@ -609,6 +619,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.live:Change._agree_or_go_back": "puts back what was there, and raises again",
     "parallelism:Parallelism.apply": "says that training cannot go on with it, and raises again",
     "steps:Steps._share_at_end": "takes the step back, and raises again",
+    "profile.sinks:Sinks.write": "a sink is the user's code: told once, and dropped",
+    "profile.sinks:Sinks.close": "a sink is the user's code: the others are to be closed too",
     "session:Session.start": "tells the peers that this rank leaves, closes, and raises again",
     "watch:ConfigWatcher._told_of_change": "the top of what a thread of watchdog's calls; as in _run",
     "watch:ConfigWatcher._run": "the top of a thread: kept for the owner, who raises it",
