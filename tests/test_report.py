@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import math
 import os
@@ -22,11 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.cli import main
 from elastic_ext.profile.ledger import ENTRIES, Entry
 from elastic_ext.report.bins import Bins
-from elastic_ext.report.command import run
 from elastic_ext.report.effects import Period, Spread
 from elastic_ext.report.gathering import gather
 from elastic_ext.report.lines import Broken, events_in, windows_in
@@ -196,9 +192,27 @@ def replaced(record: RunRecord, *remarks: Remark) -> RunRecord:
 def test_verdicts_have_their_place_in_words_and_over_time(tmp_path: Path) -> None:
     write_job(tmp_path, 2, 600.0)
     record = gathered(tmp_path)
-    assert "What holds it up" not in shown(record)
+    assert "What holds it up" not in shown(replace(record, remarks=()))
     source = shown(replaced(record, Remark(START + 60.0, START + 300.0, "data", "41% of the step waits for samples")))
     assert "data (1 min to 5 min): 41% of the step waits for samples" in check_page(source).words
+
+
+def test_each_config_has_a_verdict_on_all_ranks(tmp_path: Path) -> None:
+    step = {"data": 0.6, "forward": 0.2, "backward": 0.2}
+    for rank in range(2):
+        rows = [first_window(START, 5.0, rank=rank)]
+        for index in range(20):
+            version, phases = (1, step) if index < 10 else (2, {**step, "data": 0.01})
+            begin = rows[-1].end
+            rows.append(
+                window(begin, phases, step=10 * (index + 1), num_steps=10, rank=rank, version=version, world_size=2)
+            )
+        write_windows(tmp_path, rank, rows)
+    remarks = gathered(tmp_path).remarks
+    assert [each.kind for each in remarks] == ["data", "busy"]
+    assert "data-bound: 60% of the step waits for samples on all ranks" in remarks[0].text
+    assert remarks[0].begin == pytest.approx(START + 5.0) and remarks[0].end == pytest.approx(START + 15.0)
+    assert "data-bound" in check_page(shown(gathered(tmp_path))).words
 
 
 def test_page_reads_without_scripts_and_says_so_to_those_who_cannot_see_it(tmp_path: Path) -> None:
@@ -400,20 +414,6 @@ def test_profile_that_is_no_file_is_named_and_left_out(tmp_path: Path) -> None:
     record = gathered(tmp_path)
     assert [each.rank for each in record.ranks] == [0]
     assert "profile-1.jsonl" in record.notes[0]
-
-
-def test_verdicts_can_be_plugged_in(tmp_path: Path) -> None:
-    write_job(tmp_path / "run", 1, 60.0)
-    options = argparse.Namespace(
-        run_dir=tmp_path / "run", job=None, out=tmp_path / "r.html", force=False, training=None, json=False
-    )
-    out, err = io.StringIO(), io.StringIO()
-
-    def judge(record: RunRecord) -> list[Remark]:
-        return [Remark(record.begin, record.end, "data", "it waits for samples")]
-
-    assert run(options, {}, Terminal(out, err, as_json=False), judge) == 0
-    assert "it waits for samples" in (tmp_path / "r.html").read_text()
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

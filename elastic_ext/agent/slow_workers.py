@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ext.metrics import Measures
-from elastic_ext.profile.reading import present_windows, tails_of, view_of
+from elastic_ext.metrics import Measures, StepWindow
+from elastic_ext.profile.reading import present_windows, read_trace, tails_of, view_of
 from elastic_ext.profile.straggling import LocalTime, Straggler, Stragglers, local_times
+from elastic_ext.profile.weighed import RankView
 from elastic_ext.record_json import record_of
 
 __all__ = ["Board", "Rounds", "SlowNews", "SlowWorker", "SlowWorkers"]
@@ -163,13 +164,18 @@ class SlowWorkers:
         """None as long as some of them have told of too little since the round before."""
         tails = tails_of(self._run_dir, ranks, _NUM_WINDOWS)
         windows = present_windows(tails, seconds=math.inf, since=self._since)
-        views = [view_of(row, host=self._host, measures=Measures()) for row in windows.values()]
+        views = [self._view(rank, row) for rank, row in windows.items()]
         times = local_times(views)
         if not times or len(times) < len(ranks):
             return None
         last = max((row[-1] for row in windows.values()), key=lambda each: each.end)
         self._since = last.end
         return NodeRound(until=last.end, config=(last.config_version, last.config_revision), times=tuple(times))
+
+    def _view(self, rank: int, windows: Sequence[StepWindow]) -> RankView:
+        trace = read_trace(self._run_dir, rank)
+        measures = Measures(waits_in_passes=trace is not None)
+        return view_of(windows, host=self._host, measures=measures, trace=trace)
 
     def _news(self, slow: tuple[SlowWorker, ...]) -> list[SlowNews]:
         before, self._told = self._told, slow

@@ -55,6 +55,7 @@ def _views(rows: Windows, profiles: NodeProfiles, metrics: Mapping[int, RankMetr
             measures=metrics[rank].measures,
             census=profiles.censuses.get(rank),
             calibration=profiles.calibration,
+            trace=profiles.traces.get(rank),
         )
         for rank, row in rows.items()
     ]

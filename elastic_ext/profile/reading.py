@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_ext.files import open_regular, read_at_most
-from elastic_ext.metrics import Measures, NodeCalibration, StepCensus, StepWindow
+from elastic_ext.metrics import Measures, NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .phases import Phase
 from .weighed import RankView, merged
@@ -28,6 +28,7 @@ __all__ = [
     "read_calibration",
     "read_census",
     "read_profiles",
+    "read_trace",
     "rounds_of",
     "tail_of",
     "tails_of",
@@ -54,6 +55,8 @@ class NodeProfiles:
     censuses: Mapping[int, StepCensus] = field(default_factory=dict)
     """By rank."""
     calibration: NodeCalibration | None = None
+    traces: Mapping[int, StepTrace] = field(default_factory=dict)
+    """By rank."""
 
 
 # ---- files ----
@@ -92,16 +95,23 @@ def read_profiles(folder: Path, *, most_ranks: int, num_windows: int) -> NodePro
     """All that lies in a run directory, of the first ranks alone; OSError where it cannot be looked at."""
     ranks = profiled_ranks(folder)[:most_ranks]
     censuses = {rank: read_census(folder, rank) for rank in ranks}
+    traces = {rank: read_trace(folder, rank) for rank in ranks}
     return NodeProfiles(
         windows=tails_of(folder, ranks, num_windows),
         censuses={rank: each for rank, each in censuses.items() if each is not None},
         calibration=read_calibration(folder) if ranks else None,
+        traces={rank: each for rank, each in traces.items() if each is not None},
     )
 
 
 def read_census(folder: Path, rank: int) -> StepCensus | None:
     """What a step of this rank asks of its machine, if that was counted."""
     return _read(folder / f"census-{rank}.json", StepCensus.from_json)
+
+
+def read_trace(folder: Path, rank: int) -> StepTrace | None:
+    """What torch's profiler saw of a step of this rank, if one was traced."""
+    return _read(folder / f"trace-{rank}.json", StepTrace.from_json)
 
 
 def read_calibration(folder: Path) -> NodeCalibration | None:
@@ -170,6 +180,7 @@ def view_of(
     measures: Measures,
     census: StepCensus | None = None,
     calibration: NodeCalibration | None = None,
+    trace: StepTrace | None = None,
 ) -> RankView:
     """One rank by its windows, of one config, and by what its metrics say of how it trains."""
     window = merged(windows)
@@ -187,6 +198,7 @@ def view_of(
         micro_batch=micro_batch,
         num_micro_steps=num_micro_steps,
         waits_in_passes=measures.waits_in_passes,
+        trace=trace if measures.waits_in_passes else None,
     )
 
 

@@ -124,6 +124,7 @@ class Recorder(Pulse):
             self._probe.turn_off()
             if self._surveyor is not None:
                 self._surveyor.close()
+            self._timeline.finish()
             self._close()
 
     # ---- what others tell ----

@@ -15,6 +15,7 @@ from elastic_ext.follow import ConfigFollower
 from elastic_ext.sources import TimedSource
 
 from .census import why_no_census
+from .device_timeline import DeviceTimeline
 from .held import memory_held
 from .pace import Pace
 from .phases import Phase
@@ -36,7 +37,8 @@ def record(
     progress: Callable[[], tuple[int, int]],
 ) -> Recorder:
     """Have ``follower`` hear where this rank's time goes; ``progress`` gives the global step and the samples so far."""
-    timeline = Timeline(Phase.STARTUP)
+    device = next((part.device for part in model.parameters()), torch.device("cpu"))
+    timeline = _timeline_of(device)
     now, reports = time.time(), follower.reports
     begin = min(max(psutil.Process().create_time(), reports.profiled_until()), now)
     timeline.add_past(Phase.STARTUP, round((now - begin) * 1e9))
@@ -48,7 +50,6 @@ def record(
         config = follower.config
         return Standing(step, num_samples, config.version, config.revision)
 
-    device = next((part.device for part in model.parameters()), torch.device("cpu"))
     probe = Probe(timeline.enter, is_on_accelerator=device.type != "cpu")
     recorder = Recorder(
         follower.pulse,
@@ -72,6 +73,16 @@ def record(
     )
     follower.take_pulse(recorder)
     return recorder
+
+
+def _timeline_of(device: torch.device) -> Timeline:
+    if device.type != "cuda":
+        return Timeline(Phase.STARTUP)
+    return DeviceTimeline(
+        Phase.STARTUP,
+        lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        torch.cuda.is_current_stream_capturing,
+    )
 
 
 def _surveyor(

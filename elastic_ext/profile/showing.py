@@ -15,7 +15,7 @@ from elastic_ext.metrics import Measures, NodeCalibration, StepCensus, StepWindo
 from .bottleneck import Verdict, verdict
 from .line import line_of
 from .phases import Phase
-from .reading import present_windows, profile_file, read_calibration, read_census, tails_of, view_of
+from .reading import present_windows, profile_file, read_calibration, read_census, read_trace, tails_of, view_of
 from .sinks import Sinks
 from .summary import flops_share, summary_of
 from .weighed import merged
@@ -136,7 +136,14 @@ class Showing:
         found = present_windows({**tails, self._rank: windows[-num_each:]}, seconds=seconds)
         measures = self.measured(Measures())
         views = [
-            view_of(row, host=self._hosts[rank], measures=measures, census=census, calibration=best)
+            view_of(
+                row,
+                host=self._hosts[rank],
+                measures=measures,
+                census=census,
+                calibration=best,
+                trace=read_trace(self._folder, rank),
+            )
             for rank, row in found.items()
         ]
         return verdict(views, is_partial=len(others) + 1 < len(self._hosts))

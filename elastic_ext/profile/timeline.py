@@ -9,10 +9,10 @@ from time import perf_counter_ns, thread_time_ns
 
 from .phases import Phase
 
-__all__ = ["Spent", "Timeline"]
+__all__ = ["LOST", "NUM_PHASES", "Spent", "Timeline"]
 
-_NUM_PHASES = len(Phase)
-_LOST = frozenset((Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP))
+NUM_PHASES = len(Phase)
+LOST = frozenset((Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.STEP))
 
 Spent = list[int]
 """Nanoseconds by phase: of the clock, and then, as many again, of this thread's processor time."""
@@ -25,7 +25,7 @@ class Timeline:
 
     def __init__(self, phase: Phase) -> None:
         self._phase = int(phase)
-        self._spent = [0] * (2 * _NUM_PHASES)  # since it began
+        self._spent = [0] * (2 * NUM_PHASES)  # since it began
         self._before = self._spent.copy()  # when it was last asked
         self._since, self._cpu = perf_counter_ns(), thread_time_ns()
 
@@ -39,7 +39,7 @@ class Timeline:
         """From here on it is in ``phase``; gives the one before."""
         now, cpu, before, spent = perf_counter_ns(), thread_time_ns(), self._phase, self._spent
         spent[before] += now - self._since
-        spent[before + _NUM_PHASES] += cpu - self._cpu
+        spent[before + NUM_PHASES] += cpu - self._cpu
         self._since = now
         self._cpu = cpu
         self._phase = phase
@@ -53,8 +53,8 @@ class Timeline:
         """What was spent since it was last asked comes to nothing: the step under way is taken back."""
         self.enter(self._phase)
         spent = self._spent
-        for first in (0, _NUM_PHASES):
-            for phase in _LOST:
+        for first in (0, NUM_PHASES):
+            for phase in LOST:
                 place = first + phase
                 spent[first + Phase.ROLLED_BACK] += spent[place] - self._before[place]
                 spent[place] = self._before[place]
@@ -64,3 +64,11 @@ class Timeline:
         self.enter(self._phase)
         self._before = found = self._spent.copy()
         return found
+
+    def end_step(self) -> list[tuple[Spent, Spent]]:
+        """A step has ended; gives what was spent up to the beginning and to the end of each that is known now."""
+        before = self._before
+        return [(before, self.spent())]
+
+    def finish(self) -> None:
+        """Have all that was spent be known."""

@@ -70,7 +70,7 @@ class Windows:
         self._clock = clock
         self._first = self._young_since = self._opened = clock()
         self._due = self._opened + _LEAST_SECONDS
-        self._at_open = self._last = [0] * (2 * len(Phase))  # what was spent then, and when it was last asked
+        self._at_open = [0] * (2 * len(Phase))  # what was spent then
         self._steps: list[tuple[Spent, Spent]] = []  # as some began that were looked at one by one, and as they ended
         self._num_detailed, self._stride = 0, 1
         self._num_steps = self._num_samples = 0
@@ -85,13 +85,13 @@ class Windows:
     def end_step(self, *, is_detailed: bool) -> bool:
         """A step has ended; whether it is time to end the window."""
         self._num_steps += 1
-        before = self._last
-        self._last = spent = self._timeline.spent()
+        ends = self._timeline.end_step()
         if is_detailed:
-            if self._num_detailed % self._stride == 0:
-                self._steps.append((before, spent))
-            self._num_detailed += 1
-            if len(self._steps) == _MOST_STEPS:
+            for each in ends:
+                if self._num_detailed % self._stride == 0:
+                    self._steps.append(each)
+                self._num_detailed += 1
+            if len(self._steps) >= _MOST_STEPS:
                 del self._steps[1::2]
                 self._stride *= 2
         return self._clock() >= self._due
@@ -132,7 +132,7 @@ class Windows:
         )
         self._begin, self._num_samples = end, standing.num_samples
         self._config = standing.config_version, standing.config_revision
-        self._at_open = self._last = spent
+        self._at_open = spent
         self._steps, self._counts, self._num_steps = [], (0, 0), 0
         self._num_detailed, self._stride = 0, 1
         now = self._opened = self._clock()

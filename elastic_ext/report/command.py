@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from .gathering import gather
 from .numbers import percent, seconds_in_words
 from .page import MARK, page
 from .places import find_places
-from .record import Remark, RunRecord
+from .record import RunRecord
 
 __all__ = ["DONE", "FAILED", "REFUSED", "add_report", "run"]
 
@@ -52,13 +51,8 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object; a page only where --out is given")
 
 
-def run(
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-    terminal: Terminal,
-    judge: Callable[[RunRecord], Sequence[Remark]] = lambda record: (),
-) -> int:
-    """Make the page; gives the exit status. ``judge`` has sentences to say of parts of the training."""
+def run(options: argparse.Namespace, environ: Mapping[str, str], terminal: Terminal) -> int:
+    """Make the page; gives the exit status."""
     try:
         folder = _folder(options.run_dir, options.job, environ)
         out = options.out or (None if options.json else _DEFAULT_OUT)
@@ -67,7 +61,6 @@ def run(
         places = find_places(folder)
         with terminal.bar("reading", places.num_bytes) as advance:
             record = gather(places, options.training, advance)
-        record = replace(record, remarks=tuple(judge(record)))
     except ValueError as error:
         terminal.complain(str(error))
         return REFUSED

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_ext.files import read_at_most
-from elastic_ext.metrics import JobEvent
+from elastic_ext.metrics import JobEvent, StepWindow
 from elastic_ext.profile.history_of_run import Life, in_order, lives_of, trainings_of
 from elastic_ext.profile.history_of_run import within as lives_within
 from elastic_ext.profile.ledger import ENTRIES, Happened, Slice, ledger_of_job, slices_of
+from elastic_ext.profile.weighed import RankView, merged
 
 from .bins import Bins
 from .effects import in_step_seconds, periods_of, spread_of
 from .happenings import happened_of, happenings_of, last_word, launches_of, within
+from .judging import Judging, known_of
 from .lines import Broken, events_in, windows_in
 from .places import RunPlaces
 from .ranks import MOST_BINS, rank_record
@@ -60,6 +62,7 @@ class _Gathering:
     broken: Broken = field(default_factory=Broken)
     spent: Bins = field(default_factory=lambda: Bins(len(ENTRIES), MOST_BINS))
     ranks: list[RankRecord] = field(default_factory=list)
+    judging: Judging = field(default_factory=Judging)
     witness: list[Slice] = field(default_factory=list)
     """The time of the first rank that there is, by which the job's steps and samples are counted."""
     num_restarts: int = 0
@@ -108,6 +111,7 @@ class _Gathering:
         is_in_last = lives[-1].end >= self.chosen.last_life_begin
         slices = slices_of(lives, self.chosen.happened, until=self.chosen.last_word if is_in_last else 0.0)
         self.ranks.append(rank_record(rank, lives, slices))
+        self.judging.take(rank, [each.piece.window for each in slices if each.piece is not None])
         self._num_shifted += sum(each.shift_seconds > 0 for each in lives)
         for each in slices:
             self.spent.add(each.begin, each.end, [each.seconds.get(entry, 0.0) for entry in ENTRIES])
@@ -146,7 +150,14 @@ class _Gathering:
             periods=tuple(periods_of(self.witness, within(chosen.events, chosen.begin, chosen.end))),
             happenings=tuple(happenings_of(within(told, chosen.begin, chosen.end))),
             notes=tuple(self._notes()),
+            remarks=tuple(self.judging.remarks(self._view)),
         )
+
+    def _view(self, rank: int, windows: list[StepWindow]) -> RankView:
+        for path in reversed(self.places.profiles[rank]):
+            if (found := known_of(path.parent, rank, windows)) is not None:
+                return found
+        return RankView(host="?", window=merged(windows))
 
     def _lives(self, rank: int) -> list[Life]:
         paths = self.places.profiles[rank]
