@@ -33,6 +33,7 @@ nitpick_ignore = [
     ("py:class", "elastic_ext.control_word.AgreedWord"),
     ("py:class", "elastic_ext.control_word.Purpose"),
     ("py:class", "elastic_ext.follow._Default"),
+    ("py:class", "elastic_ext.pulse.Pulse"),
     ("py:class", "elastic_ext.ranks.Ranks"),
     ("py:class", "elastic_ext.settings.Settings"),
     ("py:class", "elastic_ext.step_state.StepState"),

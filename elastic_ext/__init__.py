@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .interval import CheckpointInterval
     from .optimizer import ElasticOptimizer
     from .parallelism import ReshardReport
+    from .profile.sinks import Sink, TensorBoardSink
+    from .profile.summary import StepProfile
     from .rounds import Proposal
     from .scheduler import ElasticLRScheduler
     from .sources import MicroBatchSource
@@ -65,8 +67,11 @@ __all__ = [
     "RanksError",
     "RanksFailedError",
     "ReshardReport",
+    "Sink",
     "StepError",
     "StepPlan",
+    "StepProfile",
+    "TensorBoardSink",
     "TornStepError",
     "WorkerDiedError",
     "follow_config",
@@ -98,8 +103,11 @@ _HOMES = {
     "RanksError": "errors",
     "RanksFailedError": "errors",
     "ReshardReport": "parallelism",
+    "Sink": "profile.sinks",
     "StepError": "errors",
     "StepPlan": "accumulate",
+    "StepProfile": "profile.summary",
+    "TensorBoardSink": "profile.sinks",
     "TornStepError": "errors",
     "WorkerDiedError": "errors",
     "follow_config": "follow",

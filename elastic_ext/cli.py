@@ -10,6 +10,8 @@
 
     elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
 
+    elastic-ext report [RUN] --out FILE        where the time of a training went, on one page
+
     elastic-ext ckpt ls PATH                   the checkpoints that are there
     elastic-ext ckpt show PATH                 what is in one, tensor by tensor
     elastic-ext ckpt verify PATH               every byte read and checked
@@ -49,6 +51,8 @@ from .errors import ConfigError, Refusal, in_words
 from .given import expanded
 from .history import ConfigHistory, Entry
 from .keys import KEYS
+from .report.command import add_report
+from .report.command import run as run_report
 from .strict_json import read_value, shown
 from .wording import on_one_line
 
@@ -103,6 +107,10 @@ def _run_status(options: argparse.Namespace) -> int:
     return run_status(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
 
 
+def _run_report(options: argparse.Namespace) -> int:
+    return run_report(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+
+
 def parse_assignment(text: str) -> tuple[str, object]:
     """``KEY=VALUE`` as key and value: JSON where it is JSON, else text; None where the value is empty.
 
@@ -127,6 +135,9 @@ def _parser() -> argparse.ArgumentParser:
     status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
     add_arguments_of_status(status)
     status.set_defaults(run=_run_status)
+    report = groups.add_parser("report", help="where the time of a training went, on one page")
+    add_report(report)
+    report.set_defaults(run=_run_report)
     add_doctor(groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes"))
     config = groups.add_parser("config", help="the versioned config file of a job")
     config.set_defaults(run=_run_config)

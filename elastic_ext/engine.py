@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Engine", "after_pass", "current_pass", "is_running", "tells_of_passes"]
+__all__ = ["Engine", "after_pass", "at_end_of_pass", "current_pass", "is_running", "tells_of_passes"]
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +75,24 @@ def after_pass(act: Callable[[], None]) -> None:
     queue = _queue()
     if queue is not None:
         queue(lambda: queue(act))  # at the end of those that wait, which is where others may queue as well
+
+
+def at_end_of_pass(before: Callable[[], None], after: Callable[[], None]) -> bool:
+    """Within a hook: have ``before`` called when this pass has computed all, and ``after`` once DDP and FSDP are done.
+
+    For that it has to be called before theirs ask for the same, from the first hook of the pass. False where this torch
+    takes no such wish.
+    """
+    queue = _queue()
+    if queue is None:
+        return False
+
+    def at_end() -> None:
+        before()
+        queue(after)
+
+    queue(at_end)
+    return True
 
 
 def _will_execute(node: Any) -> bool:

@@ -31,7 +31,7 @@ from .control_word import AgreedWord, Purpose
 from .errors import ElasticError, RanksError
 from .knobs import Knobs
 from .peers import Trouble
-from .pulse import Activity, begin_pulse
+from .pulse import Activity, Pulse, begin_pulse
 from .ranks import Ranks
 from .reports import Reports
 from .rounds import NoSource, Proposal
@@ -152,6 +152,10 @@ class ConfigFollower:
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
         self._finished = self._closed = False
+
+    def take_pulse(self, pulse: Pulse) -> None:
+        """Tell this one from here on what the rank does; it passes on to the one before what that is to hear."""
+        self.pulse = self._agreement.appliers.pulse = pulse
 
     def add(self, applier: Applier) -> None:
         """Have ``applier`` check and apply its section of every later config, on this rank."""

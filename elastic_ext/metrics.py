@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from .record_json import object_of, record_of, with_record
 
-__all__ = ["JobEvent", "Measures", "ModelProfile", "RankMetrics"]
+__all__ = [
+    "JobEvent",
+    "Measures",
+    "ModelProfile",
+    "NodeCalibration",
+    "RankMetrics",
+    "StepCensus",
+    "StepTrace",
+    "StepWindow",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +35,21 @@ class Measures:
     """What its tensors hold on its accelerator."""
     accelerator_peak_bytes: int | None = None
     """The most that they held at once, since the process began."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Where the rank's time went of late, by phase; empty where that is not known."""
+    step_seconds: float | None = None
+    """What half of the last steps took no longer than, and nine tenths:"""
+    slow_step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    """Of all ranks together."""
+    num_workers: int | None = None
+    """Of the rank's loader; 0 where it loads itself."""
+    num_micro_steps: int | None = None
+    """Of a step."""
+    num_replicas: int | None = None
+    """Of the model, each of which takes samples of its own."""
+    waits_in_passes: bool = False
+    """Whether passes wait for parameters of other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +75,159 @@ class RankMetrics:
     @classmethod
     def from_json(cls, text: str) -> RankMetrics:
         """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, with_record(object_of(text), "measures", Measures))
+        metrics = record_of(cls, with_record(object_of(text), "measures", Measures))
+        if not all(type(each) in (int, float) and 0 <= each <= 1.001 for each in metrics.measures.shares.values()):
+            raise ValueError("measures.shares holds what is no share")
+        return metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWindow:
+    """Where the time of one rank went, over some steps; those of a process follow each other without a gap."""
+
+    begin: float
+    end: float
+    """Seconds since 1970."""
+    rank: int
+    world_size: int
+    restart: int
+    """How often the launcher had restarted the job's processes."""
+    step: int
+    """Steps that had committed since training began, at its end."""
+    num_steps: int
+    """Steps that ended in it."""
+    config_version: int
+    config_revision: int
+    seconds: Mapping[str, float]
+    """By phase, as profile/phases.py names them; they add up to the time from its beginning to its end."""
+    processor_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What the training thread had of a processor, by phase."""
+    typical: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step in the middle, by phase; empty where steps were not looked at one by one."""
+    step_seconds: tuple[float, ...] = ()
+    """What steps took: a tenth of them no longer than the first of these, then half, nine tenths, and all."""
+    num_samples: int = 0
+    """Of all ranks together."""
+    num_tokens: int = 0
+    num_bytes: int = 0
+    """What this rank's model was given, in steps that were looked at one by one,"""
+    num_detailed: int = 0
+    """... and how many those were."""
+    memory_bytes: int | None = None
+    """What this process holds of the machine's memory, at the end,"""
+    accelerator_bytes: int | None = None
+    """... and of its accelerator's,"""
+    accelerator_peak_bytes: int | None = None
+    """... and the most since the process began."""
+
+    @property
+    def length(self) -> float:
+        return self.end - self.begin
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepWindow:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return cls.from_object(object_of(text))
+
+    @classmethod
+    def from_object(cls, found: Mapping[str, Any]) -> StepWindow:
+        """The same from an object that JSON has been read to."""
+        quantiles = found.get("step_seconds", ())
+        if not isinstance(quantiles, (list, tuple)):
+            raise ValueError("step_seconds is no list")
+        window = record_of(cls, {**found, "step_seconds": tuple(quantiles)})
+        numbers = [*window.seconds.values(), *window.processor_seconds.values(), *window.typical.values(), *quantiles]
+        if not all(type(each) in (int, float) and 0 <= each < math.inf for each in numbers):
+            raise ValueError("seconds, processor_seconds, typical or step_seconds hold what is no length of time")
+        return window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCensus:
+    """What one micro-step of a rank asks of its machine, counted once: forward, backward and the optimizer's step."""
+
+    time: float
+    rank: int
+    num_samples: int
+    """Of the micro-batch."""
+    num_ops: int
+    """Operations that were dispatched."""
+    num_bytes: int
+    """What they read and wrote."""
+    num_flops: int
+    """Of matrix products, convolutions and attention."""
+    optimizer_ops: int
+    """How many of these operations are the optimizer's, which come once in a step,"""
+    optimizer_bytes: int
+    """... and how many of the bytes."""
+    device: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> StepCensus:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return record_of(cls, object_of(text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTrace:
+    """One step of a rank as torch's profiler saw it."""
+
+    time: float
+    rank: int
+    step_seconds: float
+    communication_seconds: float
+    """While anything was on its way between ranks,"""
+    exposed_seconds: float
+    """... and nothing was computed beside it,"""
+    computing_seconds: float
+    """... and while something was computed."""
+    top: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the operations that took longest in all, with what they called."""
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """Communication beside which something was computed."""
+        return self.communication_seconds - self.exposed_seconds
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> StepTrace:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return record_of(cls, object_of(text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeCalibration:
+    """What a device of this machine does at best, measured with one process's threads."""
+
+    time: float
+    host: str
+    device: str
+    """Its name, as torch has it."""
+    num_threads: int
+    torch: str
+    flops_per_second: float
+    """Of a matrix product of float32, or of bfloat16 where the device has that in hardware."""
+    bytes_per_second: float
+    """Of memory that is read and written."""
+    seconds_per_op: float
+    """What it takes to have a small operation done."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> NodeCalibration:
+        """The record that ``to_json`` gave; ValueError for anything else."""
+        return record_of(cls, object_of(text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from .batches import Batches
 from .checkpoints import checkpoints_for
 from .counts import Counts
 from .device_memory import DeviceMemory
-from .follow import follow_config
+from .follow import ConfigFollower, follow_config
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.spread import Spread
 from .gradients import Gradients
@@ -25,6 +25,9 @@ from .growing import Growing
 from .guarding import Guarding, GuardMode
 from .model_report import profile_of
 from .parallelism import Parallelism, values_of
+from .profile.recording import record
+from .profile.showing import Showing, Training
+from .profile.sinks import Sinks
 from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
 from .scaling import BatchRule
@@ -67,6 +70,8 @@ class Setup:
     appliers: list[tuple[Any, ...]] = field(default_factory=list)
     """The user's own, with their checks and sections."""
     loaded_config: Mapping[str, Any] | None = None
+    sinks: Sinks = field(default_factory=Sinks)
+    """Where rank 0 writes its profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +110,16 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     assert settings is not None
     gradients.optimizers = list(parts.optimizers)
     ranks, registered, state = follower.ranks, setup.registered, setup.state
+    recorder = None
+    if follower.settings.enabled and follower.settings.profiles:
+        recorder = record(
+            follower,
+            setup.model,
+            [each.inner for each in parts.optimizers],
+            batches.loader,
+            progress=lambda: (setup.counts.global_step, setup.counts.num_samples),
+        )
+    showing = _showing(setup, follower, how_it_trains=lambda: _training(gradients, batches, session.steps))
     memory = DeviceMemory(next((part.device for part in setup.model.parameters()), torch.device("cpu")))
     guarding = Guarding(
         setup.guard if follower.settings.enabled else "never",
@@ -156,7 +171,10 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         startup=startup,
         rule=setup.rule,
         shows_progress=setup.shows_progress,
+        recorder=recorder,
+        showing=showing,
     )
+    pass_boundary = session.pass_boundary if recorder is None else recorder.around_boundary(session.pass_boundary)
     kind_of_steps = PulsingSteps if follower.pulse.is_seen else Steps
     steps = kind_of_steps(
         StepParts(
@@ -171,7 +189,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         guarding,
         shares_always=setup.shares_always,
         counts=setup.counts,
-        pass_boundary=session.pass_boundary,
+        pass_boundary=pass_boundary,
         meet=follower.retry,
         tells=ranks.rank == 0,
     )
@@ -215,6 +233,31 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         shrink=growing.shrink if follower.settings.enabled else None,
     )
     return Prepared(session=session, attempts=attempts, growing=growing, parallelism=parallelism, values=parts.values)
+
+
+def _showing(setup: Setup, follower: ConfigFollower, *, how_it_trains: Callable[[], Training]) -> Showing:
+    """What becomes of this rank's profile; with the profiler off, no more than that sinks are closed."""
+    ranks, settings = follower.ranks, follower.settings
+    showing = Showing(
+        settings.run_dir,
+        rank=ranks.rank,
+        hosts=[name.host for name in ranks.names],
+        every_seconds=settings.profile_seconds,
+        know=how_it_trains,
+        sinks=setup.sinks,
+    )
+    follower.reports.on_window = showing.see
+    return showing
+
+
+def _training(gradients: Gradients, batches: Batches, steps: Steps) -> Training:
+    workers = getattr(batches.loader, "num_workers", None)
+    return Training(
+        num_replicas=gradients.sharing.num_ranks,
+        num_micro_steps=max(steps.num_micro_steps, 1),
+        num_workers=workers if isinstance(workers, int) else None,
+        waits_in_passes=gradients.sharing.name in ("fully_shard", "FSDP1"),
+    )
 
 
 def _check(setup: Setup, parts: TakingPart, scaler: Any) -> None:

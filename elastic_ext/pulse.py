@@ -92,6 +92,10 @@ class Pulse:
         """``with pulse.during(activity):``; afterwards it is what it was."""
         return nullcontext()
 
+    def communicating(self) -> AbstractContextManager[None]:
+        """``with pulse.communicating():`` within a step, where its gradients are shared after its passes."""
+        return nullcontext()
+
     def pass_step(self, step: int) -> None:
         """A step has ended, in a loop that does not say when one begins."""
 

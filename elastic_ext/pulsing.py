@@ -16,6 +16,10 @@ class PulsingSteps(Steps):
     pulse = Pulse()
     """Where; set before the first."""
 
+    def _share_guarded(self) -> None:
+        with self.pulse.communicating():
+            super()._share_guarded()
+
     def __enter__(self) -> None:
         super().__enter__()
         self.pulse.enter(self._state.index)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -30,7 +31,7 @@ def record_of(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
 
     A field may be missing where its dataclass has a default for it.
     """
-    values, types_of = {}, get_type_hints(kind)
+    values, types_of = {}, _types_of(kind)  # type: ignore[arg-type]
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in found:
             if field.default is MISSING and field.default_factory is MISSING:
@@ -58,6 +59,12 @@ def with_rows(found: Mapping[str, Any], name: str, kind: type[Any]) -> dict[str,
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
         raise ValueError(f"{name} is no list of objects")
     return {**found, name: tuple(record_of(kind, each) for each in rows)}
+
+
+@functools.cache
+def _types_of(kind: Hashable) -> Mapping[str, Any]:
+    """Its fields' types, which take long to make out."""
+    return get_type_hints(kind)
 
 
 def _fits(value: object, kind: Any) -> bool:

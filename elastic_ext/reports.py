@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .appliers import Applied
 from .config import ElasticConfig
-from .metrics import JobEvent, Measures, ModelProfile, RankMetrics
+from .metrics import JobEvent, Measures, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .rundir import RunDirectory
 from .settings import Settings
 
@@ -26,6 +26,8 @@ class Reports:
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
         self.measure: Callable[[], Measures] = Measures
         """What the next metrics say of speed and memory."""
+        self.on_window: Callable[[StepWindow], None] | None = None
+        """Told of each window that has been written."""
         self._settings = settings
         self._ranks = ranks
         self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
@@ -62,6 +64,32 @@ class Reports:
         """What is trained."""
         if self._directory is not None:
             self._directory.write_model(profile)
+
+    def write_census(self, census: StepCensus) -> None:
+        """What a step asks of its machine."""
+        if self._directory is not None:
+            self._directory.write_census(census)
+
+    def write_trace(self, trace: StepTrace) -> None:
+        """What torch's profiler saw of a step."""
+        if self._directory is not None:
+            self._directory.write_trace(trace)
+
+    def write_calibration(self, calibration: NodeCalibration) -> None:
+        """What this machine does at best."""
+        if self._directory is not None:
+            self._directory.write_calibration(calibration)
+
+    def profiled_until(self) -> float:
+        """The end of the last window of this rank that was written, in seconds since 1970; 0 where there is none."""
+        return 0.0 if self._directory is None else self._directory.profiled_until()
+
+    def add_window(self, window: StepWindow) -> None:
+        """Where this rank's time went."""
+        if self._directory is not None:
+            self._directory.add_window(window)
+        if self.on_window is not None:
+            self.on_window(window)
 
     def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
         """The metrics, as of now."""

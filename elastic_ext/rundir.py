@@ -4,6 +4,10 @@
       config.json              what training should be doing; one writer: a person, or the agent where there is one
       metrics-<rank>.json      what a rank is doing; one writer: that rank
       model-<rank>.json        what a rank trains; one writer: that rank
+      census-<rank>.json       what a step asks of its machine; one writer: that rank
+      trace-<rank>.json        what torch's profiler saw of a step; one writer: that rank
+      calibration.json         what the machine does at best; one writer: the first rank on it
+      profile-<rank>.jsonl     where a rank's time went, a line for each second or more; one writer: that rank
       events-<rank>.jsonl      what happened to a rank, a line each; one writer: that rank
 
 Each record carries the restart generation, so that a reader can tell yesterday's files from today's. Training never
@@ -13,14 +17,17 @@ depends on these files: a write that fails is one warning.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from .files import append_line, write_whole
-from .metrics import JobEvent, ModelProfile, RankMetrics
+from .metrics import JobEvent, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 
 __all__ = ["RunDirectory"]
 
 _logger = logging.getLogger(__name__)
+
+_MOST_WINDOW_BYTES = 1 << 13
 
 
 class RunDirectory:
@@ -31,6 +38,10 @@ class RunDirectory:
         self.metrics_file = path / f"metrics-{rank}.json"
         self.model_file = path / f"model-{rank}.json"
         self.events_file = path / f"events-{rank}.jsonl"
+        self.profile_file = path / f"profile-{rank}.jsonl"
+        self.trace_file = path / f"trace-{rank}.json"
+        self.census_file = path / f"census-{rank}.json"
+        self.calibration_file = path / "calibration.json"
         self._warned = False
 
     def prepare(self) -> None:
@@ -42,15 +53,38 @@ class RunDirectory:
 
     def write_metrics(self, metrics: RankMetrics) -> None:
         """Replace this rank's metrics file."""
-        try:
-            write_whole(self.metrics_file, metrics.to_json().encode(), durable=False)
-        except OSError as error:
-            self._warn(error)
+        self._replace(self.metrics_file, metrics.to_json())
 
     def write_model(self, profile: ModelProfile) -> None:
         """Replace what is said of this rank's model."""
+        self._replace(self.model_file, profile.to_json())
+
+    def write_census(self, census: StepCensus) -> None:
+        """Replace what is said of this rank's steps."""
+        self._replace(self.census_file, census.to_json())
+
+    def write_trace(self, trace: StepTrace) -> None:
+        """Replace what torch's profiler saw of a step of this rank."""
+        self._replace(self.trace_file, trace.to_json())
+
+    def write_calibration(self, calibration: NodeCalibration) -> None:
+        """Replace what is said of this machine."""
+        self._replace(self.calibration_file, calibration.to_json())
+
+    def profiled_until(self) -> float:
+        """The end of the last window in this rank's profile; 0 where there is none that can be read."""
         try:
-            write_whole(self.model_file, profile.to_json().encode(), durable=False)
+            with open(self.profile_file, "rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - _MOST_WINDOW_BYTES, 0))
+                last = file.read().decode().rstrip().rpartition("\n")[2]
+            return StepWindow.from_json(last).end
+        except (OSError, ValueError):
+            return 0.0
+
+    def add_window(self, window: StepWindow) -> None:
+        """Add one line to this rank's profile."""
+        try:
+            append_line(self.profile_file, window.to_json())
         except OSError as error:
             self._warn(error)
 
@@ -58,6 +92,12 @@ class RunDirectory:
         """Add one line to this rank's events."""
         try:
             append_line(self.events_file, event.to_json())
+        except OSError as error:
+            self._warn(error)
+
+    def _replace(self, path: Path, text: str) -> None:
+        try:
+            write_whole(path, text.encode(), durable=False)
         except OSError as error:
             self._warn(error)
 

@@ -26,6 +26,8 @@ from .guarding import Guarding
 from .metrics import Measures
 from .optimizer_state import can_materialise, materialise
 from .parallelism import Parallelism, ReshardReport
+from .profile.recorder import Recorder
+from .profile.showing import Showing
 from .progress import Progress
 from .rates import OptimizerSettings
 from .same_loading import SameLoading
@@ -58,6 +60,8 @@ class Session:
         startup: Mapping[str, object],
         rule: BatchRule,
         shows_progress: bool | None,
+        recorder: Recorder | None,
+        showing: Showing,
     ) -> None:
         self.follower = follower
         self.steps: Steps
@@ -75,6 +79,7 @@ class Session:
         self._parallelism = parallelism
         self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
+        self._recorder, self._showing = recorder, showing
         self._startup = ElasticConfig.from_values(startup)
         self._rule: BatchRule = rule
         shows = sys.stderr.isatty() if shows_progress is None else shows_progress
@@ -196,7 +201,7 @@ class Session:
 
     def _measure(self) -> Measures:
         self._growing.warn()
-        return self._speed.measure()
+        return self._showing.measured(self._speed.measure())
 
     def _tell_begun(self) -> None:
         """From which step training goes on, for those who know where it had been."""
@@ -236,6 +241,8 @@ class Session:
         if self._is_in_epoch:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
         self._is_in_epoch = True
+        if self._recorder is not None:
+            self._recorder.begin_epoch()
         self.reset()
         self._loading.compare_orders()
         self._loading.compare_batches(self._gradients.sharing.num_ranks)
@@ -245,6 +252,8 @@ class Session:
     def end_epoch(self, error: BaseException | None) -> None:
         """Come to the end of an epoch with all ranks; an exception is told to them instead."""
         self._is_in_epoch = False
+        if self._recorder is not None:
+            self._recorder.end_epoch()
         self._progress.end()
         if error is not None:
             self._counts.is_in_epoch = False
@@ -301,7 +310,8 @@ class Session:
     def _let_go(self) -> None:
         """Of everything, whichever of it fails."""
         with ExitStack() as ending:
-            ending.callback(self.follower.close)
+            ending.callback(self._showing.close)
+            ending.callback(self.follower.close)  # which ends the last window
             if self.checkpoints is not None:
                 ending.callback(self.checkpoints.close)
             if self._accelerated is not None:

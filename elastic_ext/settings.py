@@ -42,13 +42,17 @@ class Settings:
     """How often the config file is looked at where the file system sends no events."""
     shutdown_seconds: float
     """How long a launcher waits, after it has told this process to end, before it ends it."""
+    profiles: bool = True
+    """Whether it is noted where the time goes."""
+    profile_seconds: float = 60.0
+    """How much training there is between two lines of the log that say so; 0 where there are none."""
     pulse_dir: Path | None = None
     """Where an agent looks how far this process has come; None where there is none."""
 
     @staticmethod
     def is_enabled(environ: Mapping[str, str]) -> bool:
         """Whether ``ELASTIC_EXT`` leaves the library switched on; it must say the same on every rank."""
-        return _enabled(environ.get("ELASTIC_EXT", ""))
+        return _switched("ELASTIC_EXT", environ)
 
     @staticmethod
     def jobs_folder(environ: Mapping[str, str]) -> Path:
@@ -93,16 +97,20 @@ class Settings:
             lag_warning_seconds=_seconds(environ, "ELASTIC_EXT_LAG_WARNING_SECONDS", lag_warning_seconds, 30.0),
             poll_seconds=_seconds(environ, "ELASTIC_EXT_POLL_SECONDS", poll_seconds, 1.0),
             shutdown_seconds=_seconds(environ, "ELASTIC_EXT_SHUTDOWN_SECONDS", None, 30.0),
+            profiles=_switched("ELASTIC_EXT_PROFILE", environ),
+            profile_seconds=_seconds_or_never(environ, "ELASTIC_EXT_PROFILE_SECONDS", 60.0),
             pulse_dir=_absolute(Path(pulse_dir)) if pulse_dir else None,
         )
 
 
-def _enabled(word: str) -> bool:
+def _switched(name: str, environ: Mapping[str, str]) -> bool:
+    word = environ.get(name, "")
     if word.strip().lower() in _OFF:
         return False
     if word.strip().lower() in _ON:
         return True
-    raise ValueError(f"ELASTIC_EXT is {word!r}; allowed: on or off; unset it to switch the library on")
+    what = "the library" if name == "ELASTIC_EXT" else "this part"
+    raise ValueError(f"{name} is {word!r}; allowed: on or off; unset it to switch {what} on")
 
 
 def _launcher_job(environ: Mapping[str, str]) -> str:
@@ -136,6 +144,17 @@ def _count(environ: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"{name} is {text!r}; allowed: an integer >= 0")
     return int(text)
+
+
+def _seconds_or_never(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {text!r}; allowed: seconds, a number >= 0; 0 for never")
+    return value
 
 
 def _seconds(environ: Mapping[str, str], name: str, argument: float | None, default: float) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from .accumulate import BatchPlan, StepPlan, nearest_batches
+from .profile.timeline import Timeline
 
 __all__ = [
     "BatchDrawingSource",
@@ -22,6 +23,7 @@ __all__ = [
     "OwnPositions",
     "ResumableSource",
     "RewindableSource",
+    "TimedSource",
 ]
 
 
@@ -142,6 +144,14 @@ class LeavableSource(MicroBatchSource, Protocol):
 
     def leave_epoch(self) -> None:
         """The epoch is over, where the loop over it is: the one that comes is over the next one, as its state says."""
+
+
+@runtime_checkable
+class TimedSource(Protocol):
+    """A loader that says when the loop waits for it."""
+
+    timeline: Timeline | None
+    """Where it says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

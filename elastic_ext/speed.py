@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-import psutil
-import torch
-
 from .counts import Counts
 from .metrics import Measures
+from .profile.held import memory_held
 
 __all__ = ["Speed"]
 
@@ -27,11 +25,11 @@ class Speed:
         seconds = now - self._since
         num_steps, num_samples = counts.num_boundaries - self._num_boundaries, counts.num_samples - self._num_samples
         self._since, self._num_boundaries, self._num_samples = now, counts.num_boundaries, counts.num_samples
-        has_accelerator = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        held = memory_held()
         return Measures(
             steps_per_second=num_steps / seconds if num_steps else None,
             samples_per_second=num_samples / seconds if num_samples else None,
-            memory_bytes=psutil.Process().memory_info().rss,
-            accelerator_bytes=torch.cuda.memory_allocated() if has_accelerator else None,
-            accelerator_peak_bytes=torch.cuda.max_memory_allocated() if has_accelerator else None,
+            memory_bytes=held.process,
+            accelerator_bytes=held.accelerator,
+            accelerator_peak_bytes=held.accelerator_peak,
         )

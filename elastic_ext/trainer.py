@@ -59,6 +59,7 @@ from .interval import CheckpointInterval
 from .overlap import Overlap
 from .parallelism import Parallelism, ReshardReport, values_of
 from .preparing import NOT_SPREAD, Setup, prepare
+from .profile.sinks import Sink
 from .registered import claim_registered, fill_registered
 from .rounds import Proposal
 from .scaling import BatchRule
@@ -389,6 +390,13 @@ class ElasticTrainer:
     def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
         """Ask for a change of the config from inside the job: dotted keys and values. On one rank or on all."""
         return self._prepared.follower.propose(changes, reason)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Have ``sink`` told where the time of the steps to come goes; it is written to on rank 0 alone.
+
+        All ranks may call this, before ``prepare()`` or later. The sink is closed when training ends.
+        """
+        self._setup.sinks.add(sink)
 
     def request_stop(self) -> None:
         """Have ``should_stop`` be true on all ranks after one of the next boundaries. Any rank may call it."""

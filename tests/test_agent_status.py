@@ -41,6 +41,8 @@ from elastic_ext.metrics import JobEvent, Measures, RankMetrics
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 END_SECONDS = 60.0
+RECORDS = (AGENT_FILE, MEMBERSHIP_FILE, WORKERS_FILE)
+PROFILES = ("profile-0.jsonl", "census-0.json", "calibration.json")
 NOW = 1_000_000.0
 HOST = "node-a"
 
@@ -502,7 +504,7 @@ def test_what_is_no_file_is_named_and_waited_for_never(tmp_path: Path) -> None:
 
 @given(
     contents=st.dictionaries(
-        st.sampled_from([AGENT_FILE, MEMBERSHIP_FILE, WORKERS_FILE, "metrics-0.json", "events-0.jsonl", "config.json"]),
+        st.sampled_from([*RECORDS, "metrics-0.json", "events-0.jsonl", "config.json", *PROFILES]),
         st.binary(max_size=60),
     )
 )

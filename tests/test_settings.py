@@ -185,3 +185,11 @@ def test_the_run_directory_of_a_job_that_was_given_none_is_found_by_its_name(job
         found = Settings.run_dir_of(environ, job)
         assert found == Settings.resolve(environ, script="train.py", job=job).run_dir
         assert found.parent == Settings.jobs_folder(environ)
+
+
+def test_the_log_tells_of_the_profile_once_a_minute_unless_told_otherwise() -> None:
+    for text, seconds in (("", 60.0), ("5", 5.0), ("0", 0.0)):
+        assert Settings.resolve({"ELASTIC_EXT_PROFILE_SECONDS": text}, script="t").profile_seconds == seconds
+    for text in ("-1", "nan", "inf", "never"):
+        with pytest.raises(ValueError, match=r"ELASTIC_EXT_PROFILE_SECONDS is .* 0 for never"):
+            Settings.resolve({"ELASTIC_EXT_PROFILE_SECONDS": text}, script="t")

@@ -9,6 +9,8 @@
     over              why the job is over, from the node that found it
     finished/<node>   all workers of that node have ended well
     config...         the newest config of any node
+    local-times/<node>  what its workers are busy with by themselves
+    slow-workers      who is slow, from the first node
     <name>/<node>     a row of an exchange, in which every node says something and hears all
 
 A node is known by its place in the round. What is looked for and not there yet is None; the store's own errors are

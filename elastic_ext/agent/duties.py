@@ -1,7 +1,7 @@
 """Duties: what an agent does for its node besides starting and stopping workers, about once a second.
 
-It keeps the config file and hands versions to other nodes, looks at the workers and writes what it sees, finds hangs,
-and says what a restart has cost.
+It keeps the config file and hands versions to other nodes, looks at the workers and writes what it sees, finds hangs
+and who is slow, and says what a restart has cost.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .journal import Journal
 from .losses import Begun, Ended, begun_in, cost_in_words
 from .monitor import Monitor, Seen, Watched
 from .records import WORKERS_FILE, WorkersRecord
+from .slow_workers import SlowWorkers
 from .stacks import capture
 from .tuner import ConfigTuner
 
@@ -40,6 +41,7 @@ class Duties:
         tuner: ConfigTuner,
         control: Control,
         monitor: Monitor,
+        slow_workers: SlowWorkers,
         *,
         py_spy: str | None,
     ) -> None:
@@ -48,6 +50,7 @@ class Duties:
         self._tuner = tuner
         self._control = control
         self._monitor = monitor
+        self._slow_workers = slow_workers
         self._py_spy = py_spy
         self._board: RoundBoard | None = None
         self._membership_version = self._world_size = 0
@@ -68,6 +71,7 @@ class Duties:
         self._monitor.forget()
         self._said = ""
         self._started_at = time.time()
+        self._slow_workers.forget(since=self._started_at)
         if is_new:
             self._set_config_aside()
         self._hand_config(offers=not is_new)
@@ -86,6 +90,7 @@ class Duties:
         self._hand_config(offers=True)
         self._write(seen.record)
         self._tell_begun(workers)
+        self._tell_slow(workers)
         return self._judge(seen)
 
     def note_end(self, workers: Sequence[Watched]) -> bool:
@@ -196,6 +201,14 @@ class Duties:
             self._journal.tell("waiting", said)
         self._said = said
         return hang
+
+    def _tell_slow(self, workers: Sequence[Watched]) -> None:
+        """Who has come to keep the others waiting, and who does no more."""
+        ranks = [each.rank for each in workers if each.state == "running"]
+        with contextlib.suppress(BoardGone, ValueError):  # a node is gone, or of another version
+            for news in self._slow_workers.look(ranks, self._board):
+                kind = "slow-worker" if news.is_slow else "slow-worker-over"
+                self._journal.tell(kind, news.text, rank=news.rank, host=news.host)
 
     def _tell_begun(self, workers: Sequence[Watched]) -> None:
         """Once workers have taken their first step: where they save, and what it has cost that others were ended."""

@@ -57,6 +57,7 @@ from .records import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from .refusals import Refused, check_launch, check_options, seconds_in
 from .rendezvous import Meeting
 from .sampling import NvidiaGpus
+from .slow_workers import SlowWorkers
 from .starting import Launch
 from .status import status_of
 from .status_files import read_run_directory
@@ -326,7 +327,8 @@ class _Node:
 
         monitor = Monitor(run_dir=run_dir, pulse_dir=folders.pulses, limits=self._hang_limits, gpus=NvidiaGpus.open())
         control = Control(folders.memory / _SOCKET, {**config_requests(tuner), "status": status})
-        return Duties(folders, self._journal, tuner, control, monitor, py_spy=shutil.which("py-spy"))
+        slow = SlowWorkers(run_dir, host=self._host)
+        return Duties(folders, self._journal, tuner, control, monitor, slow, py_spy=shutil.which("py-spy"))
 
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)

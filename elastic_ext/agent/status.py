@@ -9,7 +9,7 @@ it says counts for nothing now.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from elastic_ext.wording import age_in_words
 
 from .records import AgentRecord, MembershipPlan, WorkerSeen
 from .status_files import EventSeen, RunFiles
+from .status_profile import ProfileStatus, profile_of
 
 __all__ = ["ConfigStatus", "NodeStatus", "RankStatus", "status_of"]
 
@@ -56,6 +57,13 @@ class RankStatus:
     activity: str | None
     activity_seconds: float | None
     trouble: str | None
+    shares: Mapping[str, float]
+    """Where its time went of late, by phase; empty where that is not known."""
+    step_seconds: float | None
+    """What half of its last steps took no longer than, and nine tenths:"""
+    slow_step_seconds: float | None
+    tokens_per_second: float | None
+    """Of all ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +92,7 @@ class NodeStatus:
     """How often the job's processes were started again."""
     world_size: int | None
     model: ModelProfile | None
+    profile: ProfileStatus | None
     config: ConfigStatus
     ranks: tuple[RankStatus, ...]
     troubles: tuple[str, ...]
@@ -132,6 +141,7 @@ def status_of(files: RunFiles) -> NodeStatus:
         restart=files.workers.restart if files.workers else newest.generation if newest else None,
         world_size=membership.world_size if membership else newest.world_size if newest else None,
         model=files.model,
+        profile=profile_of(files.profiles, metrics),
         config=config,
         ranks=ranks,
         troubles=tuple(troubles),
@@ -214,6 +224,10 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         activity=worker.activity,
         activity_seconds=worker.activity_seconds,
         trouble=worker.trouble,
+        shares=measures.shares,
+        step_seconds=measures.step_seconds,
+        slow_step_seconds=measures.slow_step_seconds,
+        tokens_per_second=measures.tokens_per_second,
     )
 
 
@@ -240,6 +254,10 @@ def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:
         activity=None,
         activity_seconds=None,
         trouble=None,
+        shares=measures.shares,
+        step_seconds=measures.step_seconds,
+        slow_step_seconds=measures.slow_step_seconds,
+        tokens_per_second=measures.tokens_per_second,
     )
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
 from elastic_ext.files import open_regular, read_at_most, stamp_of
 from elastic_ext.metrics import ModelProfile, RankMetrics
+from elastic_ext.profile.reading import NodeProfiles, read_profiles
 from elastic_ext.strict_json import MAX_BYTES
 
 from .contact import is_running
@@ -43,6 +44,7 @@ _MOST_METRICS = 4096
 _TAIL_BYTES = 16 << 10
 _MOST_TAILS = 64
 _MOST_EVENTS = 20
+_MOST_WINDOWS = 32
 _SLACK_SECONDS = 60.0
 """By so much the clock may have been put right while a process ran."""
 _Record = TypeVar("_Record")
@@ -78,6 +80,7 @@ class RunFiles:
     """The pids in the workers' record and in the metrics that are still those processes' on this machine."""
     model: ModelProfile | None = None
     """What the first of the ranks trains that has said so."""
+    profiles: NodeProfiles = field(default_factory=NodeProfiles)
     config: ElasticConfig | None = None
     config_refusal: str = ""
     config_time: float | None = None
@@ -119,6 +122,7 @@ def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
         metrics=found,
         living=_living(agent, workers, found, host),
         model=next((each for name in names if _MODEL.fullmatch(name) and (each := reader.model(name))), None),
+        profiles=read_profiles(path, most_ranks=_MOST_TAILS, num_windows=_MOST_WINDOWS),
         config=config,
         config_refusal=refusal,
         config_time=None if stamp is None else stamp / 1e9,

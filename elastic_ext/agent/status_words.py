@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from elastic_ext.metrics import ModelProfile
+from elastic_ext.profile.line import number_in_words
 from elastic_ext.wording import age_in_words, on_one_line, size_in_words
 
 from .records import AgentRecord, MembershipPlan
@@ -15,6 +16,8 @@ __all__ = ["line_of", "words"]
 
 _MOST_EVENTS = 5
 _MOST_ROWS = 64
+_MOST_NAMED = 3
+_NUM_PHASES = 2
 
 
 def words(status: NodeStatus) -> str:
@@ -70,8 +73,20 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
         yield "model", _model_in_words(status.model)
     speed = next((each.samples_per_second for each in status.ranks if each.samples_per_second is not None), None)
     if speed is not None and status.state == "running":
-        yield "speed", f"{speed:.4g} samples/s over all ranks"
+        yield "speed", _speed_in_words(status, speed)
+    if status.profile is not None:
+        yield "profile", status.profile.verdict.text
+        for straggler in status.profile.stragglers[:_MOST_NAMED]:
+            yield "slow", straggler.text
     yield "config", _config_in_words(status.config)
+
+
+def _speed_in_words(status: NodeStatus, samples_per_second: float) -> str:
+    tokens = next((each.tokens_per_second for each in status.ranks if each.tokens_per_second is not None), None)
+    words = f"{samples_per_second:.4g} samples/s"
+    words += "" if tokens is None else f", {number_in_words(tokens)} tokens/s"
+    mfu = None if status.profile is None else status.profile.mfu
+    return f"{words} over all ranks" + ("" if mfu is None else f"; MFU {mfu:.0%}")
 
 
 def _model_in_words(model: ModelProfile) -> str:
@@ -127,8 +142,15 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
         "" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f}% of a core",
         version + (f", revision {rank.config_revision}" if version and rank.config_revision else ""),
         doing,
+        _largest_in_words(rank.shares),
         f"seen {age_in_words(rank.seen_seconds)} ago",
     )
+
+
+def _largest_in_words(shares: Mapping[str, float]) -> str:
+    """What takes most time."""
+    largest = sorted(shares.items(), key=lambda each: -each[1])[:_NUM_PHASES]
+    return ", ".join(f"{label} {share:.0%}" for label, share in largest)
 
 
 def _events(status: NodeStatus) -> Iterator[str]:

@@ -25,6 +25,8 @@ from typing_extensions import TypeVar
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 from elastic_ext.given import check_flag
+from elastic_ext.profile.phases import Phase
+from elastic_ext.profile.timeline import Timeline
 
 from .choosing import Ordering, epochs_of
 from .epochs import Running
@@ -89,6 +91,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._kept_for: Running | None = None  # the last loop that it was used by
         self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
         self._following: Following | None = None
+        self.timeline: Timeline | None = None
+        """Where it is noted that a loop waits for a batch."""
         if config_file is not None:
             me = weakref.ref(self)
             self._following = Following(
@@ -120,7 +124,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the loops under way, their workers, and the file that it follows: a copy has none of them."""
-        return {**self.__dict__, "_making": None, "_kept_for": None, "_makings": None, "_following": None}
+        own = {"_making": None, "_kept_for": None, "_makings": None, "_following": None, "timeline": None}
+        return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _makings=weakref.WeakSet())
@@ -353,12 +358,16 @@ class _Loop:
             )
         if loader._following is not None:
             loader._following.look()
+        timeline = loader.timeline
+        before = None if timeline is None else timeline.enter(Phase.DATA)
         try:
             return next(running)
         except StopIteration:
             self.close()
             raise
         finally:
+            if timeline is not None and before is not None:
+                timeline.enter(before)
             if loader.is_alone:  # what a loop is given is consumed, also where it cannot be made
                 running.commit()
 

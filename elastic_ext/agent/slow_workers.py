@@ -1,0 +1,200 @@
+"""Which workers keep the others waiting, by what each is busy with by itself: looked at every few seconds.
+
+A *round* is what all workers of a job took for their own part of a step since the round before. Each agent reads that
+of its own workers, from the ends of their profiles; the first of them judges all, and the others hear from it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic_ext.metrics import Measures, StepWindow
+from elastic_ext.profile.reading import present_windows, read_trace, tails_of, view_of
+from elastic_ext.profile.straggling import LocalTime, Straggler, Stragglers, local_times
+from elastic_ext.profile.weighed import RankView
+from elastic_ext.record_json import record_of
+
+__all__ = ["Board", "Rounds", "SlowNews", "SlowWorker", "SlowWorkers"]
+
+_EVERY_SECONDS = 10.0
+_NUM_WINDOWS = 16  # more than end in so long
+_CALM_ROUNDS = 6  # in which it is not named, before a worker is slow no more
+_ROUND, _SLOW = "local-times", "slow-workers"
+
+
+class Board(Protocol):
+    """What nodes tell one another on, as agent/board.py has it."""
+
+    @property
+    def place(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    def tell(self, name: str, row: Any) -> None: ...
+    def told(self, name: str) -> dict[int, Any]: ...
+    def announce(self, name: str, row: Any) -> None: ...
+    def announced(self, name: str) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowWorker:
+    """One that is slow now."""
+
+    rank: int
+    host: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowNews:
+    """What has changed: a worker is slow, or is so no more."""
+
+    rank: int
+    host: str
+    is_slow: bool
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRound:
+    """A round of one node's workers."""
+
+    until: float
+    config: tuple[int, int]
+    times: tuple[LocalTime, ...]
+
+    def to_row(self) -> list[Any]:
+        return [self.until, *self.config, [asdict(each) for each in self.times]]
+
+    @classmethod
+    def from_row(cls, row: Any) -> NodeRound:
+        """The round that ``to_row`` gave; ValueError for anything else."""
+        try:
+            until, version, revision, times = row
+            return cls(
+                until=float(until),
+                config=(int(version), int(revision)),
+                times=tuple(record_of(LocalTime, each) for each in times),
+            )
+        except TypeError as error:
+            raise ValueError(f"no round: {error}") from None
+
+
+class Rounds:
+    """Rounds of all nodes, judged one after another: pure."""
+
+    def __init__(self) -> None:
+        self.slow: tuple[SlowWorker, ...] = ()
+        """Who is slow by now."""
+        self._stragglers = Stragglers()
+        self._counted: dict[int, float] = {}  # place -> until when its rounds have been judged
+        self._calm: dict[tuple[int, str], int] = {}  # rounds, of those who are slow
+
+    def see(self, rounds: Mapping[int, NodeRound]) -> None:
+        """What all nodes have told last, by their places; a round is judged once each of them has told anew."""
+        if any(each.until <= self._counted.get(place, 0.0) for place, each in rounds.items()):
+            return
+        if len({each.config for each in rounds.values()}) > 1:
+            return
+        self._counted = {place: each.until for place, each in rounds.items()}
+        config = next(iter(rounds.values())).config
+        named = self._stragglers.see([time for each in rounds.values() for time in each.times], config)
+        self.slow = self._with_calm(named)
+
+    def _with_calm(self, named: Sequence[Straggler]) -> tuple[SlowWorker, ...]:
+        """Those who are named, and those who were not long ago."""
+        found = {(each.rank, each.host): each for each in self.slow}
+        fresh = {(each.rank, each.host): each for each in named}
+        self._calm = {key: 0 if key in fresh else self._calm.get(key, 0) + 1 for key in {**found, **fresh}}
+        for key, each in fresh.items():
+            found.setdefault(key, SlowWorker(rank=each.rank, host=each.host, text=each.text))
+        return tuple(each for key, each in sorted(found.items()) if self._calm[key] < _CALM_ROUNDS)
+
+
+class SlowWorkers:
+    """Those of one job, as one of its agents sees them."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        host: str,
+        every_seconds: float = _EVERY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_dir = run_dir
+        self._host = host
+        self._every_seconds = every_seconds
+        self._clock = clock
+        self.forget(since=0.0)
+
+    def forget(self, *, since: float) -> None:
+        """Other workers come, started at ``since``, in seconds since 1970."""
+        self._due_at = self._clock() + self._every_seconds
+        self._since = since
+        self._rounds = Rounds()
+        self._told: tuple[SlowWorker, ...] = ()
+
+    def look(self, ranks: Sequence[int], board: Board | None) -> list[SlowNews]:
+        """What has changed, by the workers of this node that run, and on ``board`` by those of other nodes."""
+        now = self._clock()
+        if now < self._due_at:
+            return []
+        self._due_at = now + self._every_seconds
+        own = self._own_round(ranks)
+        if board is None or board.num_nodes == 1:
+            if own is not None:
+                self._rounds.see({0: own})
+            return self._news(self._rounds.slow)
+        if own is not None:
+            board.tell(_ROUND, own.to_row())
+        if board.place > 0:
+            return self._news(_announced(board))
+        told = board.told(_ROUND)
+        if len(told) == board.num_nodes:
+            self._rounds.see({place: NodeRound.from_row(row) for place, row in told.items()})
+            board.announce(_SLOW, [asdict(each) for each in self._rounds.slow])
+        return self._news(self._rounds.slow)
+
+    def _own_round(self, ranks: Sequence[int]) -> NodeRound | None:
+        """None as long as some of them have told of too little since the round before."""
+        tails = tails_of(self._run_dir, ranks, _NUM_WINDOWS)
+        windows = present_windows(tails, seconds=math.inf, since=self._since)
+        views = [self._view(rank, row) for rank, row in windows.items()]
+        times = local_times(views)
+        if not times or len(times) < len(ranks):
+            return None
+        last = max((row[-1] for row in windows.values()), key=lambda each: each.end)
+        self._since = last.end
+        return NodeRound(until=last.end, config=(last.config_version, last.config_revision), times=tuple(times))
+
+    def _view(self, rank: int, windows: Sequence[StepWindow]) -> RankView:
+        trace = read_trace(self._run_dir, rank)
+        measures = Measures(waits_in_passes=trace is not None)
+        return view_of(windows, host=self._host, measures=measures, trace=trace)
+
+    def _news(self, slow: tuple[SlowWorker, ...]) -> list[SlowNews]:
+        before, self._told = self._told, slow
+        known, present = ({(each.rank, each.host) for each in row} for row in (before, slow))
+        found = [
+            SlowNews(rank=each.rank, host=each.host, is_slow=True, text=f"slow worker: {each.text}")
+            for each in slow
+            if (each.rank, each.host) not in known
+        ]
+        over = [each for each in before if (each.rank, each.host) not in present]
+        words = "is as fast again as the other workers"
+        return found + [
+            SlowNews(rank=each.rank, host=each.host, is_slow=False, text=f"rank {each.rank} on {each.host} {words}")
+            for each in over
+        ]
+
+
+def _announced(board: Board) -> tuple[SlowWorker, ...]:
+    rows = board.announced(_SLOW)
+    if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
+        return ()
+    return tuple(record_of(SlowWorker, each) for each in rows)

@@ -1,0 +1,131 @@
+"""DeviceTimeline: a timeline by an accelerator's clock: what its stream has come to, and not what the host asked for.
+
+Each mark is an event on the stream too. The time between two of them is what the device spent on what lies between,
+idle or not: so waiting for data counts only as far as the device waits. Events are read when the device has come past
+all of a step's, so that nobody waits for them: a step is known a step or two late.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from .phases import Phase
+from .timeline import LOST, NUM_PHASES, Spent, Timeline
+
+__all__ = ["DeviceTimeline", "Event"]
+
+_logger = logging.getLogger(__name__)
+
+_MOST_BEHIND = 64  # steps
+_Marks = list[tuple[int, "Event"]]
+"""Phases that ended, each with the event at its end."""
+
+
+class Event(Protocol):
+    """A mark on a stream, as ``torch.cuda.Event`` is one."""
+
+    def record(self) -> Any: ...
+
+    def query(self) -> bool:
+        """Whether the device has come past it."""
+
+    def synchronize(self) -> Any:
+        """Return once it has."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to there."""
+
+
+class DeviceTimeline(Timeline):
+    """One thread's, of one device. Where events fail it goes on by the host's clock, and says so."""
+
+    __slots__ = ("_device", "_free", "_is_captured", "_is_lost", "_last", "_make", "_marks", "_steps")
+
+    def __init__(self, phase: Phase, make: Callable[[], Event], is_captured: Callable[[], bool]) -> None:
+        """``make`` gives a new event. ``is_captured`` says whether the stream takes no marks now."""
+        super().__init__(phase)
+        self._make, self._is_captured = make, is_captured
+        self._device = [0] * NUM_PHASES  # nanoseconds by phase, as far as they are read
+        self._free: list[Event] = []
+        self._marks: _Marks = []  # of the step under way
+        self._steps: deque[_Marks] = deque()  # that have ended, and are not read
+        self._last: Event | None = None  # the mark before all of these
+        self._is_lost = False
+        """Whether the device's clock cannot be read any more."""
+
+    def enter(self, phase: int) -> int:
+        before = super().enter(phase)
+        if self._is_lost:
+            return before
+        try:
+            if not self._is_captured():
+                event = self._free.pop() if self._free else self._make()
+                event.record()
+                self._marks.append((before, event))
+        except RuntimeError as error:
+            self._lose_device(error)
+        return before
+
+    def add_past(self, phase: int, nanoseconds: int) -> None:
+        super().add_past(phase, nanoseconds)
+        self._device[phase] += nanoseconds
+
+    def lose(self) -> None:
+        super().lose()
+        self._marks = [(Phase.ROLLED_BACK if phase in LOST else phase, event) for phase, event in self._marks]
+
+    def spent(self) -> Spent:
+        host = super().spent()
+        return host if self._is_lost else [*self._device, *host[NUM_PHASES:]]
+
+    def end_step(self) -> list[tuple[Spent, Spent]]:
+        if self._is_lost:
+            return super().end_step()
+        before = self.spent()
+        self._steps.append(self._marks)
+        self._marks = []
+        found = []
+        try:
+            while self._steps and (not self._steps[0] or self._steps[0][-1][1].query()):
+                self._read(self._steps.popleft())
+                found.append((before, after := [*self._device, *before[NUM_PHASES:]]))
+                before = after
+            if len(self._steps) > _MOST_BEHIND:
+                raise RuntimeError(f"it is {len(self._steps)} steps behind")
+        except RuntimeError as error:
+            self._lose_device(error)
+        return found
+
+    def finish(self) -> None:
+        """Wait for the device, and take up what it has spent."""
+        super().finish()
+        if self._is_lost:
+            return
+        self._steps.append(self._marks)
+        self._marks = []
+        try:
+            for marks in self._steps:
+                if marks:
+                    marks[-1][1].synchronize()
+                self._read(marks)
+        except RuntimeError as error:
+            self._lose_device(error)
+        self._steps.clear()
+
+    def _read(self, marks: _Marks) -> None:
+        for phase, event in marks:
+            if self._last is not None:
+                self._device[phase] += max(round(self._last.elapsed_time(event) * 1e6), 0)
+                self._free.append(self._last)
+            self._last = event
+
+    def _lose_device(self, error: RuntimeError) -> None:
+        """From here on by the host's clock, as if nothing had been read of the other."""
+        self._is_lost = True
+        self._marks, self._last = [], None
+        self._steps.clear()
+        self._free.clear()
+        _logger.warning("the profile goes on by the host's clock, since the device's cannot be read: %s", error)

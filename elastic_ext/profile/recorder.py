@@ -1,0 +1,196 @@
+"""Recorder: a rank's profile: it hears from the trainer what the rank does, from the probe what a step does."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from torch import nn
+from torch.optim import Optimizer
+
+from elastic_ext.pulse import Activity, Pulse
+
+from .pace import Pace
+from .phases import Phase
+from .probe import Probe
+from .surveying import Surveyor
+from .timeline import Timeline
+from .windows import Standing, Windows
+
+__all__ = ["Recorder"]
+
+_PHASES = {
+    Activity.STARTING: Phase.STARTUP,
+    Activity.RESUMING: Phase.CHECKPOINT,
+    Activity.OUTSIDE: Phase.OUTSIDE,
+    Activity.STEP: Phase.STEP,
+    Activity.BOUNDARY: Phase.AGREEMENT,
+    Activity.SAVING: Phase.CHECKPOINT,
+    Activity.CHANGING: Phase.CHANGE,
+    Activity.ENDED: Phase.OUTSIDE,
+}
+_SURVEY_AFTER = 16  # steps: by then they are as they will be
+
+
+class Recorder(Pulse):
+    """Where a rank's time goes. It stands where its pulse stood, and passes on what that is told."""
+
+    is_seen = True
+
+    def __init__(
+        self,
+        pulse: Pulse,
+        timeline: Timeline,
+        probe: Probe,
+        windows: Windows,
+        pace: Pace,
+        *,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        stand: Callable[[], Standing],
+        sees_loader: bool,
+        surveyor: Surveyor | None = None,
+    ) -> None:
+        """``stand`` says how far training is; ``sees_loader`` that the loader tells when the loop waits for it."""
+        self._pulse = pulse
+        self._timeline = timeline
+        self._probe = probe
+        self._windows = windows
+        self._pace = pace
+        self._model, self._optimizers = model, tuple(optimizers)
+        self._stand = stand
+        self._within_epoch = Phase.OTHER if sees_loader else Phase.DATA
+        self._between: Phase = self._within_epoch  # two steps
+        self._surveyor = surveyor
+        self._num_boundaries = 0
+        self._has_begun = False
+        self._is_detailed = self._is_changed = self._is_over = False
+        self._stepped_at = 0
+
+    # ---- what a pulse is told ----
+
+    def enter(self, micro_step: int) -> None:
+        self._pulse.enter(micro_step)
+        if not self._has_begun:
+            self._begin()
+        if not self._is_detailed:
+            self._timeline.enter(Phase.STEP)
+        else:
+            self._probe.enter_micro_step()
+            if self._surveyor is not None and self._num_boundaries >= _SURVEY_AFTER:
+                self._surveyor.enter(micro_step)
+
+    def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
+        self._pulse.leave(step, num_boundaries, micro_step)
+        if self._is_detailed:
+            self._probe.leave_micro_step()
+            if self._surveyor is not None:
+                self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
+        if num_boundaries != self._num_boundaries:
+            self._num_boundaries = num_boundaries
+            self._end_step()
+        elif micro_step == 0:
+            self._timeline.lose()
+        self._timeline.enter(self._between)
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        with self._pulse.during(activity), self.spending(self._phase_of(activity)):
+            yield
+        if activity is Activity.CHANGING:
+            self._is_changed = True
+
+    def note(self, activity: Activity) -> None:
+        self._pulse.note(activity)
+        if self._has_begun:
+            self._timeline.enter(self._phase_of(activity))
+
+    def communicating(self) -> AbstractContextManager[None]:
+        return self.spending(Phase.COMMUNICATION)
+
+    def pass_step(self, step: int) -> None:
+        self._pulse.pass_step(step)
+
+    def note_change(self) -> None:
+        self._pulse.note_change()
+        self._windows.expect_change()
+
+    def end(self) -> None:
+        self._pulse.end()
+        if not self._is_over:
+            self._is_over = True
+            self._probe.turn_off()
+            if self._surveyor is not None:
+                self._surveyor.close()
+            self._timeline.finish()
+            self._close()
+
+    # ---- what others tell ----
+
+    @contextlib.contextmanager
+    def spending(self, phase: Phase) -> Iterator[None]:
+        """``with recorder.spending(phase):``; afterwards it is what it was."""
+        before = self._timeline.enter(phase)
+        try:
+            yield
+        finally:
+            self._timeline.enter(before)
+
+    def around_boundary(self, pass_boundary: Callable[[], None]) -> Callable[[], None]:
+        """``pass_boundary``, as what ranks do to agree."""
+        enter = self._timeline.enter
+
+        def passing() -> None:
+            before = enter(Phase.AGREEMENT)
+            if self._surveyor is not None:
+                self._surveyor.reach_boundary()
+            try:
+                pass_boundary()
+            finally:
+                enter(before)
+
+        return passing
+
+    def begin_epoch(self) -> None:
+        """What lies between two steps is for the next one from here on."""
+        self._between = self._within_epoch
+        self._timeline.enter(self._between)
+
+    def end_epoch(self) -> None:
+        """What the loop does from here on is no part of training on this epoch's samples."""
+        self._between = Phase.OUTSIDE
+        self._timeline.enter(self._between)
+
+    # ---- what follows ----
+
+    def _phase_of(self, activity: Activity) -> Phase:
+        return _PHASES[activity] if self._has_begun or activity is Activity.SAVING else Phase.STARTUP
+
+    def _begin(self) -> None:
+        """The first step begins."""
+        self._has_begun = True
+        self._stepped_at = time.perf_counter_ns()
+        self._close()
+        self._follow_pace()
+
+    def _end_step(self) -> None:
+        now = time.perf_counter_ns()
+        seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
+        if self._windows.end_step(is_detailed=self._is_detailed) or self._is_changed:
+            self._is_changed = False
+            self._close()
+        if self._pace.end_step(seconds):
+            self._follow_pace()
+
+    def _follow_pace(self) -> None:
+        self._is_detailed = self._pace.is_detailed
+        if self._is_detailed:
+            self._probe.turn_on(self._model, self._optimizers)
+        else:
+            self._probe.turn_off()
+
+    def _close(self) -> None:
+        self._windows.count(*self._probe.take_counts())
+        self._windows.close(self._stand())

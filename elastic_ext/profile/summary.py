@@ -1,0 +1,114 @@
+"""StepProfile: what some windows of one rank come to, in a few numbers: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
+
+from .phases import Phase
+from .weighed import RankView, merged, weigh
+
+__all__ = ["StepProfile", "flops_share", "summary_of"]
+
+_MIDDLE, _NINE_TENTHS = 1, 2  # of a window's quantiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepProfile:
+    """Where the time of one rank went, over some steps; None for what is not known."""
+
+    time: float
+    """When the last of these steps ended, in seconds since 1970."""
+    step: int
+    """Steps that had committed by then since training began."""
+    num_steps: int
+    seconds: float
+    """What they took, with all that lay between them."""
+    config_version: int
+    config_revision: int
+    shares: Mapping[str, float]
+    """Of that time, by phase; they add up to 1."""
+    step_seconds: float | None
+    """What half of the steps took no longer than, and nine tenths:"""
+    slow_step_seconds: float | None
+    samples_per_second: float | None
+    """Of all ranks together, as the next."""
+    tokens_per_second: float | None
+    memory_bytes: int | None
+    """What this rank's process held of the machine's memory at the end, and its tensors on its accelerator:"""
+    accelerator_bytes: int | None
+    accelerator_peak_bytes: int | None
+    """The most since the process began."""
+
+
+def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None) -> StepProfile | None:
+    """What windows of one rank under one config say, the oldest first; None if no step has ended in them.
+
+    ``num_replicas`` of the model take samples of their own; without it each rank does.
+    """
+    window = merged(windows)
+    if window.num_steps == 0:
+        return None
+    training = _training_seconds(window)
+    return StepProfile(
+        time=window.end,
+        step=window.step,
+        num_steps=window.num_steps,
+        seconds=window.length,
+        config_version=window.config_version,
+        config_revision=window.config_revision,
+        shares={phase.label: share for phase, share in weigh(RankView(host="", window=window)).shares.items() if share},
+        step_seconds=_quantile(windows, _MIDDLE),
+        slow_step_seconds=_quantile(windows, _NINE_TENTHS),
+        samples_per_second=_rate(window.num_samples, training),
+        tokens_per_second=_rate(_num_tokens(window) * (num_replicas or window.world_size), training),
+        memory_bytes=window.memory_bytes,
+        accelerator_bytes=window.accelerator_bytes,
+        accelerator_peak_bytes=window.accelerator_peak_bytes,
+    )
+
+
+def flops_share(
+    window: StepWindow, census: StepCensus | None, best: NodeCalibration | None, *, num_replicas: int | None = None
+) -> float | None:
+    """Which part of the arithmetic that its device could have done the model did (MFU); None where it is not known."""
+    training = _training_seconds(window)
+    if census is None or best is None or min(census.num_flops, census.num_samples, window.num_samples) <= 0:
+        return None
+    if training <= 0 or best.flops_per_second <= 0:
+        return None
+    own_samples = window.num_samples / (num_replicas or max(window.world_size, 1))
+    return census.num_flops * own_samples / census.num_samples / (training * best.flops_per_second)
+
+
+def _training_seconds(window: StepWindow) -> float:
+    left_out = (Phase.STARTUP.label, Phase.OUTSIDE.label)
+    return sum(spent for label, spent in window.seconds.items() if label not in left_out)
+
+
+def _num_tokens(window: StepWindow) -> float:
+    """What this rank's model was given in all steps, by those that were looked at."""
+    return window.num_tokens * window.num_steps / window.num_detailed if window.num_detailed else 0.0
+
+
+def _rate(number: float, seconds: float) -> float | None:
+    return number / seconds if number > 0 and seconds > 0 else None
+
+
+def _quantile(windows: Sequence[StepWindow], which: int) -> float | None:
+    """That of the window in the middle, each counting as many times as it has steps."""
+    rows = sorted(_quantiles(windows, which))
+    middle = sum(num_steps for _, num_steps in rows) / 2
+    for seconds, num_steps in rows:
+        middle -= num_steps
+        if middle <= 0:
+            return seconds
+    return None
+
+
+def _quantiles(windows: Sequence[StepWindow], which: int) -> Iterator[tuple[float, int]]:
+    for window in windows:
+        if len(window.step_seconds) > which:
+            yield window.step_seconds[which], window.num_steps

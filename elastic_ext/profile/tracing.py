@@ -1,0 +1,117 @@
+"""Tracing: one step as torch's own profiler sees it: what of communication nothing was computed beside, and what took
+longest.
+
+Where passes wait for other ranks in many places, as those of a sharded model do, that is not to be told from hooks.
+The profiler's raw events are read, which it gives in private and in a hundredth of the time that its tables take:
+tried first with a small one, and done without where this torch gives others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from elastic_ext.metrics import StepTrace
+
+from .spans import Span, length, outside
+
+__all__ = ["Trace", "can_trace", "summed_up"]
+
+_logger = logging.getLogger(__name__)
+
+_MOST_EVENTS = 200_000
+_NUM_TOP = 12
+_HERE = "elastic_ext: a step that is traced"  # an event on the thread that trains
+_OF_RANKS = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel")
+_COMPUTES = ("aten::", "fsdp::")
+_QUIET = "KINETO_LOG_LEVEL"  # torch 2.13's writes a line on stderr as it starts, and as it stops
+
+
+class Trace:
+    """``begin`` and ``end`` it around a step, on the thread that trains."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._profile: Any = None
+        self._began = 0.0
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._profile is not None
+
+    def begin(self) -> None:
+        self._profile = _profile()
+        self._profile.start()
+        with record_function(_HERE):
+            self._began = time.perf_counter()
+
+    def end(self) -> StepTrace | None:
+        """What was seen; None where that was too much."""
+        took = time.perf_counter() - self._began
+        found, self._profile = self._profile, None
+        found.stop()
+        events = _events(found)
+        if events is None or len(events) > _MOST_EVENTS:
+            return None
+        return summed_up(events, rank=self._rank, step_seconds=took)
+
+
+def can_trace() -> bool:
+    """Whether this torch gives raw events."""
+    try:
+        tried = _profile()
+        with tried, record_function(_HERE):
+            torch.ones(2).add_(1)
+        found = {each.name(): each for each in _events(tried) or ()}
+        added, here = found["aten::add_"], found[_HERE]
+        if here.start_ns() <= added.start_ns() and added.start_thread_id() == here.start_thread_id():
+            return True
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        _logger.debug("steps are not traced: %s", error)
+    return False
+
+
+def summed_up(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepTrace:
+    """A step's events; those of an accelerator, where it has some of both kinds, and else the training thread's."""
+    threads = {event.start_thread_id() for event in events if event.name() == _HERE}
+    computing: dict[bool, list[Span]] = {False: [], True: []}
+    talking: dict[bool, list[Span]] = {False: [], True: []}
+    top: Counter[str] = Counter()
+    for event in events:
+        name, is_device = event.name(), "CPU" not in str(event.device_type())
+        span = event.start_ns(), event.start_ns() + event.duration_ns()
+        if name.startswith(_OF_RANKS):
+            talking[is_device].append(span)
+        elif is_device or (name.startswith(_COMPUTES) and event.start_thread_id() in threads):
+            computing[is_device].append(span)
+            top[name] += event.duration_ns()
+    is_device = bool(talking[True] and computing[True])
+    return StepTrace(
+        time=time.time(),
+        rank=rank,
+        step_seconds=step_seconds,
+        communication_seconds=length(talking[is_device]) / 1e9,
+        exposed_seconds=outside(talking[is_device], computing[is_device]) / 1e9,
+        computing_seconds=length(computing[is_device]) / 1e9,
+        top={name: nanoseconds / 1e9 for name, nanoseconds in top.most_common(_NUM_TOP)},
+    )
+
+
+def _profile() -> Any:
+    os.environ.setdefault(_QUIET, "99")
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    return profile(activities=activities)
+
+
+def _events(found: Any) -> list[Any] | None:
+    results = getattr(getattr(found, "profiler", None), "kineto_results", None)
+    return None if results is None else list(results.events())

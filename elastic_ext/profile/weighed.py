@@ -1,0 +1,323 @@
+"""What a step of one rank consists of, from the windows that its profile is written in: pure.
+
+Medians of single steps where noise would count else: in passes, in the optimizer's step, in waiting for others. What
+comes in bursts is counted as it is, or it would not be seen: several workers that are too slow give several batches at
+once, so that most steps wait for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elastic_ext.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
+
+from .phases import COMPUTING, IN_STEPS, Phase
+
+__all__ = ["RankView", "Roofline", "Weighed", "merged", "weigh", "why_not"]
+
+_LEAST_STEPS = 3
+_MOST = 1e12  # of anything that is counted or timed: beyond it numbers are taken for broken
+_IN_BURSTS = (Phase.DATA, Phase.OTHER)
+_WAITING = (Phase.COMMUNICATION, Phase.AGREEMENT)
+_WITHIN_STEP = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
+"""What the time of steps that were not looked at is shared out among."""
+_PHASES = {phase.label: phase for phase in Phase}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """What is known of one rank."""
+
+    host: str
+    window: StepWindow
+    """One, or several that ``merged`` has made one of."""
+    census: StepCensus | None = None
+    calibration: NodeCalibration | None = None
+    """Of the rank's node."""
+    num_workers: int | None = None
+    """Of its loader; 0 where it loads itself, None where that is not known."""
+    micro_batch: int | None = None
+    """Now, if it may be another than that of the census."""
+    num_micro_steps: int = 1
+    waits_in_passes: bool = False
+    """Whether its passes wait for parameters of other ranks, as those of a sharded model do."""
+    trace: StepTrace | None = None
+    """Of a step whose passes do, which alone tells how long."""
+
+    @property
+    def rank(self) -> int:
+        return self.window.rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """What a step would take at least, in seconds, if one thing alone took time."""
+
+    compute: float
+    """Arithmetic at the device's best,"""
+    memory: float
+    """... reading and writing,"""
+    host: float
+    """... having operations done at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weighed:
+    """One rank's time."""
+
+    rank: int
+    host: str
+    step: Mapping[Phase, float]
+    """Seconds of a step, by phase."""
+    shares: Mapping[Phase, float]
+    """Of all of its time, by phase."""
+    is_known: bool
+    """Whether what is within steps is known by phase; else it is in ``Phase.STEP``."""
+    processor_share: float | None
+    """How much of a processor the training thread had while it should have computed; None where that tells nothing."""
+    is_on_accelerator: bool
+    roofline: Roofline | None
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.step.values())
+
+    @property
+    def local_seconds(self) -> float:
+        """What this rank is busy with by itself in a step: all but waiting for others."""
+        return sum(seconds for phase, seconds in self.step.items() if phase not in _WAITING)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """For other ranks."""
+        return sum(self.step.get(phase, 0.0) for phase in _WAITING)
+
+    @property
+    def computing_seconds(self) -> float:
+        return sum(self.step.get(phase, 0.0) for phase in COMPUTING)
+
+    @property
+    def lost_share(self) -> float:
+        """Of the time of steps, what the training thread should have computed in and had no processor for.
+
+        In all, and not in a step in the middle: short steps have a processor or have none, one after another.
+        """
+        if self.processor_share is None or self.in_steps <= 0:
+            return 0.0
+        computing = sum(self.shares.get(phase, 0.0) for phase in COMPUTING)
+        return min((1 - self.processor_share) * computing / self.in_steps, 1.0)
+
+    @property
+    def in_step_share(self) -> float:
+        """Which part of training's time goes to steps, the rest to what holds them up."""
+        training = 1 - self.shares.get(Phase.STARTUP, 0.0) - self.shares.get(Phase.OUTSIDE, 0.0)
+        return min(self.in_steps / training, 1.0) if training > 0 else 0.0
+
+    @property
+    def in_steps(self) -> float:
+        """Which part of all of its time goes to steps."""
+        return sum(self.shares.get(phase, 0.0) for phase in IN_STEPS)
+
+
+def merged(windows: Sequence[StepWindow]) -> StepWindow:
+    """One window that says what several of one rank say; ValueError where they are not of one rank under one config.
+
+    What it says of quantiles is true of all steps, if less sharp than it was: each is the largest of the windows'.
+    """
+    if not windows:
+        raise ValueError("no windows were given to be merged; give at least one")
+    if len({(each.rank, each.world_size, each.restart, *_config(each)) for each in windows}) > 1:
+        raise ValueError(
+            "windows of several ranks, world sizes, restarts or configs cannot be merged; merge each alone"
+        )
+    ordered = sorted(windows, key=lambda each: (each.begin, each.end))
+    last = ordered[-1]
+    peaks = [each.accelerator_peak_bytes for each in ordered if each.accelerator_peak_bytes is not None]
+    quantiles = [each.step_seconds for each in ordered if each.step_seconds]
+    return replace(
+        last,
+        begin=ordered[0].begin,
+        step=max(each.step for each in ordered),
+        num_steps=sum(each.num_steps for each in ordered),
+        seconds=_added([each.seconds for each in ordered]),
+        processor_seconds=_added([each.processor_seconds for each in ordered]),
+        typical=_mean_typical(ordered),
+        step_seconds=tuple(max(each) for each in zip(*quantiles, strict=False)),
+        num_samples=sum(each.num_samples for each in ordered),
+        num_tokens=sum(each.num_tokens for each in ordered),
+        num_bytes=sum(each.num_bytes for each in ordered),
+        num_detailed=sum(each.num_detailed for each in ordered),
+        accelerator_peak_bytes=max(peaks, default=None),
+    )
+
+
+def why_not(views: Sequence[RankView], *, is_partial: bool) -> str | None:
+    """Why nothing can be said of these ranks together, None where something can."""
+    if not views:
+        return "no rank has told where its time goes yet"
+    for view in views:
+        if not all(_is_amount(each) for each in _numbers(view.window)):
+            return f"what rank {view.rank} tells holds what is no length of time or no number of steps"
+    windows = [view.window for view in views]
+    ranks = [each.rank for each in windows]
+    if len(set(ranks)) < len(ranks):
+        return "a rank is given twice; merge its windows first"
+    if len({(each.world_size, each.restart) for each in windows}) > 1:
+        return "the ranks tell of different memberships of the job; wait until all tell of the same"
+    if len({_config(each) for each in windows}) > 1:
+        return "the ranks tell of different versions of the config; wait until all tell of the same"
+    num_missing = windows[0].world_size - len(windows)
+    if num_missing > 0 and not is_partial:
+        return f"{num_missing} of {windows[0].world_size} ranks have told nothing yet"
+    fewest = min(windows, key=lambda each: (each.num_steps, each.rank))
+    if fewest.num_steps < _LEAST_STEPS:
+        return f"too few steps have ended: {fewest.num_steps} on rank {fewest.rank}; {_LEAST_STEPS} are needed"
+    if not all(weigh(view).step_seconds > 1 / _MOST for view in views):
+        return "there are ranks whose steps took no time"
+    return None
+
+
+def weigh(view: RankView) -> Weighed:
+    """A rank's time, in the parts that a verdict is made from; of a window that holds steps."""
+    window = view.window
+    seconds = _by_phase(window.seconds)
+    split = _split(seconds)
+    total = sum(split.values()) or 1.0
+    return Weighed(
+        rank=view.rank,
+        host=view.host,
+        step=_with_waits(_step_of(window, split), view.trace),
+        shares={phase: spent / total for phase, spent in split.items()},
+        is_known=_has_passes(split),
+        processor_share=None if _is_on_accelerator(view) else _processor_share(view, seconds),
+        is_on_accelerator=_is_on_accelerator(view),
+        roofline=_roofline(view),
+    )
+
+
+# ---- what they are made of ----
+
+
+def _config(window: StepWindow) -> tuple[int, int]:
+    return window.config_version, window.config_revision
+
+
+def _numbers(window: StepWindow) -> Iterator[object]:
+    yield from (window.num_steps, window.num_samples, window.num_detailed)
+    for table in (window.seconds, window.processor_seconds, window.typical):
+        yield from table.values()
+    yield from window.step_seconds
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value <= _MOST
+
+
+def _added(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: sum(table.get(name, 0.0) for table in tables) for name in names}
+
+
+def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:
+    """The mean of what is typical, each window counting as many times as it had steps that were looked at."""
+    seen = [each for each in windows if each.num_detailed > 0]
+    total = sum(each.num_detailed for each in seen)
+    names = dict.fromkeys(name for each in seen for name in each.typical)
+    return {name: sum(each.typical.get(name, 0.0) * each.num_detailed for each in seen) / total for name in names}
+
+
+def _by_phase(table: Mapping[str, float]) -> dict[Phase, float]:
+    """A phase that is not known here, of a newer version, is something else that the loop does."""
+    found: dict[Phase, float] = {}
+    for label, spent in table.items():
+        phase = _PHASES.get(label, Phase.OTHER)
+        found[phase] = found.get(phase, 0.0) + spent
+    return found
+
+
+def _split(seconds: Mapping[Phase, float]) -> dict[Phase, float]:
+    """With the steps that were not looked at shared out as those that were.
+
+    Where no pass was seen, what lies around the passes is not told apart from them: it is in ``Phase.STEP`` too.
+    """
+    found = dict(seconds)
+    if not _has_passes(seconds):
+        found[Phase.STEP] = sum(found.pop(phase, 0.0) for phase in (Phase.STEP, Phase.TRANSFER, Phase.OTHER))
+        return found
+    looked_at = {phase: found[phase] for phase in _WITHIN_STEP if found.get(phase)}
+    total = sum(looked_at.values())
+    unseen = found.pop(Phase.STEP, 0.0)
+    for phase, spent in looked_at.items():
+        found[phase] += unseen * (spent / total)
+    return found
+
+
+def _has_passes(seconds: Mapping[Phase, float]) -> bool:
+    return any(seconds.get(phase, 0.0) > 0 for phase in (Phase.FORWARD, Phase.BACKWARD))
+
+
+def _step_of(window: StepWindow, split: Mapping[Phase, float]) -> dict[Phase, float]:
+    typical = _by_phase(window.typical)
+    mean = {phase: split.get(phase, 0.0) / window.num_steps for phase in IN_STEPS}
+    if not (_has_passes(typical) and _has_passes(split)):
+        return mean
+    return {phase: mean[phase] if phase in _IN_BURSTS else typical.get(phase, 0.0) for phase in IN_STEPS}
+
+
+def _with_waits(step: dict[Phase, float], trace: StepTrace | None) -> dict[Phase, float]:
+    """With what passes wait for other ranks counted as that, by the part that it had of a step that was traced."""
+    passes = step.get(Phase.FORWARD, 0.0) + step.get(Phase.BACKWARD, 0.0)
+    if trace is None or passes <= 0 or not 0 < trace.step_seconds <= _MOST or not trace.exposed_seconds >= 0:
+        return step
+    within = sum(step.get(phase, 0.0) for phase in _WITHIN_STEP)
+    waits = min(trace.exposed_seconds / trace.step_seconds, 1.0) * within - step.get(Phase.COMMUNICATION, 0.0)
+    waits = min(max(waits, 0.0), passes)
+    found = {**step, Phase.COMMUNICATION: step.get(Phase.COMMUNICATION, 0.0) + waits}
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        found[phase] = step.get(phase, 0.0) * (1 - waits / passes)
+    return found
+
+
+def _processor_share(view: RankView, seconds: Mapping[Phase, float]) -> float | None:
+    """Of the phases in which the training thread has nothing to wait for."""
+    had = _by_phase(view.window.processor_seconds)
+    phases = (Phase.OPTIMIZER,) if view.waits_in_passes else COMPUTING
+    spent = sum(seconds.get(phase, 0.0) for phase in phases)
+    if not had or spent <= 0:
+        return None
+    return min(sum(had.get(phase, 0.0) for phase in phases) / spent, 1.0)
+
+
+def _is_on_accelerator(view: RankView) -> bool:
+    if view.census is not None:
+        return not view.census.device.startswith("cpu")
+    return view.window.accelerator_bytes is not None
+
+
+def _roofline(view: RankView) -> Roofline | None:
+    census, best = view.census, view.calibration
+    if census is None or best is None or not _is_usable(census, best) or not 0 < view.num_micro_steps <= _MOST:
+        return None
+    num, larger = view.num_micro_steps, 1.0
+    if view.micro_batch is not None and 0 < view.micro_batch <= _MOST and census.num_samples > 0:
+        larger = view.micro_batch / census.num_samples
+    num_ops = num * (census.num_ops - census.optimizer_ops) + census.optimizer_ops
+    num_bytes = num * larger * (census.num_bytes - census.optimizer_bytes) + census.optimizer_bytes
+    return Roofline(
+        compute=num * larger * census.num_flops / best.flops_per_second,
+        memory=num_bytes / best.bytes_per_second,
+        host=num_ops * best.seconds_per_op,
+    )
+
+
+def _is_usable(census: StepCensus, best: NodeCalibration) -> bool:
+    counts = (census.num_ops, census.num_bytes, census.num_flops, census.optimizer_ops, census.optimizer_bytes)
+    speeds = (best.flops_per_second, best.bytes_per_second)
+    return (
+        all(0 <= each <= 1e24 for each in counts)
+        and census.optimizer_ops <= census.num_ops
+        and census.optimizer_bytes <= census.num_bytes
+        and all(1e-12 <= each <= 1e24 for each in speeds)
+        and 0 <= best.seconds_per_op <= _MOST
+    )

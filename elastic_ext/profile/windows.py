@@ -1,0 +1,173 @@
+"""Windows: the steps of a rank summed up over a second or more, for files that people and programs read.
+
+A window ends once it is as long as the run's age asks for, and where another config comes into force: so their number
+grows slowly, and what a change has brought is seen at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from elastic_ext.metrics import StepWindow
+
+from .phases import IN_STEPS, Phase
+from .timeline import Spent, Timeline
+
+__all__ = ["Held", "Standing", "Windows", "window_seconds"]
+
+_LEAST_SECONDS, _MOST_SECONDS = 1.0, 60.0
+_PART_OF_AGE = 1 / 1000
+_YOUNG_SECONDS = 30.0  # after a change, windows are short again
+_MOST_STEPS = 1024  # of which quantiles are made
+_QUANTILES = (0.1, 0.5, 0.9, 1.0)
+_LABELS = tuple(phase.label for phase in Phase)
+
+
+class Standing(NamedTuple):
+    """How far training is, as a window ends."""
+
+    step: int
+    num_samples: int
+    """Of all ranks, since the process began."""
+    config_version: int
+    config_revision: int
+
+
+class Held(Protocol):
+    """What is held of memory, as held.py tells it."""
+
+    @property
+    def process(self) -> int: ...
+    @property
+    def accelerator(self) -> int | None: ...
+    @property
+    def accelerator_peak(self) -> int | None: ...
+
+
+class Windows:
+    """One rank's. ``keep`` is called with each window that has ended."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        *,
+        rank: int,
+        world_size: int,
+        restart: int,
+        begin: float,
+        memory: Callable[[], Held],
+        keep: Callable[[StepWindow], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``begin`` is when the time that ``timeline`` holds already began, in seconds since 1970."""
+        self._timeline = timeline
+        self._rank, self._world_size, self._restart = rank, world_size, restart
+        self._begin = begin
+        self._memory = memory
+        self._keep = keep
+        self._clock = clock
+        self._first = self._young_since = self._opened = clock()
+        self._due = self._opened + _LEAST_SECONDS
+        self._at_open = [0] * (2 * len(Phase))  # what was spent then
+        self._steps: list[tuple[Spent, Spent]] = []  # as some began that were looked at one by one, and as they ended
+        self._num_detailed, self._stride = 0, 1
+        self._num_steps = self._num_samples = 0
+        self._counts = 0, 0
+        self._config = 0, 0  # that was in force as the window began
+
+    @property
+    def num_steps(self) -> int:
+        """Of the window that is open."""
+        return self._num_steps
+
+    def end_step(self, *, is_detailed: bool) -> bool:
+        """A step has ended; whether it is time to end the window."""
+        self._num_steps += 1
+        ends = self._timeline.end_step()
+        if is_detailed:
+            for each in ends:
+                if self._num_detailed % self._stride == 0:
+                    self._steps.append(each)
+                self._num_detailed += 1
+            if len(self._steps) >= _MOST_STEPS:
+                del self._steps[1::2]
+                self._stride *= 2
+        return self._clock() >= self._due
+
+    def count(self, num_tokens: int, num_bytes: int) -> None:
+        """What the model was given in the steps of this window that were looked at one by one."""
+        self._counts = self._counts[0] + num_tokens, self._counts[1] + num_bytes
+
+    def close(self, standing: Standing) -> StepWindow:
+        """End the window that is open, and begin the next."""
+        spent = self._timeline.spent()
+        memory = self._memory()
+        typical, step_seconds = _of_steps(self._steps)
+        in_all = _between(self._at_open, spent)
+        seconds = _named(in_all[: len(Phase)])
+        end = self._begin + sum(seconds.values())
+        window = StepWindow(
+            begin=self._begin,
+            end=end,
+            rank=self._rank,
+            world_size=self._world_size,
+            restart=self._restart,
+            step=standing.step,
+            num_steps=self._num_steps,
+            config_version=self._config[0],
+            config_revision=self._config[1],
+            seconds=seconds,
+            processor_seconds=_named(in_all[len(Phase) :]),
+            typical=typical,
+            step_seconds=step_seconds,
+            num_samples=standing.num_samples - self._num_samples,
+            num_tokens=self._counts[0],
+            num_bytes=self._counts[1],
+            num_detailed=self._num_detailed,
+            memory_bytes=memory.process,
+            accelerator_bytes=memory.accelerator,
+            accelerator_peak_bytes=memory.accelerator_peak,
+        )
+        self._begin, self._num_samples = end, standing.num_samples
+        self._config = standing.config_version, standing.config_revision
+        self._at_open = spent
+        self._steps, self._counts, self._num_steps = [], (0, 0), 0
+        self._num_detailed, self._stride = 0, 1
+        now = self._opened = self._clock()
+        self._due = now + window_seconds(now - self._first, now - self._young_since)
+        self._keep(window)
+        return window
+
+    def expect_change(self) -> None:
+        """What comes may be unlike what was: windows are short for a while."""
+        self._young_since = self._clock()
+        self._due = min(self._due, self._opened + _LEAST_SECONDS)
+
+
+def window_seconds(age: float, since_change: float) -> float:
+    """How long a window is ``age`` seconds after the first, and ``since_change`` seconds after something changed."""
+    if since_change < _YOUNG_SECONDS:
+        return _LEAST_SECONDS
+    return min(max(age * _PART_OF_AGE, _LEAST_SECONDS), _MOST_SECONDS)
+
+
+def _named(nanoseconds: list[int]) -> dict[str, float]:
+    """Seconds by name of the phase, those in which any time was spent."""
+    return {label: spent / 1e9 for label, spent in zip(_LABELS, nanoseconds, strict=True) if spent > 0}
+
+
+def _between(before: Spent, after: Spent) -> Spent:
+    return [now - then for then, now in zip(before, after, strict=True)]
+
+
+def _of_steps(ends: list[tuple[Spent, Spent]]) -> tuple[dict[str, float], tuple[float, ...]]:
+    """What a step in the middle takes, by phase; and what steps take that nothing out of the ordinary befalls."""
+    if not ends:
+        return {}, ()
+    steps = [_between(before, after)[: len(Phase)] for before, after in ends]
+    middle, last = len(steps) // 2, len(steps) - 1
+    typical = [sorted(each)[middle] for each in zip(*steps, strict=True)]
+    lengths = sorted(sum(step[phase] for phase in IN_STEPS) for step in steps)
+    return _named(typical), tuple(round(lengths[int(part * last)] * 1e-9, 9) for part in _QUANTILES)

@@ -1,0 +1,276 @@
+"""Phases, the timeline, windows and pace: no process, and no torch but for what the package imports."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
+from elastic_ext.profile import timeline as timeline_room
+from elastic_ext.profile.pace import Pace, steps_between
+from elastic_ext.profile.phases import IN_STEPS, Phase
+from elastic_ext.profile.timeline import Timeline
+from elastic_ext.profile.windows import Standing, Windows, window_seconds
+
+
+@dataclass
+class Clock:
+    """One that stands still until it is told."""
+
+    nanoseconds: int = 0
+    cpu: int = 0
+
+    def __call__(self) -> float:
+        return self.nanoseconds * 1e-9
+
+    def go(self, seconds: float, cpu: float | None = None) -> None:
+        self.nanoseconds += round(seconds * 1e9)
+        self.cpu += round((seconds if cpu is None else cpu) * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(timeline_room, "perf_counter_ns", lambda: found.nanoseconds)
+    monkeypatch.setattr(timeline_room, "thread_time_ns", lambda: found.cpu)
+    return found
+
+
+@dataclass
+class Held:
+    process: int = 1000
+    accelerator: int | None = None
+    accelerator_peak: int | None = None
+
+
+@dataclass
+class Profile:
+    """A rank's windows under a clock."""
+
+    clock: Clock
+    timeline: Timeline = field(init=False)
+    windows: Windows = field(init=False)
+    kept: list[StepWindow] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(Phase.STARTUP)
+        self.windows = Windows(
+            self.timeline,
+            rank=1,
+            world_size=2,
+            restart=3,
+            begin=100.0,
+            memory=Held,
+            keep=self.kept.append,
+            clock=self.clock,
+        )
+
+    def step(self, seconds: dict[Phase, float], *, is_detailed: bool = True) -> bool:
+        for phase, length in seconds.items():
+            self.timeline.enter(phase)
+            self.clock.go(length, length / 2)
+        self.timeline.enter(Phase.OTHER)
+        return self.windows.end_step(is_detailed=is_detailed)
+
+
+STEP = {Phase.DATA: 0.5, Phase.FORWARD: 0.25, Phase.BACKWARD: 0.5, Phase.OPTIMIZER: 0.125}
+
+
+def test_time_is_counted_for_the_phase_that_it_was_spent_in(clock: Clock) -> None:
+    timeline = Timeline(Phase.STARTUP)
+    clock.go(2.0, 1.0)
+    assert timeline.enter(Phase.DATA) == Phase.STARTUP
+    clock.go(3.0, 0.0)
+    assert timeline.enter(Phase.STARTUP) == Phase.DATA and timeline.phase == Phase.STARTUP
+    clock.go(4.0)
+    spent = timeline.spent()
+    wall, processor = spent[: len(Phase)], spent[len(Phase) :]
+    assert wall[Phase.STARTUP] == 6e9 and wall[Phase.DATA] == 3e9 and sum(wall) == clock.nanoseconds
+    assert processor[Phase.STARTUP] == 5e9 and processor[Phase.DATA] == 0
+    assert timeline.spent() == spent
+
+
+def test_what_comes_to_nothing_is_counted_as_that_and_no_moment_is_lost(clock: Clock) -> None:
+    timeline = Timeline(Phase.DATA)
+    clock.go(1.0)
+    timeline.enter(Phase.CHECKPOINT)
+    clock.go(2.0)
+    timeline.enter(Phase.FORWARD)
+    clock.go(4.0)
+    timeline.lose()
+    wall = timeline.spent()[: len(Phase)]
+    assert wall[Phase.ROLLED_BACK] == 5e9 and wall[Phase.CHECKPOINT] == 2e9 and sum(wall) == 7e9
+    clock.go(1.0)
+    assert timeline.spent()[Phase.FORWARD] == 1e9
+    timeline.lose()
+    assert timeline.spent()[Phase.FORWARD] == 1e9, "what was told before is not taken back"
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**9), st.sampled_from("elt"))))
+def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, str]]) -> None:
+    found = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeline_room, "perf_counter_ns", lambda: found.nanoseconds)
+        patch.setattr(timeline_room, "thread_time_ns", lambda: found.cpu)
+        timeline = Timeline(Phase.STARTUP)
+        for phase, nanoseconds, kind in told:
+            found.nanoseconds += nanoseconds
+            if kind == "e":
+                timeline.enter(phase)
+            elif kind == "l":
+                timeline.lose()
+            else:
+                assert min(timeline.spent()) >= 0
+        assert sum(timeline.spent()[: len(Phase)]) == found.nanoseconds
+
+
+def test_a_window_says_what_steps_took_in_all_and_in_the_middle(clock: Clock) -> None:
+    profile = Profile(clock)
+    clock.go(5.0)
+    assert profile.windows.close(Standing(0, 0, 1, 0)).seconds == {"startup": 5.0}
+    for factor in (1.0, 2.0, 1.0, 1.0, 9.0):
+        profile.step({phase: seconds * factor for phase, seconds in STEP.items()})
+    profile.windows.count(7, 8)
+    clock.go(0.25)
+    window = profile.windows.close(Standing(5, 80, 2, 0))
+    assert window.begin == 105.0 and window.end == 105.0 + sum(window.seconds.values())
+    assert window.seconds == {"data": 7.0, "forward": 3.5, "backward": 7.0, "optimizer": 1.75, "other": 0.25}
+    assert window.processor_seconds["data"] == 3.5
+    assert window.typical == {"data": 0.5, "forward": 0.25, "backward": 0.5, "optimizer": 0.125}
+    assert window.step_seconds == (1.375, 1.375, 2.75, 12.375)
+    assert (window.num_steps, window.num_detailed, window.step, window.num_samples) == (5, 5, 5, 80)
+    assert (window.num_tokens, window.num_bytes, window.memory_bytes) == (7, 8, 1000)
+    assert (window.rank, window.world_size, window.restart) == (1, 2, 3)
+    assert window.config_version == 1, "the one that was in force while it went on"
+    assert profile.windows.close(Standing(5, 80, 2, 0)).config_version == 2
+    assert profile.kept[1] is window and StepWindow.from_json(window.to_json()) == window
+
+
+def test_steps_that_are_not_looked_at_are_counted_and_their_time_too(clock: Clock) -> None:
+    profile = Profile(clock)
+    for _ in range(3):
+        profile.step({Phase.DATA: 1.0, Phase.STEP: 2.0}, is_detailed=False)
+    profile.step(STEP)
+    window = profile.windows.close(Standing(4, 0, 0, 0))
+    assert window.seconds["step"] == 6.0 and window.seconds["data"] == 3.5
+    assert (window.num_steps, window.num_detailed) == (4, 1)
+    assert window.typical["data"] == 0.5
+
+
+def test_quantiles_of_very_many_steps_are_those_of_steps_from_all_over(clock: Clock) -> None:
+    profile = Profile(clock)
+    for number in range(5000):
+        profile.step({Phase.FORWARD: 1.0 + number})
+    window = profile.windows.close(Standing(5000, 0, 0, 0))
+    assert window.num_detailed == 5000 and sum(window.seconds.values()) == pytest.approx(5000 * 5001 / 2)
+    tenth, middle, most, longest = window.step_seconds
+    assert tenth == pytest.approx(500, rel=0.05) and middle == pytest.approx(2500, rel=0.05)
+    assert most == pytest.approx(4500, rel=0.05) and longest == pytest.approx(5000, rel=0.05)
+
+
+def test_a_window_is_due_after_a_second_and_later_ones_take_longer(clock: Clock) -> None:
+    profile = Profile(clock)
+    assert not profile.step({Phase.FORWARD: 0.9})
+    assert profile.step({Phase.FORWARD: 0.2})
+    assert window_seconds(10.0, 10.0) == 1.0
+    assert window_seconds(20_000.0, 20_000.0) == 20.0
+    assert window_seconds(1e9, 1e9) == 60.0
+    assert window_seconds(1e9, 29.0) == 1.0, "after a change all is looked at closely again"
+
+
+def test_after_a_change_the_window_that_is_open_is_short_too(clock: Clock) -> None:
+    profile = Profile(clock)
+    clock.go(50_000.0)
+    profile.windows.close(Standing(0, 0, 0, 0))
+    assert not profile.step({Phase.FORWARD: 30.0})
+    profile.windows.expect_change()
+    assert profile.step({Phase.FORWARD: 0.01})
+
+
+def test_phases_of_a_step_are_all_but_what_is_out_of_the_ordinary() -> None:
+    special = {Phase.CHANGE, Phase.CHECKPOINT, Phase.ROLLED_BACK, Phase.OUTSIDE, Phase.STARTUP}
+    assert set(IN_STEPS) == set(Phase) - special and len(IN_STEPS) == len(set(IN_STEPS))
+    assert len({phase.label for phase in Phase}) == len(Phase)
+
+
+def test_long_steps_are_all_looked_at() -> None:
+    pace = Pace()
+    assert not any(pace.end_step(0.040) for _ in range(1000)) and pace.is_detailed
+
+
+@pytest.mark.parametrize("seconds", [20e-6, 200e-6, 1e-3, 3e-3])
+def test_of_short_steps_as_many_are_looked_at_as_one_hundredth_of_their_time_allows(seconds: float) -> None:
+    pace, looked_at = Pace(), 0
+    for _ in range(200_000):
+        looked_at += pace.is_detailed
+        pace.end_step(seconds)
+    assert 0 < looked_at * 55e-6 <= 0.01 * 200_000 * seconds + 64 * 55e-6
+
+
+def test_where_steps_become_longer_all_are_looked_at_again() -> None:
+    pace = Pace()
+    while not pace.end_step(100e-6):
+        pass
+    assert not pace.is_detailed
+    turned = 0
+    for _ in range(20_000):
+        turned += pace.end_step(0.1)
+    assert pace.is_detailed and turned == 1
+    assert steps_between(0.1) == 0 and steps_between(0.0) > 1000
+
+
+def test_records_with_what_is_no_length_of_time_are_refused() -> None:
+    window = StepWindow(
+        begin=1.0,
+        end=2.0,
+        rank=0,
+        world_size=1,
+        restart=0,
+        step=1,
+        num_steps=1,
+        config_version=0,
+        config_revision=0,
+        seconds={"data": 1.0},
+        step_seconds=(1.0, 1.0, 1.0, 1.0),
+    )
+    for broken in (
+        replace(window, seconds={"data": -1.0}),
+        replace(window, seconds={"data": float("nan")}),
+        replace(window, typical={"data": "1"}),  # type: ignore[dict-item]
+        replace(window, step_seconds=(float("inf"),)),
+    ):
+        with pytest.raises(ValueError, match="no length of time"):
+            StepWindow.from_json(broken.to_json())
+    for text in ("", "[]", "{}", '{"begin": 1}', window.to_json().replace("[1.0,1.0,1.0,1.0]", "3")):
+        with pytest.raises(ValueError, match=r"missing|JSON|list|Expecting"):
+            StepWindow.from_json(text)
+
+
+def test_what_a_step_asks_and_a_machine_does_can_be_written_and_read_again() -> None:
+    census = StepCensus(
+        time=1.0,
+        rank=0,
+        num_samples=2,
+        num_ops=3,
+        num_bytes=4,
+        num_flops=5,
+        optimizer_ops=1,
+        optimizer_bytes=2,
+        device="cpu",
+    )
+    assert StepCensus.from_json(census.to_json()) == census
+    best = NodeCalibration(
+        time=time.time(),
+        host="h",
+        device="cpu",
+        num_threads=1,
+        torch="2",
+        flops_per_second=1.0,
+        bytes_per_second=2.0,
+        seconds_per_op=3.0,
+    )
+    assert NodeCalibration.from_json(best.to_json()) == best

@@ -1,0 +1,114 @@
+"""What of a step's communication nothing was computed beside, from events that are made up and from torch's."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ext.metrics import StepTrace
+from elastic_ext.profile import tracing
+from elastic_ext.profile.spans import length, outside, united
+from elastic_ext.profile.tracing import Trace, can_trace, summed_up
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
+
+
+@given(SPANS, SPANS)
+def test_each_moment_is_counted_once(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    ones = {moment for begin, end in one for moment in range(begin, end)}
+    others = {moment for begin, end in other for moment in range(begin, end)}
+    assert length(one) == len(ones) and outside(one, other) == len(ones - others)
+    found = united(one)
+    assert {moment for begin, end in found for moment in range(begin, end)} == ones
+    assert all(before[1] < after[0] for before, after in pairwise(found))
+
+
+@dataclass
+class Event:
+    """As torch's profiler gives them."""
+
+    called: str
+    begin: int
+    end: int
+    thread: int = 1
+    device: str = "DeviceType.CPU"
+
+    def name(self) -> str:
+        return self.called
+
+    def start_ns(self) -> int:
+        return self.begin
+
+    def duration_ns(self) -> int:
+        return self.end - self.begin
+
+    def start_thread_id(self) -> int:
+        return self.thread
+
+    def device_type(self) -> str:
+        return self.device
+
+
+HERE = Event("elastic_ext: a step that is traced", 0, 1)
+
+
+def test_on_a_processor_what_its_thread_computes_is_beside_communication_and_nothing_else() -> None:
+    events = [
+        HERE,
+        Event("gloo:all_gather", 100, 200, thread=2),
+        Event("gloo:all_gather", 150, 300, thread=3),
+        Event("aten::copy_", 150, 300, thread=3),
+        Event("aten::linear", 180, 250),
+        Event("aten::addmm", 190, 240),
+        Event("FSDP::all_gather (2)", 100, 180),
+    ]
+    found = summed_up(events, rank=3, step_seconds=1e-6)
+    assert found.communication_seconds == 200e-9 and found.exposed_seconds == pytest.approx(130e-9)
+    assert found.overlapped_seconds == pytest.approx(70e-9) and found.computing_seconds == 70e-9
+    assert found.rank == 3 and list(found.top) == ["aten::linear", "aten::addmm"]
+    assert StepTrace.from_json(found.to_json()) == found
+
+
+def test_on_an_accelerator_its_own_kernels_count() -> None:
+    cuda = "DeviceType.CUDA"
+    events = [
+        HERE,
+        Event("ncclDevKernel_AllGather_RING", 100, 200, device=cuda),
+        Event("ampere_sgemm", 150, 300, device=cuda),
+        Event("aten::mm", 0, 90),
+        Event("nccl:all_gather", 0, 10),
+    ]
+    found = summed_up(events, rank=0, step_seconds=1e-6)
+    assert found.communication_seconds == 100e-9 and found.exposed_seconds == 50e-9
+    assert found.computing_seconds == 150e-9
+
+
+def test_a_real_step_is_seen_and_no_word_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert can_trace()
+    trace = Trace(0)
+    assert not trace.is_under_way
+    trace.begin()
+    assert trace.is_under_way
+    began = time.perf_counter()
+    product = torch.ones(64, 64) @ torch.ones(64, 64)
+    took = time.perf_counter() - began
+    found = trace.end()
+    assert found is not None and product[0, 0] == 64 and not trace.is_under_way
+    assert 0 < found.computing_seconds <= found.step_seconds and found.step_seconds >= took
+    assert found.communication_seconds == found.exposed_seconds == 0.0
+    assert "aten::mm" in found.top
+    assert capfd.readouterr().err == ""
+
+
+def test_where_torch_gives_no_such_events_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_events", lambda found: None)
+    assert not can_trace()
+    trace = Trace(0)
+    trace.begin()
+    assert trace.end() is None
