@@ -382,7 +382,10 @@ def test_a_change_of_sizes_makes_steps_first_ones(tmp_path: Path, monkeypatch: p
     assert reading_of(tmp_path).num_boundaries > 3
 
 
-def test_a_trainer_without_an_agent_has_steps_that_note_nothing(tmp_path: Path) -> None:
+def test_a_trainer_without_an_agent_and_a_profile_has_steps_that_note_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_EXT_PROFILE", "off")
     model = make_model()
     trainer = trainer_of(tmp_path, model, global_batch_size=4, micro_batch_size=4)
     trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
