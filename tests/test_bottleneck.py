@@ -410,7 +410,14 @@ def test_windows_that_do_not_belong_together_are_not_merged(name: str) -> None:
 
 # ---- what holds for all profiles ----
 
-parts = st.dictionaries(st.sampled_from(list(Phase)), st.floats(0, 10), max_size=14)
+
+def _told(value: float) -> float:
+    """Nothing is shorter than clocks tell."""
+    return value if value >= 1e-9 else 0.0
+
+
+parts = st.dictionaries(st.sampled_from(list(Phase)), st.floats(0, 10).map(_told), max_size=14)
+part_of_all = st.floats(0, 1).map(_told)
 jobs = st.lists(parts, min_size=1, max_size=6)
 
 
@@ -426,7 +433,7 @@ def _job(
 
 
 @settings(deadline=None)
-@given(jobs, st.floats(0, 1), st.integers(0, 100), st.randoms(use_true_random=False))
+@given(jobs, part_of_all, st.integers(0, 100), st.randoms(use_true_random=False))
 def test_the_order_of_ranks_does_not_matter(
     steps: list[dict[Phase, float]], share: float, undetailed: int, shuffled: random.Random
 ) -> None:
@@ -437,7 +444,7 @@ def test_the_order_of_ranks_does_not_matter(
 
 
 @settings(deadline=None)
-@given(jobs, st.floats(0, 1), st.integers(0, 100), st.integers(-8, 8))
+@given(jobs, part_of_all, st.integers(0, 100), st.integers(-8, 8))
 def test_how_fast_all_of_it_is_does_not_matter(
     steps: list[dict[Phase, float]], share: float, undetailed: int, power: int
 ) -> None:
@@ -448,7 +455,7 @@ def test_how_fast_all_of_it_is_does_not_matter(
 
 
 @settings(deadline=None)
-@given(jobs, st.floats(0, 1), st.integers(0, 100))
+@given(jobs, part_of_all, st.integers(0, 100))
 def test_shares_are_parts_and_text_is_a_line(steps: list[dict[Phase, float]], share: float, undetailed: int) -> None:
     found = verdict(_job(steps, share, undetailed))
     assert found.kind in KINDS
