@@ -4,12 +4,14 @@ A very small model on one rank, each of whose steps is looked at one by one, so 
 seconds; the same with the pace that is kept by default, which looks at some of so short steps; and models whose step
 takes about 4 and about 40 milliseconds, of which it is to be less than one, and less than a fifth of a percent. Both
 sides run on one thread with batches in memory, and end with the same parameters; windows are written every second.
+Each side has several models that take turns, since where one lies in memory can be worth percents of a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 import tempfile
 import timeit
@@ -30,11 +32,12 @@ from elastic_ext.profile.timeline import Timeline
 __all__ = ["MOST_SECONDS", "NAMES", "SMALL", "cost_of_looking", "main", "share_of_steps", "sides"]
 
 SMALL = Task(widths=(8, 8), micro_batch=8, num_micro_steps=1)
-SHORT = Task(widths=(512, 1024, 1024, 512), micro_batch=96, num_micro_steps=1)
-LONG = Task(widths=(1024, 2048, 2048, 1024), micro_batch=320, num_micro_steps=1)
+SHORT = Task(widths=(512, 1024, 1024, 512), micro_batch=32, num_micro_steps=1)
+LONG = Task(widths=(1024, 2048, 2048, 1024), micro_batch=96, num_micro_steps=1)
 NAMES = {False: "ElasticTrainer, ELASTIC_EXT_PROFILE=off", True: "ElasticTrainer"}
 MOST_SECONDS = 20e-6  # half a percent of a step of 4 ms
 NUM_OF_SMALL = 240  # steps in a block
+NUM_LOOPS = 5  # of each side, which take turns: where its tensors lie makes one quicker than another
 
 
 def main() -> list[Result]:
@@ -43,8 +46,8 @@ def main() -> list[Result]:
     return [
         cost_of_looking(num_rounds=200, is_every_step=True),
         cost_of_looking(num_rounds=200, is_every_step=False),
-        share_of_steps("about 4 ms", SHORT, Claim(at_most=1.01), num_in_block=24, num_rounds=200),
-        share_of_steps("about 40 ms", LONG, Claim(at_most=1.002), num_in_block=4, num_rounds=150),
+        share_of_steps("about 4 ms", SHORT, Claim(at_most=1.01), num_in_block=24, num_rounds=150),
+        share_of_steps("about 40 ms", LONG, Claim(at_most=1.002), num_in_block=3, num_rounds=100),
     ]
 
 
@@ -92,13 +95,16 @@ def sides(task: Task, folder: Path, num_in_block: int, stack: ExitStack, claim: 
     def side(is_kept: bool) -> Side:
         own = folder / str(is_kept)
         own.mkdir()
-        with mock.patch.dict(os.environ, {"ELASTIC_EXT_PROFILE": "on" if is_kept else "off"}):
-            loop = make_loop("ours", task, own, stack)
-        loop.run(32)  # the census is taken, and the machine is measured
+        loops = []
+        for number in range(NUM_LOOPS):
+            with mock.patch.dict(os.environ, {"ELASTIC_EXT_PROFILE": "on" if is_kept else "off"}):
+                loops.append(make_loop("ours", task, own / str(number), stack))
+            loops[-1].run(32)  # the census is taken, and the machine is measured
         assert bool(list(own.rglob("profile-0.jsonl"))) is is_kept, "this side keeps what the other does"
+        in_turn = itertools.cycle(loops)
 
         def run() -> Reading:
-            done = loop.run(num_in_block)
+            done = next(in_turn).run(num_in_block)
             return Reading(value=done.cpu_seconds, work=done.work)
 
         return Side(name=NAMES[is_kept], run=run, claim=claim if is_kept else None)
