@@ -5,6 +5,7 @@ Only what takes at least so long is asserted of clocks: a machine that is busy m
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 import time
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -30,6 +32,13 @@ from tests.ranks import RankPool
 from tests.training import make_data, make_model, trainer_of
 
 PLANTED = 0.02
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what torch says of a process that other tests ran in."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    monkeypatch.setitem(counters["stats"], "unique_graphs", 0)
 
 
 class Slow(nn.Module):
@@ -330,6 +339,52 @@ def test_a_step_that_is_counted_computes_what_it_would_have(tmp_path: Path) -> N
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+class Attending(nn.Module):
+    """A model that has operators which take functions, and which torch may compile on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        states = inputs[None, None]  # which need no gradient: it gives none on a CPU
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which say that it would be faster compiled
+            attended: Any = flex_attention(states, states, states)
+        return self.layer(attended[0, 0])
+
+
+def test_operators_that_take_functions_go_on_in_a_step_that_is_counted() -> None:
+    torch.manual_seed(0)
+    model = Attending()
+    plain = model(torch.ones(4, 6))
+    with Census(lambda: False):
+        counted = model(torch.ones(4, 6))
+    assert torch.equal(plain, counted)
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["first called within it", "called before"])
+def test_what_is_compiled_is_run_so_in_a_step_that_is_counted(is_new: bool) -> None:
+    graphs = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda values: values.sin() + 1, backend=backend, fullgraph=True)
+    if not is_new:
+        compiled(torch.ones(4))
+    with Census(lambda: False):
+        found = compiled(torch.ones(4))
+    assert torch.equal(found, torch.ones(4).sin() + 1) and len(graphs) == 1
+
+
+def test_a_model_with_such_operators_trains_through_the_step_that_is_counted(tmp_path: Path) -> None:
+    model = Attending()
+    windows = train(tmp_path, model, ElasticDataLoader(data_of(8 * 30), batch_size=4), global_batch_size=8)
+    assert windows[-1].step == 30
+
+
 def test_compiled_and_scripted_models_are_not_counted() -> None:
     assert why_no_census(make_model()) is None
     with warnings.catch_warnings():
@@ -339,6 +394,8 @@ def test_compiled_and_scripted_models_are_not_counted() -> None:
     compiled = nn.Sequential(nn.Linear(2, 2))
     compiled[0].compile(backend="eager")
     assert "compiled" in str(why_no_census(compiled))
+    torch.compile(torch.sin, backend="eager")(torch.ones(3))
+    assert "in this process" in str(why_no_census(make_model())), "a function within a model is not to be told"
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

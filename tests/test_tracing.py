@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from elastic_ext.metrics import StepTrace
 from elastic_ext.profile import tracing
@@ -112,3 +114,28 @@ def test_where_torch_gives_no_such_events_nothing_is_traced(monkeypatch: pytest.
     trace = Trace(0)
     trace.begin()
     assert trace.end() is None
+
+
+def test_a_profile_that_somebody_else_has_is_left_alone() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as theirs:
+        torch.ones(3).add_(1)
+        assert not can_trace()
+        torch.ones(3).mul_(2)
+    assert {"aten::add_", "aten::mul_"} <= {each.key for each in theirs.key_averages()}
+
+
+def test_one_that_waits_for_its_turn_is_left_alone_too() -> None:
+    seen: list[str] = []
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=1, warmup=1, active=1),
+        on_trace_ready=lambda found: seen.extend(each.key for each in found.key_averages()),
+    ) as theirs:
+        for _ in range(3):
+            assert not can_trace()
+            torch.ones(3).add_(1)
+            theirs.step()
+    assert "aten::add_" in seen
+    del theirs
+    gc.collect()
+    assert can_trace()

@@ -6,6 +6,7 @@ twice as long, once.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -28,11 +29,19 @@ _MOST_DEPTH = 4  # of containers among an operation's arguments
 class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """``with`` it around a step. ``is_optimizing`` says whether an operation is the optimizer's."""
 
+    # Without these two torch refuses operators that take functions, and to compile, as long as this is there.
+    supports_higher_order_operators = True
+
     def __init__(self, is_optimizing: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_optimizing = is_optimizing
         self._ops, self._bytes = [0, 0], [0, 0]  # of passes and the loop, of the optimizer
         self._flops = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs as it is."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -74,12 +83,20 @@ def why_no_census(model: nn.Module) -> str | None:
     if isinstance(model, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if any(_is_compiled(part) for part in model.modules()):
-        return "it is compiled, and would be run as if it were not"
+        return "it is compiled, and its operations are not seen one by one"
+    if _has_compiled():
+        return "something is compiled in this process, and its operations are not seen one by one"
     return None
 
 
 def _is_compiled(part: nn.Module) -> bool:
     return hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has made anything yet, a function within the model or the loss among them."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and getattr(dynamo, "counters", {}).get("stats", {}).get("unique_graphs", 0) > 0
 
 
 def _num_bytes(values: Iterable[Any], depth: int) -> int:

@@ -3,11 +3,13 @@ longest.
 
 Where passes wait for other ranks in many places, as those of a sharded model do, that is not to be told from hooks.
 The profiler's raw events are read, which it gives in private and in a hundredth of the time that its tables take:
-tried first with a small one, and done without where this torch gives others.
+tried first with a small one, and done without where this torch gives others. There is one profiler in a process: where
+somebody has one of their own, it is left alone.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -64,7 +66,9 @@ class Trace:
 
 
 def can_trace() -> bool:
-    """Whether this torch gives raw events."""
+    """Whether this torch gives raw events, and nobody else may be asking for them."""
+    if _is_wanted_by_others():
+        return False
     try:
         tried = _profile()
         with tried, record_function(_HERE):
@@ -102,6 +106,12 @@ def summed_up(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepT
         computing_seconds=length(computing[is_device]) / 1e9,
         top={name: nanoseconds / 1e9 for name, nanoseconds in top.most_common(_NUM_TOP)},
     )
+
+
+def _is_wanted_by_others() -> bool:
+    """Whether there is any profile but those of this room: one that waits for its turn is not to be told otherwise."""
+    is_on = getattr(torch.autograd, "_profiler_enabled", None)
+    return (is_on is not None and is_on()) or any(issubclass(type(each), profile) for each in gc.get_objects())
 
 
 def _profile() -> Any:
