@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu lint bench docs clean
+.PHONY: help demo test test-slow test-gpu lint bench docs stubs clean
 
 help:
 	@echo "make demo       a training run whose configuration changes while it trains"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks, with their tables"
 	@echo "make docs       the documentation, into build/docs"
+	@echo "make stubs      the code for the master's messages, from master.proto (Python 3.12 or older)"
 	@echo "make clean      remove all that make has made"
 
 # setuptools comes first and builds the project in place, so that the build too uses the pinned version.
@@ -68,6 +69,13 @@ bench: $(BENCH_READY)
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -W -n --keep-going -q -b html -d build/doctrees docs build/docs
+
+# By the oldest compiler whose code every supported protobuf loads.
+WIRE := elastic_ext/master/wire
+stubs:
+	$(PYTHON) -m venv --clear build/stubs
+	build/stubs/bin/python -m pip install --quiet --disable-pip-version-check "grpcio-tools==1.62.3" "setuptools<81"
+	build/stubs/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. $(WIRE)/master.proto
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -131,6 +131,11 @@ LAYERS: Mapping[str, int] = {
     "own_stacks": 1,
     "peers": 1,
     "leaving": 1,
+    "master": 1,
+    "master.wire": 1,
+    "master.wire.master_pb2": 1,
+    "master.wire.master_pb2_grpc": 1,
+    "master.wire.plain": 1,
     "loader_workers": 1,
     "ranks": 1,
     "rounds": 1,
@@ -525,7 +530,9 @@ USES_TORCH = frozenset(
         "weighing",
     }
 )
-HEAVY = frozenset({"torch", "grpc", "numpy", "accelerate"})  # accelerate imports torch
+HEAVY = frozenset({"torch", "numpy", "accelerate"})  # accelerate imports torch
+USES_GRPC = frozenset({"master.wire.master_pb2_grpc"})
+"""What speaks with a master, or is one: a training process never does."""
 WHEN_CALLED: Mapping[str, str] = {"fsdp.checkpoint.casting": "numpy", "profile.sinks": "torch"}
 """What a light module imports in the functions that need it, which is not all that it is imported for."""
 
@@ -804,8 +811,10 @@ def circles(edges: Mapping[str, set[str]]) -> list[str]:
     return faults
 
 
-def heavy_faults(sources: Mapping[str, str], uses_torch: frozenset[str]) -> list[str]:
-    """Where a module that must start without torch reaches it, itself or through others, with the way it goes."""
+def heavy_faults(
+    sources: Mapping[str, str], uses: frozenset[str], heavy: frozenset[str] = HEAVY | {"grpc"}
+) -> list[str]:
+    """Where a module that must start without what is heavy reaches it, itself or through others, by which way."""
     graph = _graph(sources)
 
     def way_to_heavy(name: str, seen: set[str]) -> str | None:
@@ -816,7 +825,7 @@ def heavy_faults(sources: Mapping[str, str], uses_torch: frozenset[str]) -> list
             reached = inner(found.target, sources)
             if reached is None:
                 root = found.target.partition(".")[0]
-                if root in HEAVY and not (found.in_function and WHEN_CALLED.get(name) == root):
+                if root in heavy and not (found.in_function and WHEN_CALLED.get(name) == root):
                     return f"{step}: {found.target}"
             elif reached not in seen:
                 seen.add(reached)  # there is no way from it, or it is found now
@@ -827,10 +836,10 @@ def heavy_faults(sources: Mapping[str, str], uses_torch: frozenset[str]) -> list
 
     faults = []
     for name in sources:
-        if name not in uses_torch:
+        if name not in uses:
             way = way_to_heavy(name, {name})
             if way:
-                faults.append(f"{PACKAGE}.{name} must do without {', '.join(sorted(HEAVY))}, and reaches one: {way}")
+                faults.append(f"{PACKAGE}.{name} must do without {', '.join(sorted(heavy))}, and reaches one: {way}")
     return faults
 
 
@@ -950,7 +959,11 @@ def test_imports_go_downward_and_every_module_has_a_layer() -> None:
 
 
 def test_light_modules_reach_no_torch_in_the_syntax_trees() -> None:
-    _no_faults(heavy_faults(SOURCES, USES_TORCH))
+    _no_faults(heavy_faults(SOURCES, USES_TORCH, HEAVY))
+
+
+def test_what_speaks_no_grpc_reaches_none_in_the_syntax_trees() -> None:
+    _no_faults(heavy_faults(SOURCES, USES_GRPC, frozenset({"grpc"})))
 
 
 def test_light_modules_load_no_torch_in_a_fresh_process() -> None:

@@ -1,0 +1,66 @@
+"""Messages as plain values, as JSON has them, and records of metrics.py as messages and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from elastic_ext.metrics import StepWindow
+from elastic_ext.record_json import record_of
+
+from . import master_pb2
+
+__all__ = ["as_dict", "filled", "window_message", "window_record"]
+
+_Filled = TypeVar("_Filled", bound=Message)
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """Every field of ``message`` by its name; None for a number that is not known and for a message that is absent."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(value)
+        elif _is_repeated(field):
+            found[field.name] = [as_dict(each) if isinstance(each, Message) else each for each in value]
+        elif field.has_presence and not message.HasField(field.name):
+            found[field.name] = None
+        else:
+            found[field.name] = as_dict(value) if isinstance(value, Message) else value
+    return found
+
+
+def filled(message: _Filled, record: object) -> _Filled:
+    """``message`` with what ``record``, a dataclass, has under the names of its fields; None is left absent."""
+    names = {each.name for each in fields(record)}  # type: ignore[arg-type]
+    for field in message.DESCRIPTOR.fields:
+        if field.name not in names:
+            continue
+        value = getattr(record, field.name)
+        if isinstance(value, Mapping):
+            getattr(message, field.name).update(value)
+        elif isinstance(value, tuple):
+            getattr(message, field.name).extend(value)
+        elif value is not None:
+            setattr(message, field.name, value)
+    return message
+
+
+def window_message(window: StepWindow) -> master_pb2.StepWindow:
+    """``window`` for the wire."""
+    return filled(master_pb2.StepWindow(), window)
+
+
+def window_record(message: master_pb2.StepWindow) -> StepWindow:
+    """The window in ``message``; ValueError where it holds what is none."""
+    return StepWindow.from_object(as_dict(message))
+
+
+def _is_repeated(field: Any) -> bool:
+    """Newer runtimes tell so in one way, older ones in another."""
+    found = getattr(field, "is_repeated", None)
+    return bool(found() if callable(found) else found) if found is not None else field.label == field.LABEL_REPEATED
