@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from elastic_ext.metrics import StepWindow
-from elastic_ext.record_json import record_of
 
 from . import master_pb2
 
