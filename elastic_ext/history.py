@@ -22,7 +22,7 @@ from .errors import ConfigError, Refusal
 from .files import exclusive, read_at_most, try_lock, write_whole
 from .strict_json import MAX_BYTES
 
-__all__ = ["ConfigHistory", "Entry", "undone"]
+__all__ = ["ConfigHistory", "Entry", "edited", "next_version", "restored", "undone"]
 
 _logger = logging.getLogger(__name__)
 
@@ -73,6 +73,42 @@ def undone(entries: Sequence[Entry]) -> Entry:
     raise _refused("there is no earlier version to go back to", "a file with at least two versions")
 
 
+def edited(
+    current: ElasticConfig | None,
+    changes: Mapping[str, object],
+    *,
+    remove: Sequence[str] = (),
+    version: int,
+    reason: str,
+    at_step: int | None,
+) -> ElasticConfig:
+    """``current`` with dotted keys changed or removed, as another version; ConfigError where anything is refused."""
+    values: dict[str, Any] = {} if current is None else dict(current.values())
+    values.pop("checkpoint.now", None)  # it was for the version that introduced it
+    for path in remove:
+        if path not in values:
+            raise _refused(f"{path} is not in the file", f"one of {', '.join(values) or 'no key at all'}")
+        del values[path]
+    values.update(changes)
+    return replace(ElasticConfig.from_values(values, version=version, reason=reason), apply_at_step=at_step)
+
+
+def restored(target: Entry, *, version: int) -> ElasticConfig:
+    """The content of ``target`` as another version."""
+    return replace(
+        target.config,
+        version=version,
+        reason=f"back to version {target.origin}",
+        apply_at_step=None,
+        checkpoint=replace(target.config.checkpoint, now=None),  # it was for the version that introduced it
+    )
+
+
+def next_version(entries: Sequence[Entry]) -> int:
+    """The version that comes after all of these."""
+    return max((entry.config.version for entry in entries), default=0) + 1
+
+
 class ConfigHistory:
     """The config file at ``path`` with its earlier versions. One writer at a time, among processes of one machine.
 
@@ -104,15 +140,9 @@ class ConfigHistory:
         with self._alone() as recorded:
             current = self.current()
             entries = self._with_current(recorded, current)
-            values: dict[str, Any] = {} if current is None else dict(current.values())
-            values.pop("checkpoint.now", None)  # it was for the version that introduced it
-            for path in remove:
-                if path not in values:
-                    raise _refused(f"{path} is not in the file", f"one of {', '.join(values) or 'no key at all'}")
-                del values[path]
-            values.update(changes)
-            new = ElasticConfig.from_values(values, version=_next_version(entries), reason=reason)
-            return self._write(replace(new, apply_at_step=at_step), entries)
+            version = next_version(entries)
+            new = edited(current, changes, remove=remove, version=version, reason=reason, at_step=at_step)
+            return self._write(new, entries)
 
     def undo(self) -> ElasticConfig:
         """Write the content before the present one as a new version; in place of a refused or lost file, its last."""
@@ -125,14 +155,7 @@ class ConfigHistory:
                 current = None
             entries = self._with_current(recorded, current)
             target = recorded[-1] if current is None and recorded else undone(entries)
-            new = replace(
-                target.config,
-                version=_next_version(entries),
-                reason=f"back to version {target.origin}",
-                apply_at_step=None,
-                checkpoint=replace(target.config.checkpoint, now=None),  # it was for the version that introduced it
-            )
-            return self._write(new, entries, restores=target.origin)
+            return self._write(restored(target, version=next_version(entries)), entries, restores=target.origin)
 
     def put(self, new: ElasticConfig) -> bool:
         """Write a version that was made elsewhere, as it is; False, and nothing is, where the file's is as high."""
@@ -209,10 +232,6 @@ class ConfigHistory:
 
     def _write_history(self, entries: Sequence[Entry]) -> None:
         write_whole(self._history, "".join(entry.to_json() + "\n" for entry in entries[-_MOST_ENTRIES:]).encode())
-
-
-def _next_version(entries: Sequence[Entry]) -> int:
-    return max((entry.config.version for entry in entries), default=0) + 1
 
 
 def _refused(given: str, allowed: str) -> ConfigError:
