@@ -97,6 +97,7 @@ class Job:
         """Whether what is within steps is known of all ranks."""
         return all(each.is_known for each in self.ranks)
 
+
 def job_of(views: Sequence[RankView]) -> Job:
     """What several ranks tell, of which ``why_not`` says nothing."""
     ordered = sorted(views, key=lambda view: view.rank)
