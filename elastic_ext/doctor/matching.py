@@ -14,16 +14,17 @@ def matching(num_nodes: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Rounds of pairs (lower, higher): no node twice in a round, no pair in two rounds.
 
     All pairs of up to 32 nodes, in N - 1 rounds, or N where N is odd. Of more nodes a sample of these rounds, the same
-    whoever asks.
+    whoever asks; not equally far apart, or nodes would fall into parts that never meet.
     """
     if num_nodes < 2:
         return ()
     seats = num_nodes + num_nodes % 2  # whoever is paired with the seat that is empty has nothing to do in that round
     turning = seats - 1
     if num_nodes <= MOST_NODES_IN_FULL:
-        chosen = range(turning)
+        chosen = list(range(turning))
     else:
-        chosen = range(0, turning, turning // MOST_ROUNDS)[:MOST_ROUNDS]
+        spacing = turning // MOST_ROUNDS
+        chosen = [number * spacing + number * number % spacing for number in range(MOST_ROUNDS)]
     return tuple(tuple(pair for pair in _round(number, turning) if pair[1] < num_nodes) for number in chosen)
 
 
