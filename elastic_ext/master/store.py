@@ -23,7 +23,7 @@ from elastic_ext.history import Entry
 from .configs import Author, Page
 from .records import EventRecord, NodeRecord
 
-__all__ = ["Store", "StoreError", "Stored", "Superseded"]
+__all__ = ["Store", "StoreError", "Stored", "Superseded", "network_in_words"]
 
 _FILE = "master.db"
 _LOCK = "master.lock"
@@ -75,7 +75,13 @@ class Store:
     def __init__(self, folder: Path) -> None:
         """Open it, or make it. StoreError where that cannot be: another master has it, it is damaged, the disk is
         full, or it is on storage over a network."""
-        self._refuse_network(folder)
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
+        except OSError:  # nothing is known of mounts here
+            mounts = ""
+        why_not = network_in_words(os.path.realpath(folder), mounts)
+        if why_not is not None:
+            raise StoreError(why_not)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = try_lock(folder / _LOCK)
@@ -222,16 +228,16 @@ class Store:
         except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise StoreError(f"{self.path} holds what no master has written: {error}") from error
 
-    @staticmethod
-    def _refuse_network(folder: Path) -> None:
-        with contextlib.suppress(OSError):
-            mounts = parse_mounts(Path("/proc/self/mountinfo").read_text(errors="replace"))
-            mount = mount_of(os.path.realpath(folder), mounts)
-            if mount is not None and is_network(mount.file_system):
-                raise StoreError(
-                    f"{folder} is on {mount.file_system}, storage over a network, where locks and the order of writes "
-                    "cannot be relied on; give --state-dir a folder on a local disk"
-                )
+
+def network_in_words(folder: str, mountinfo: str) -> str | None:
+    """Why a store is not to lie in ``folder``, by the mounts of /proc/self/mountinfo; None where it may."""
+    mount = mount_of(folder, parse_mounts(mountinfo))
+    if mount is None or not is_network(mount.file_system):
+        return None
+    return (
+        f"{folder} is on {mount.file_system}, storage over a network, where locks and the order of writes cannot be "
+        "relied on; give --state-dir a folder on a local disk"
+    )
 
 
 def _page(seconds: float, author: str, node_id: str, restores: int | None, text: str) -> Page:
