@@ -63,9 +63,8 @@ def test_what_is_forgotten_and_what_is_too_old_goes(tmp_path: Path) -> None:
 
 
 def test_one_process_has_it_at_a_time(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)):
-        with pytest.raises(StoreError, match="another master has"):
-            Store(tmp_path)
+    with contextlib.closing(Store(tmp_path)), pytest.raises(StoreError, match="another master has"):
+        Store(tmp_path)
     with contextlib.closing(Store(tmp_path)) as store:
         assert store.epoch == 2
 

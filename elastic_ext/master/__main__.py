@@ -9,14 +9,19 @@ master, 2 if it could not be started as asked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import resource
+import signal
 import sys
 from collections.abc import Sequence
 
 from .arguments import parse
 
 __all__ = ["main"]
+
+_MOST_FILES = 65_536
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger = logging.getLogger("elastic_ext")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    _raise_limit_of_files()
+
+    async def serve_until_told() -> None:
+        has_to_end = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, has_to_end.set)
+        if options.lifeline is not None:
+            loop.add_reader(options.lifeline, _look_at, options.lifeline, has_to_end)
+        await serve(options, has_to_end)
+
     try:
-        asyncio.run(serve(options))
+        asyncio.run(serve_until_told())
     except NotStarted as error:
         print(f"elastic-ext master: refused: {error}", file=sys.stderr)
         return 2
@@ -40,6 +56,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"elastic-ext master: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _look_at(lifeline: int, has_to_end: asyncio.Event) -> None:
+    """Nobody writes there: what can be read is its end."""
+    try:
+        is_over = not os.read(lifeline, 4096)
+    except OSError:
+        is_over = True
+    if is_over:
+        has_to_end.set()
+
+
+def _raise_limit_of_files() -> None:
+    """Each agent has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

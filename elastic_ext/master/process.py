@@ -1,14 +1,11 @@
-"""The process of a master, from its start to its end: what `python -m elastic_ext.master` does."""
+"""A master from its start to its end: what is put together, and what is due every second."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import resource
-import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +30,6 @@ _logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
-_MOST_FILES = 65_536
 _MOST_MESSAGE = 4 << 20
 _MOST_CALLS = 32_768
 """At once, streams among them: one or two for each agent."""
@@ -53,10 +49,9 @@ class NotStarted(ElasticError):
     """A master could not be started as asked."""
 
 
-async def serve(options: MasterOptions) -> None:
-    """Be the master until a signal or the end of the lifeline. NotStarted, and Superseded where another one is."""
+async def serve(options: MasterOptions, has_to_end: asyncio.Event) -> None:
+    """Be the master until ``has_to_end``. NotStarted, and Superseded where another process has become it."""
     token = _token_of(options)
-    _raise_limit_of_files()
     with ThreadPoolExecutor(1, thread_name_prefix="elastic_ext store") as executor:
         loop = asyncio.get_running_loop()
         try:
@@ -64,12 +59,14 @@ async def serve(options: MasterOptions) -> None:
         except StoreError as error:
             raise NotStarted(str(error)) from error
         try:
-            await _serve(options, store, executor, token)
+            await _serve(options, store, executor, token, has_to_end)
         finally:
             await loop.run_in_executor(executor, store.close)
 
 
-async def _serve(options: MasterOptions, store: Store, executor: Executor, token: str | None) -> None:
+async def _serve(
+    options: MasterOptions, store: Store, executor: Executor, token: str | None, has_to_end: asyncio.Event
+) -> None:
     loop = asyncio.get_running_loop()
     try:
         stored = await loop.run_in_executor(executor, store.read)
@@ -92,13 +89,11 @@ async def _serve(options: MasterOptions, store: Store, executor: Executor, token
     guard = Guard(token, loop.time)
     service = MasterService(job, store, executor, guard)
     health = Health()
-    has_to_end = asyncio.Event()
     async with _listening(options, service, health) as port:
         job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
-        with _ends(has_to_end, options.lifeline):
-            _write_port(options.port_file, port)
-            _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
-            await _keep_going(job, service, store, executor, has_to_end)
+        _write_port(options.port_file, port)
+        _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
+        await _keep_going(job, service, store, executor, has_to_end)
         job.log.tell(moment().time, "master", "the master ends")
         service.end_streams()
         health.end()
@@ -172,30 +167,6 @@ async def _keep(job: Job, store: Store, executor: Executor) -> None:
         job.trouble = ""
 
 
-@contextlib.contextmanager
-def _ends(has_to_end: asyncio.Event, lifeline: int | None) -> Iterator[None]:
-    """Have a signal, or the end of the lifeline, set ``has_to_end``."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, has_to_end.set)
-    if lifeline is not None:
-        loop.add_reader(lifeline, _look_at_lifeline, lifeline, has_to_end)
-    try:
-        yield
-    finally:
-        if lifeline is not None:
-            loop.remove_reader(lifeline)
-
-
-def _look_at_lifeline(lifeline: int, has_to_end: asyncio.Event) -> None:
-    try:
-        is_over = not os.read(lifeline, 4096)
-    except OSError:
-        is_over = True
-    if is_over:
-        has_to_end.set()
-
-
 def _token_of(options: MasterOptions) -> str | None:
     try:
         return None if options.token_file is None else read_token(options.token_file)
@@ -210,15 +181,6 @@ def _write_port(file: Path | None, port: int) -> None:
         write_whole(file, f"{port}\n".encode(), durable=False)
     except OSError as error:
         raise NotStarted(f"the port cannot be written: {in_words(error)}; look at --port-file") from error
-
-
-def _raise_limit_of_files() -> None:
-    """Each agent has a connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _library_version() -> str:
