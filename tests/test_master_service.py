@@ -61,7 +61,7 @@ def test_the_standard_health_service_answers_anybody(master: MasterThread) -> No
     for bad in (b"\x0a\x03foo", b"\x0a\x7f", b"\xff\xff", b"\x0a"):
         with pytest.raises(grpc.RpcError) as refused:
             check(bad, timeout=10)
-        assert refused.value.code() == Code.NOT_FOUND  # type: ignore[attr-defined]
+        assert refused.value.code() == Code.NOT_FOUND
     watch = master.channel().unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=30)
     assert next(watch) == serving
     master.end()
@@ -257,9 +257,7 @@ def test_history_and_undo(caller: Caller) -> None:
 def test_many_who_write_at_once_get_versions_of_their_own(master: MasterThread) -> None:
     callers = [master.caller() for _ in range(8)]
     pending = [
-        caller._stub.SetConfig.future(
-            wire.SetConfigRequest(changes={"user.from": str(number)}), metadata=caller._metadata, timeout=20
-        )
+        caller.future("SetConfig", wire.SetConfigRequest(changes={"user.from": str(number)}))
         for number, caller in enumerate(callers)
         for _ in range(5)
     ]
