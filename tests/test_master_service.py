@@ -218,11 +218,16 @@ def test_a_newer_version_in_a_nodes_file_is_asked_for_and_goes_to_the_others(cal
     stream.cancel()
 
 
-def test_a_nodes_file_that_is_refused_here_is_told_of(caller: Caller) -> None:
+def test_a_nodes_file_that_is_refused_here_is_told_of_and_not_asked_for_again(caller: Caller) -> None:
     caller.join()
+    bad = wire.ConfigHeld(version=4, digest="x")
+    assert caller.beat(held=bad).wants_config
     caller.beat(held=wire.ConfigHeld(version=4, digest="x", text='{"version": 4, "nonsense": 1}'))
+    assert not caller.beat(held=bad).wants_config
     assert any("is refused here" in each for each in caller.status().troubles)
     assert caller.status().config.version == 0
+    assert caller.beat(held=wire.ConfigHeld(version=5, digest="y")).wants_config
+    assert not caller.status().troubles
 
 
 def test_what_a_person_may_not_write_is_refused_key_by_key(caller: Caller) -> None:

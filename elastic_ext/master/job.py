@@ -71,6 +71,8 @@ class Unsaved:
     forgotten: Sequence[str]
     """Nodes that have been gone for long."""
     membership: str | None
+    job: str | None
+    """What it is called."""
 
 
 class Job:
@@ -92,7 +94,7 @@ class Job:
         self._hardware: dict[str, str] = {}
         self._changed_nodes: set[str] = set()
         self._forgotten: list[str] = []
-        self._is_membership_new = False
+        self._is_membership_new = self._is_name_new = False
         self._told_version = 0  # that the agents have given to the plan
         if stored.membership:
             self.membership = MembershipPlan.from_json(stored.membership)
@@ -124,6 +126,8 @@ class Job:
         self._note(now, change)
         if request.hardware:
             self._hardware[node.node_id] = request.hardware
+        if not self.name:
+            self.name, self._is_name_new = request.job, True
         settings = self.settings
         return wire.JoinReply(
             protocol=PROTOCOL,
@@ -218,7 +222,9 @@ class Job:
         forgotten, self._forgotten = self._forgotten, []
         membership = self.membership.to_json() if self.membership is not None and self._is_membership_new else None
         self._is_membership_new = False
-        return Unsaved(events=self.log.take_new(), nodes=nodes, forgotten=forgotten, membership=membership)
+        job = self.name if self._is_name_new else None
+        self._is_name_new = False
+        return Unsaved(events=self.log.take_new(), nodes=nodes, forgotten=forgotten, membership=membership, job=job)
 
     def give_back(self, unsaved: Unsaved) -> None:
         """It could not be stored, and is given again."""
@@ -226,6 +232,7 @@ class Job:
         self._forgotten += unsaved.forgotten
         self._changed_nodes.update(each.node_id for each in unsaved.nodes)
         self._is_membership_new = self._is_membership_new or unsaved.membership is not None
+        self._is_name_new = self._is_name_new or unsaved.job is not None
 
     @property
     def hardware(self) -> Mapping[str, str]:
@@ -307,15 +314,19 @@ class Job:
         if conflict is not None:
             self.log.tell(now.time, "config-conflict", conflict, node_id=node.node_id)
         if held.version <= self.book.version:
+            node.refusal = ""
             return None, False
+        if node.refused == (held.version, node.held_digest):
+            return None, False
+        node.refusal = ""
         if not held.text:
             return None, True
         try:
             return self.book.found(held.text, node_id=node.node_id, now=now.time), False
         except ConfigError as error:
-            words = f"the config of node {node.node_id} is refused here: {on_one_line(str(error))[:_MOST_TROUBLE]}"
-            if node.trouble != words:
-                node.trouble = words
+            node.refused = held.version, node.held_digest
+            node.refusal = f"its config is refused here: {on_one_line(str(error))[:_MOST_TROUBLE]}"
+            self.log.tell(now.time, "config-refused", f"node {node.node_id}: {node.refusal}", node_id=node.node_id)
             return None, False
 
     def _take_membership(self, now: Moment, told: wire.Membership) -> None:

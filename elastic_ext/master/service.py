@@ -56,9 +56,6 @@ class MasterService(MasterServicer):
         await self._guard.admit(peer)
         try:
             reply = self._job.join(moment(), request)
-            if not self._job.name:
-                self._job.name = reply.job = request.job
-                await self._stored(lambda: self._store.name_job(request.job))
         except ANSWERED as error:
             await self._guard.refuse(peer, error)
         self.counts["joins"] += 1

@@ -72,7 +72,7 @@ def _node_status(node: Node, now: Moment) -> wire.NodeStatus:
         state=node.state,
         seen_seconds=now.clock - node.seen_at,
         config_version=node.held_version,
-        troubles=[node.trouble] if node.trouble else [],
+        troubles=[each for each in (node.trouble, node.refusal) if each],
     )
 
 
@@ -98,5 +98,6 @@ def _troubles(job: Job) -> list[str]:
     troubles += [f"node {each.node_id} on {each.host} is lost" for each in lost[:20]]
     if len(lost) > 20:
         troubles.append(f"... and {len(lost) - 20} nodes more")
-    troubles += [f"node {each.node_id}: {each.trouble}" for each in job.nodes.present if each.trouble]
+    for node in job.nodes.present:
+        troubles += [f"node {node.node_id}: {each}" for each in (node.trouble, node.refusal) if each]
     return troubles
