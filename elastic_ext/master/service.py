@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from .admission import Refused
 from .configs import Page
 from .guard import ANSWERED, Guard, Peer
-from .job import Job, Moment, Refused
+from .job import Job, Moment
 from .status import config_history, event_message, job_status
 from .store import Store
 from .watchers import Unacknowledged, Watchers

@@ -31,8 +31,8 @@ def job_status(job: Job, now: Moment, request: wire.GetStatusRequest) -> wire.Jo
         events=[event_message(each) for each in _newest_events(job, request.num_events)],
         troubles=list(_troubles(job)),
     )
-    if job.membership is not None:
-        plan = job.membership
+    if job.plans.newest is not None:
+        plan = job.plans.newest
         nodes = [wire.NodeShare(**asdict(each)) for each in plan.nodes]
         status.membership.CopyFrom(
             wire.Membership(version=plan.version, nodes=nodes, reason=plan.reason, time=plan.time)
