@@ -132,15 +132,33 @@ LAYERS: Mapping[str, int] = {
     "peers": 1,
     "leaving": 1,
     "master": 1,
+    "master.__main__": 3,
+    "master.admission": 1,
+    "master.allowances": 1,
     "master.amounts": 1,
+    "master.arguments": 1,
     "master.cluster": 1,
     "master.collector": 1,
+    "master.configs": 1,
+    "master.event_log": 1,
+    "master.guard": 1,
+    "master.health": 1,
+    "master.job": 1,
     "master.links": 1,
     "master.machines": 1,
+    "master.nodes": 1,
+    "master.plans": 1,
     "master.points": 1,
+    "master.process": 3,
+    "master.records": 1,
     "master.reported": 1,
+    "master.service": 1,
     "master.slow_ranks": 1,
+    "master.status": 1,
+    "master.store": 1,
+    "master.tokens": 1,
     "master.topology": 1,
+    "master.watchers": 1,
     "master.wire": 1,
     "master.wire.master_pb2": 1,
     "master.wire.master_pb2_grpc": 1,
@@ -540,7 +558,16 @@ USES_TORCH = frozenset(
     }
 )
 HEAVY = frozenset({"torch", "numpy", "accelerate"})  # accelerate imports torch
-USES_GRPC = frozenset({"master.wire.master_pb2_grpc"})
+USES_GRPC = frozenset(
+    {
+        "master.__main__",
+        "master.guard",
+        "master.health",
+        "master.process",
+        "master.service",
+        "master.wire.master_pb2_grpc",
+    }
+)
 """What speaks with a master, or is one: a training process never does."""
 WHEN_CALLED: Mapping[str, str] = {"fsdp.checkpoint.casting": "numpy", "profile.sinks": "torch"}
 """What a light module imports in the functions that need it, which is not all that it is imported for."""
@@ -585,6 +612,7 @@ READS_ENVIRON = frozenset(
     {
         "agent.at_start.sitecustomize",
         "cli",
+        "master.__main__",
         "run",
         "follow",
         "fsdp.checkpoint.checkpointer",
@@ -593,7 +621,9 @@ READS_ENVIRON = frozenset(
         "trainer",
     }
 )
-WRITES_TO_THE_TERMINAL = frozenset({"agent.warden", "cli", "run"})  # what it prints is what it is for
+WRITES_TO_THE_TERMINAL = frozenset(
+    {"agent.warden", "cli", "master.__main__", "run"}
+)  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
     "agent.at_start.sitecustomize:_write_exceptions.write": "whatever cannot be written, the exception is printed",

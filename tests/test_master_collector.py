@@ -278,7 +278,7 @@ def test_whatever_is_told_all_that_is_said_is_numbers_that_can_be(beats: list[tu
         for point in collector.history().points:
             assert 0 <= point.steps_per_second < math.inf
     fresh = Collector()
-    fresh.restore(collector.rows())
+    fresh.restore(text for _, text in collector.rows())
     assert fresh.rows() == collector.rows()
 
 

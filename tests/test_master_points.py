@@ -96,10 +96,14 @@ def test_a_clock_that_is_set_ahead_leaves_a_gap() -> None:
 
 def test_what_a_store_has_kept_is_taken_up_again() -> None:
     history = _filled(2 * DAY, every=10.0)
+    kept = _filled(DAY, every=10.0).rows() + history.rows(BEGIN + DAY - 60)
     again = History()
-    again.restore(history.rows())
+    again.restore(text for _, text in reversed(kept))
     assert again.rows() == history.rows()
-    assert len(again.rows()) == pytest.approx(1440 + 288, abs=5)
+    assert len(again.rows()) == 1440
+    older = again.since(0)[:-1440]
+    assert [point.time for point in older] == [BEGIN + 600 * (number + 1) for number in range(len(older))]
+    assert len(older) == pytest.approx(144, abs=2)
     again.add(_point(BEGIN + 2 * DAY + 5))
     again.add(_point(BEGIN + 2 * DAY + 65))
     assert again.since(BEGIN + 2 * DAY)[-1].time == BEGIN + 2 * DAY + 10
@@ -113,19 +117,18 @@ def test_what_a_store_has_kept_is_taken_up_again() -> None:
         "",
         "[]",
         "{}",
-        '{"every": 60}',
-        '{"every": 60, "time": 1e400, "seconds": 60}',
-        '{"every": 61, "time": 1, "seconds": 60}',
-        '{"every": "60", "time": 1, "seconds": 60}',
-        '{"every": 60, "time": 1, "seconds": 60, "steps_per_second": -1}',
-        '{"every": 60, "time": 1, "seconds": 60, "shares": {"data": 7}}',
-        '{"every": 60, "time": 1, "seconds": 60, "shares": [1]}',
+        '{"time": 60}',
+        '{"time": 1e400, "seconds": 60}',
+        '{"time": "1", "seconds": 60}',
+        '{"time": 1, "seconds": 60, "steps_per_second": -1}',
+        '{"time": 1, "seconds": 60, "shares": {"data": 7}}',
+        '{"time": 1, "seconds": 60, "shares": [1]}',
         "[" * 100_000,
     ],
 )
 def test_a_row_that_is_none_is_left_out(text: str) -> None:
     history = History()
-    history.restore([(0.0, text)])
+    history.restore([text])
     assert history.since(-1) == []
 
 

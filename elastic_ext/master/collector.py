@@ -143,7 +143,7 @@ class Collector:
         """What a store should keep of the history, of points that ended after ``since``, each with when it did."""
         return self._history.rows(since)
 
-    def restore(self, rows: Iterable[tuple[float, str]]) -> None:
+    def restore(self, rows: Iterable[str]) -> None:
         """Take up what a store has kept, before the first tick; a row that is none is left out."""
         self._history.restore(rows)
 

@@ -44,10 +44,10 @@ class Point:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Where the time of ranks went, by phase."""
 
-    def to_json(self, every: float) -> str:
-        """For a store, with the seconds that lie between such points."""
+    def to_json(self) -> str:
+        """For a store."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
-        return json.dumps({"every": every, **values}, separators=(",", ":"))
+        return json.dumps(values, separators=(",", ":"))
 
 
 class History:
@@ -85,20 +85,18 @@ class History:
         return found
 
     def rows(self, since: float = -math.inf) -> list[tuple[float, str]]:
-        """What a store should keep, of points that ended after ``since``: when each ended, and the point as text."""
-        kept = [(each.time, each.to_json(level.every)) for level in self._levels[1:] for each in level.since(since)]
-        return sorted(kept)
+        """What a store should keep for a week: points of a minute that ended after ``since``, and when each did."""
+        return [(each.time, each.to_json()) for each in self._levels[1].points if each.time > since]
 
-    def restore(self, rows: Iterable[tuple[float, str]]) -> None:
+    def restore(self, rows: Iterable[str]) -> None:
         """Take up what a store has kept, before anything is added; a row that is none is left out."""
-        by_level: dict[float, list[Point]] = {}
-        for _, text in rows:
-            read = _read(text)
-            if read is not None:
-                by_level.setdefault(read[0], []).append(read[1])
-        for level in self._levels:
-            level.restore(by_level.get(level.every, []))
-        self._last = max((each.time for level in self._levels for each in level.points), default=-math.inf)
+        points = sorted((point for each in rows if (point := _read(each)) is not None), key=lambda each: each.time)
+        _, minutes, coarse = self._levels
+        for each in points:
+            if each.time > self._last:
+                self._last = each.time
+                minutes.points.append(each)
+                coarse.add(each)
 
 
 class _Level:
@@ -125,19 +123,10 @@ class _Level:
             self.points.popleft()
         return finished
 
-    def since(self, time: float) -> list[Point]:
-        return [each for each in self.points if each.time > time]
-
     def forget_after(self, time: float) -> None:
         while self.points and self.points[-1].time > time:
             self.points.pop()
         self._open = [each for each in self._open if each.time <= time]
-
-    def restore(self, points: Sequence[Point]) -> None:
-        self.points.clear()
-        for each in sorted(points, key=lambda each: each.time):
-            if not self.points or each.time > self.points[-1].time:
-                self.points.append(each)
 
     def _stretch_of(self, point: Point) -> int:
         """Its number since 1970; a stretch ends with a point at its end."""
@@ -178,22 +167,19 @@ def _share_of(point: Point, name: str) -> float | None:
     return point.shares.get(name, 0.0) if point.shares else None
 
 
-def _read(text: str) -> tuple[float, Point] | None:
-    """A point that ``to_json`` gave, and how far apart such lie; None for anything else."""
+def _read(text: str) -> Point | None:
+    """The point that ``to_json`` gave; None for anything else."""
     try:
-        found = object_of(text)
-        point = record_of(Point, found)
+        point = record_of(Point, object_of(text))
     except ValueError:
         return None
-    every = found.get("every")
     numbers = [point.time, point.seconds, point.num_nodes, point.num_workers, point.config_version]
     known = [point.step, point.step_seconds, point.steps_per_second, point.samples_per_second, point.tokens_per_second]
     numbers += [each for each in known if each is not None]
     shares = point.shares.values()
     fits = (
-        isinstance(every, (int, float))
-        and all(0 <= each <= _MOST for each in numbers)
+        all(0 <= each <= _MOST for each in numbers)
         and len(point.shares) <= _MOST_SHARES
-        and all(isinstance(each, (int, float)) and 0 <= each <= 1.001 for each in shares)
+        and all(type(each) in (int, float) and 0 <= each <= 1.001 for each in shares)
     )
-    return (float(every), point) if fits and isinstance(every, (int, float)) else None
+    return point if fits else None

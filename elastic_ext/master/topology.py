@@ -162,7 +162,7 @@ def _all_alike(machines: Sequence[int], links: Sequence[Link]) -> Topology:
     parts = _parts(machines, [(each.first, each.second) for each in usual])
     if len(latencies) < 2 or len(parts) > 1:
         return Topology(groups=(), text="which nodes are near each other is not known: too few links were measured")
-    if latencies[(9 * len(latencies)) // 10] > _ALIKE * latencies[len(latencies) // 10]:
+    if latencies[-1] > _ALIKE * latencies[0]:
         text = "which nodes are near each other is not known: links differ, and no gap lies between short and long ones"
         return Topology(groups=(), text=text, slow_links=tuple(slow))
     group = _group(machines, usual)
