@@ -116,6 +116,7 @@ def _evidence(job: Job) -> dict[str, Any]:
         "step": {label: seconds for label, seconds in step.items() if seconds},
         "local_seconds": {"usual": job.usual_local_seconds, "most": max(each.local_seconds for each in job.ranks)},
         "least_waiting_seconds": min(each.waiting_seconds for each in job.ranks),
+        "overlapped_seconds": job.overlapped_seconds,
         "processor_share": job.processor_share,
         "roofline": None if job.roofline is None else asdict(job.roofline),
     }
