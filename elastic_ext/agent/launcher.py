@@ -396,7 +396,7 @@ class _Node:
             log_folder=launch.logs_specs.root_log_dir,
         )
         try:
-            write_whole(folders.run_dir / AGENT_FILE, record.to_json().encode(), durable=False)
+            write_whole(folders.run_dir / AGENT_FILE, f"{record.to_json()}\n".encode(), durable=False)
         except OSError as error:  # training needs none of these files
             words = (
                 f"{folders.run_dir} cannot be written: {in_words(error)}; elastic-ext status and config see no agent"
