@@ -1,4 +1,4 @@
-"""JsonRecord: frozen records as JSON and back, each value checked against the type that its field has: the one place."""
+"""JsonRecord: frozen records as JSON and back, each value checked against the type that its field has."""
 
 from __future__ import annotations
 
@@ -69,6 +69,8 @@ def _types_of(kind: Hashable) -> Mapping[str, Any]:
 
 def _value(kind: Any, value: object, field: Field[Any]) -> Any:
     """What a record has for what JSON has: records within it for objects, and tuples for lists."""
+    if _fits(value, kind):  # nearly all
+        return value
     if is_dataclass(kind):
         if not isinstance(value, dict):
             raise ValueError(f"{field.name} is no object")
@@ -80,23 +82,21 @@ def _value(kind: Any, value: object, field: Field[Any]) -> Any:
         ):
             raise ValueError(f"{field.name} is no list{' of objects' * is_dataclass(each_kind)}")
         return tuple([_value(each_kind, each, field) for each in value])
-    if not _fits(value, kind):
-        raise ValueError(f"{field.name} is {value!r}; allowed: {field.type}")
-    return value
+    raise ValueError(f"{field.name} is {value!r}; allowed: {field.type}")
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Whether ``value`` is of a kind that a record's field may have."""
+    """Whether ``value`` is of a kind that a record's field may have, and that JSON has too."""
+    if kind is float:
+        return _is_number(value)
+    if type(value) is kind:
+        return True
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(value, each) for each in get_args(kind))
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in get_args(kind))
-    if origin is not None:  # Mapping[...]
-        return isinstance(value, origin)
-    if kind is float:
-        return _is_number(value)
-    return type(value) is kind
+    return origin is Mapping and isinstance(value, Mapping)
 
 
 def _is_number(value: object) -> bool:
