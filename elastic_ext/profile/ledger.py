@@ -199,14 +199,15 @@ def _kept(pieces: Sequence[Piece], happened: Happened) -> list[float]:
     begun = sorted(happened.begun, reverse=True)
     number = 0
     for index in range(len(pieces) - 1, -1, -1):
-        window, life = pieces[index].window, pieces[index].life
+        window, life, first = pieces[index].window, pieces[index].life, pieces[index].first_step
         while number < len(begun) and begun[number][0] > life.end:
             lowest = min(lowest, begun[number][1])
             number += 1
-        first = window.step - window.num_steps
-        if window.num_steps > 0:
-            kept[index] = min(max((lowest - first) / window.num_steps, 0.0), 1.0)
-        lowest = min(lowest, first)
+        if window.step > first:
+            kept[index] = min(max((lowest - first) / (window.step - first), 0.0), 1.0)
+        elif window.step == first and lowest < first:
+            kept[index] = 0.0
+        lowest = min(lowest, first, window.step)
     return kept
 
 

@@ -31,6 +31,8 @@ _PHASES = {
     Activity.CHANGING: Phase.CHANGE,
     Activity.ENDED: Phase.OUTSIDE,
 }
+_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
+"""After which steps are of another window."""
 _SURVEY_AFTER = 16  # steps: by then they are as they will be
 
 
@@ -75,6 +77,8 @@ class Recorder(Pulse):
         self._pulse.enter(micro_step)
         if not self._has_begun:
             self._begin()
+        elif self._is_changed and micro_step == 0:  # since the last step has ended: the next is none of its window
+            self._close()
         if not self._is_detailed:
             self._timeline.enter(Phase.STEP)
         else:
@@ -97,9 +101,11 @@ class Recorder(Pulse):
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
+        if activity is Activity.RESUMING and self._has_begun:
+            self._close()  # training goes back: what it has come to is told before
         with self._pulse.during(activity), self.spending(self._phase_of(activity)):
             yield
-        if activity is Activity.CHANGING:
+        if activity in _OTHER_STEPS:
             self._is_changed = True
 
     def note(self, activity: Activity) -> None:
@@ -179,7 +185,6 @@ class Recorder(Pulse):
         now = time.perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
         if self._windows.end_step(is_detailed=self._is_detailed) or self._is_changed:
-            self._is_changed = False
             self._close()
         if self._pace.end_step(seconds):
             self._follow_pace()
@@ -192,5 +197,6 @@ class Recorder(Pulse):
             self._probe.turn_off()
 
     def _close(self) -> None:
+        self._is_changed = False
         self._windows.count(*self._probe.take_counts())
         self._windows.close(self._stand())

@@ -125,9 +125,8 @@ class _Gathering:
         chosen = self.chosen
         assert chosen is not None
         begin, end = min(each.begin for each in self.ranks), max(each.end for each in self.ranks)
-        pieces = [(each.piece.window, each.kept) for each in self.witness if each.piece is not None]
-        steady = [each for each, _ in pieces if each.num_steps and in_step_seconds(each) > 0]
-        steps = [each.step for each, _ in pieces]
+        pieces = [(each.piece, each.piece.window, each.kept) for each in self.witness if each.piece is not None]
+        steady = [each for _, each, _ in pieces if each.num_steps and in_step_seconds(each) > 0]
         told = [*chosen.events, *(event for journal in chosen.journals for event in journal)]
         return RunRecord(
             path=str(self.places.path),
@@ -138,10 +137,10 @@ class _Gathering:
             end=end,
             ledger=ledger_of_job([each.ledger for each in self.ranks], [(each.begin, each.end) for each in self.ranks]),
             ranks=tuple(self.ranks),
-            first_step=min((each.step - each.num_steps for each, _ in pieces), default=0),
-            last_step=steps[-1] if steps else 0,
-            num_steps_again=round(sum(each.num_steps * (1 - kept) for each, kept in pieces)),
-            num_samples=round(sum(each.num_samples * kept for each, kept in pieces)),
+            first_step=min((each.first_step for each, _, _ in pieces), default=0),
+            last_step=pieces[-1][1].step if pieces else 0,
+            num_steps_again=round(sum(each.num_steps * (1 - kept) for _, each, kept in pieces)),
+            num_samples=round(sum(each.num_samples * kept for _, each, kept in pieces)),
             samples_per_second=spread_of([each.num_samples / in_step_seconds(each) for each in steady]),
             step_seconds=spread_of([in_step_seconds(each) / each.num_steps for each in steady]),
             num_restarts=self.num_restarts,
