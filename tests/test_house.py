@@ -163,6 +163,7 @@ LAYERS: Mapping[str, int] = {
     "report.scales": 1,
     "report.script": 1,
     "report.stack_chart": 1,
+    "report.speeds": 1,
     "report.style": 1,
     "report.tables": 1,
     "watch": 1,

@@ -13,8 +13,9 @@ from elastic_ext.profile.reading import read_calibration, read_census, read_trac
 from elastic_ext.profile.weighed import RankView
 
 from .record import Remark
+from .speeds import Speeds
 
-__all__ = ["Judging", "known_of"]
+__all__ = ["Judging", "known_of", "speeds_of"]
 
 _MOST_PERIODS = 24
 _MOST_WINDOWS = 64  # of a rank under one config, the last
@@ -52,9 +53,8 @@ class Judging:
 
 def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
     """A rank, with what else lies in its run directory; None where nobody says on which machine it was."""
-    try:
-        metrics = RankMetrics.from_json(read_at_most(folder / f"metrics-{rank}.json", _MOST_JSON_BYTES).decode())
-    except (OSError, ValueError):
+    metrics = _metrics_of(folder, rank)
+    if metrics is None:
         return None
     return view_of(
         windows,
@@ -64,6 +64,29 @@ def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | N
         calibration=read_calibration(folder),
         trace=read_trace(folder, rank),
     )
+
+
+def speeds_of(folder: Path, rank: int) -> Speeds | None:
+    """What has to be known of a rank to tell of tokens and arithmetic; None where nobody says on which machine it was.
+
+    Another machine's calibration says nothing of it.
+    """
+    metrics = _metrics_of(folder, rank)
+    if metrics is None:
+        return None
+    best = read_calibration(folder)
+    return Speeds(
+        num_replicas=metrics.measures.num_replicas,
+        census=read_census(folder, rank),
+        best=best if best is not None and best.host == metrics.host else None,
+    )
+
+
+def _metrics_of(folder: Path, rank: int) -> RankMetrics | None:
+    try:
+        return RankMetrics.from_json(read_at_most(folder / f"metrics-{rank}.json", _MOST_JSON_BYTES).decode())
+    except (OSError, ValueError):
+        return None
 
 
 def _config_of(window: StepWindow) -> _Config:
