@@ -85,6 +85,8 @@ class Recorder(Pulse):
             self._probe.enter_micro_step()
             if self._surveyor is not None and self._num_boundaries >= _SURVEY_AFTER:
                 self._surveyor.enter(micro_step)
+        if micro_step == 0:
+            self._timeline.begin_step()
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._pulse.leave(step, num_boundaries, micro_step)
@@ -177,6 +179,7 @@ class Recorder(Pulse):
     def _begin(self) -> None:
         """The first step begins."""
         self._has_begun = True
+        self._timeline.take_thread()  # a loop may run on another thread than what has prepared it
         self._stepped_at = time.perf_counter_ns()
         self._close()
         self._follow_pace()
