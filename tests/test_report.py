@@ -313,6 +313,53 @@ def test_broken_half_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) 
     check_page(shown(record))
 
 
+def changed(path: Path, **values: object) -> None:
+    """Write this into every record of a file, or into its measures; after the first of a profile."""
+    first, *lines = path.read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines or [first]]
+    for each in records:
+        each.get("measures", each).update(values)
+    made = "".join(json.dumps(each) + "\n" for each in records)
+    path.write_text(first + made if lines else made)
+
+
+MANY, TINY = 10**400, 5e-324
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("census-0.json", {"num_flops": MANY}),
+        ("census-0.json", {"num_samples": MANY}),
+        ("calibration.json", {"flops_per_second": TINY}),
+        ("metrics-0.json", {"num_replicas": MANY}),
+        ("metrics-0.json", {"num_replicas": -1, "num_micro_steps": MANY}),
+        ("profile-0.jsonl", {"seconds": {"forward": TINY}, "num_tokens": 2**53 - 1}),
+        ("profile-0.jsonl", {"seconds": {"forward": 1e-300}, "num_steps": 2**53 - 1, "step_seconds": [TINY] * 4}),
+        ("profile-0.jsonl", {"seconds": {HOSTILE: 1.0, "forward": 1.0}, "typical": {HOSTILE: 1.0}, "world_size": 0}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "-".join(name.replace(HOSTILE, "hostile") for name in each),
+)
+def test_whatever_the_files_say_there_is_a_page_and_a_status(
+    tmp_path: Path, name: str, values: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_arithmetic(tmp_path, 2)
+    changed(tmp_path / name, **values)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html"), "--json"]) == 0
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    check_page((tmp_path / "r.html").read_text())
+    assert main(["status", str(tmp_path)]) == 0
+
+
+def test_what_cannot_be_opened_is_left_out_and_named(tmp_path: Path) -> None:
+    write_arithmetic(tmp_path, 2)
+    (tmp_path / "profile-2.jsonl").symlink_to("nowhere")
+    (tmp_path / "profile-3.jsonl").symlink_to("profile-3.jsonl")
+    record = gathered(tmp_path)
+    assert find_places(tmp_path).num_bytes > 0
+    assert [each.rank for each in record.ranks] == [0, 1] and len(record.notes) == 2
+
+
 @given(st.lists(st.one_of(st.binary(max_size=80), st.sampled_from([b'{"begin":1,', b'"step":1}', b"\n"])), max_size=8))
 def test_nothing_in_a_file_is_a_traceback(parts: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
 
 from .phases import Phase
-from .weighed import RankView, merged, weigh
+from .weighed import RankView, is_usable, merged, replicas_of, weigh
 
 __all__ = ["StepProfile", "flops_share", "num_tokens", "summary_of", "training_seconds"]
 
 _MIDDLE, _NINE_TENTHS = 1, 2  # of a window's quantiles
+_LEAST_SECONDS = 1e-9
+"""Less is nothing: no clock tells it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,22 +79,23 @@ def flops_share(
     training = training_seconds(window)
     if census is None or best is None or min(census.num_flops, census.num_samples, window.num_samples) <= 0:
         return None
-    if training <= 0 or best.flops_per_second <= 0:
+    if training <= 0 or not is_usable(census, best):
         return None
-    own_samples = window.num_samples / (num_replicas or max(window.world_size, 1))
+    own_samples = window.num_samples / replicas_of(window, num_replicas)
     return census.num_flops * own_samples / census.num_samples / (training * best.flops_per_second)
 
 
 def training_seconds(window: StepWindow) -> float:
     """What rates are of: all of its time but for what came before the first step, and outside of epochs."""
     left_out = (Phase.STARTUP.label, Phase.OUTSIDE.label)
-    return sum(spent for label, spent in window.seconds.items() if label not in left_out)
+    found = sum(spent for label, spent in window.seconds.items() if label not in left_out)
+    return found if found >= _LEAST_SECONDS else 0.0
 
 
 def num_tokens(window: StepWindow, *, num_replicas: int | None = None) -> float:
     """What the models of all ranks were given in all steps, by those of this rank that were looked at."""
     own = window.num_tokens * window.num_steps / window.num_detailed if window.num_detailed else 0.0
-    return own * (num_replicas or window.world_size)
+    return own * replicas_of(window, num_replicas)
 
 
 def _rate(number: float, seconds: float) -> float | None:
