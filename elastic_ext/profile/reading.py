@@ -87,8 +87,9 @@ def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
 
 
 def tails_of(folder: Path, ranks: Iterable[int], num_windows: int) -> dict[int, tuple[StepWindow, ...]]:
-    """The last windows of several ranks."""
-    return {rank: tail_of(profile_file(folder, rank), num_windows) for rank in ranks}
+    """The last windows of several ranks; what is in a rank's file and not of that rank is passed over."""
+    found = {rank: tail_of(profile_file(folder, rank), num_windows) for rank in ranks}
+    return {rank: tuple(each for each in row if each.rank == rank) for rank, row in found.items()}
 
 
 def read_profiles(folder: Path, *, most_ranks: int, num_windows: int) -> NodeProfiles:
