@@ -221,7 +221,7 @@ class Embedding(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("form", ["table", "table and mask", "names", "dictionary"])
+@pytest.mark.parametrize("form", ["table", "table and mask", "names", "dictionary", "two passes"])
 def test_tokens_are_counted_once_in_whatever_form_they_are_given(tmp_path: Path, form: str) -> None:
     tokens, mask = torch.ones(4, 3, dtype=torch.long), torch.ones(4, 3, dtype=torch.long)
 
@@ -232,12 +232,14 @@ def test_tokens_are_counted_once_in_whatever_form_they_are_given(tmp_path: Path,
             outputs = model(tokens, mask=mask)
         elif form == "names":
             outputs = model(batch=tokens, mask=mask)
+        elif form == "two passes":
+            outputs = model(tokens) - model(mask)
         else:
             outputs = model({"tokens": tokens, "mask": mask})
         return nn.functional.cross_entropy(outputs, targets)
 
     windows = take(tmp_path, Embedding(), work, num_steps=20)
-    assert sum(each.num_tokens for each in windows) == 20 * 12
+    assert sum(each.num_tokens for each in windows) == 20 * 12 * (2 if form == "two passes" else 1)
     assert sum(each.num_bytes for each in windows) == 20 * 12 * 8 * (1 if form == "table" else 2)
     assert '"num_samples": 4' in (tmp_path / "0" / "census-0.json").read_text()
 

@@ -40,13 +40,14 @@ class Probe:
         self.num_tokens = self.num_bytes = 0
         """What the model was given in forward passes: whole numbers in tables of two dimensions or more, and bytes."""
         self.num_rows = 0
-        """Of the first tensor in each: samples, as a rule; since the probe was made."""
+        """Of the first tensor in the first pass of each micro-step: samples, as a rule; since the probe was made."""
         self._mark = mark
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
         self._is_inside = False  # a micro-step
         self._depth = 0  # calls of the model within one another
         self._is_in_pass = False  # a backward pass
+        self._has_rows = False  # of this micro-step
         self._thread = 0  # that trains
         self._besides = self._between = Phase.OTHER.value  # passes, and steps
         self._leaves: list[RemovableHandle] = []  # hooks on what outlives its step
@@ -82,6 +83,7 @@ class Probe:
         self._thread = get_ident()
         self._is_inside = True
         self._depth, self._is_in_pass = 0, False  # whatever became of the one before
+        self._has_rows = False
         self._besides = Phase.OTHER
         self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
 
@@ -193,7 +195,9 @@ class Probe:
             return
         self.num_bytes += size * value.element_size()
         if is_first:
-            self.num_rows += num_rows
+            if not self._has_rows:
+                self._has_rows = True
+                self.num_rows += num_rows
             if num_dims > 1 and not value.is_floating_point():
                 self.num_tokens += size
 
