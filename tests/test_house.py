@@ -148,6 +148,7 @@ LAYERS: Mapping[str, int] = {
     "report.frame": 1,
     "report.gathering": 1,
     "report.judging": 1,
+    "report.known": 1,
     "report.happenings": 1,
     "report.heat_chart": 1,
     "report.lanes": 1,

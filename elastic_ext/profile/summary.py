@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
 
-from .phases import Phase
+from .phases import LEAST_SECONDS, Phase
 from .weighed import RankView, is_usable, merged, replicas_of, weigh
 
 __all__ = ["StepProfile", "flops_share", "num_tokens", "summary_of", "training_seconds"]
 
 _MIDDLE, _NINE_TENTHS = 1, 2  # of a window's quantiles
-_LEAST_SECONDS = 1e-9
-"""Less is nothing: no clock tells it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +87,7 @@ def training_seconds(window: StepWindow) -> float:
     """What rates are of: all of its time but for what came before the first step, and outside of epochs."""
     left_out = (Phase.STARTUP.label, Phase.OUTSIDE.label)
     found = sum(spent for label, spent in window.seconds.items() if label not in left_out)
-    return found if found >= _LEAST_SECONDS else 0.0
+    return found if found >= LEAST_SECONDS else 0.0
 
 
 def num_tokens(window: StepWindow, *, num_replicas: int | None = None) -> float:

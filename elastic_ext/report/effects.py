@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from elastic_ext.metrics import JobEvent, StepWindow
 from elastic_ext.profile.ledger import Slice
-from elastic_ext.profile.phases import IN_STEPS
+from elastic_ext.profile.phases import IN_STEPS, LEAST_SECONDS
 
 from .speeds import Speeds
 
 __all__ = ["Period", "Spread", "in_step_seconds", "periods_of", "spread_of"]
 
 _LABELS = frozenset(phase.label for phase in IN_STEPS)
-_LEAST_SECONDS = 1e-9
-"""Less is nothing: no clock tells it."""
 _LEAST_WINDOWS = 3
 _MOST_WINDOWS = 200
 
@@ -105,7 +103,7 @@ def periods_of(slices: Iterable[Slice], events: Sequence[JobEvent], speeds: Spee
 def in_step_seconds(window: StepWindow) -> float:
     """How long a window's steps took, without what comes between them."""
     found = sum(spent for label, spent in window.seconds.items() if label in _LABELS)
-    return found if found >= _LEAST_SECONDS else 0.0
+    return found if found >= LEAST_SECONDS else 0.0
 
 
 def spread_of(values: Iterable[float | None]) -> Spread | None:

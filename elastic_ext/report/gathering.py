@@ -18,7 +18,8 @@ from elastic_ext.profile.weighed import RankView, merged
 from .bins import Bins
 from .effects import in_step_seconds, periods_of, spread_of
 from .happenings import happened_of, happenings_of, last_word, launches_of, within
-from .judging import Judging, known_of, speeds_of
+from .judging import Judging
+from .known import known_of, speeds_of
 from .lines import Broken, events_in, windows_in
 from .places import RunPlaces
 from .ranks import MOST_BINS, rank_record
