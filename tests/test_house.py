@@ -141,6 +141,7 @@ LAYERS: Mapping[str, int] = {
     "master.collector": 1,
     "master.configs": 1,
     "master.event_log": 1,
+    "master.fleet": 1,
     "master.guard": 1,
     "master.health": 1,
     "master.job": 1,

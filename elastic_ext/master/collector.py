@@ -102,6 +102,10 @@ class Collector:
         """How far the job is and how fast, by what is fresh."""
         return filled(master_pb2.Progress(), self._point(now, 0.0))
 
+    def versions_in_force(self, now: float) -> list[int]:
+        """Of the config, on nodes of which something fresh is known: the newest on each."""
+        return sorted({each.config_version for _, each in self._fresh(now) if each.num_running})
+
     @property
     def stragglers(self) -> tuple[Straggler, ...]:
         """Ranks that have kept the others waiting for a while, the slowest first."""
