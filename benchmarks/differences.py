@@ -13,7 +13,7 @@ from statistics import median
 
 from benchmarks.harness import Reading, Readings, Side, Verdict, bootstrap_interval, run_rounds, shown_value
 
-__all__ = ["DifferenceTable", "Differences", "compare_differences", "decide_difference"]
+__all__ = ["DifferenceTable", "Differences", "compare_differences", "compare_shares", "decide_difference"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +96,42 @@ def compare_differences(
         return Readings(values={title: done.value}, work=done.work)
 
     readings = run_rounds(sides, read, num_rounds=num_rounds)
+    return _table_of(title, sides, readings, lambda name, baseline: at_most.get(name))
+
+
+def compare_shares(
+    titles: Sequence[str],
+    sides: Sequence[Side],
+    at_most: Mapping[str, float],
+    *,
+    num_rounds: int,
+    settle: Callable[[], object] = gc.collect,
+) -> list[DifferenceTable]:
+    """As ``compare_differences``, for sides that return Readings, in seconds, with a value under each title.
+
+    ``at_most`` has what is claimed as a part of the baseline's median.
+    """
+
+    def read(side: Side) -> Readings:
+        settle()
+        done = side.run()
+        assert isinstance(done, Readings)
+        return done
+
+    def claimed(name: str, baseline: float) -> float | None:
+        return at_most[name] * baseline if name in at_most else None
+
+    readings = run_rounds(sides, read, num_rounds=num_rounds)
+    return [_table_of(title, sides, readings, claimed) for title in titles]
+
+
+def _table_of(
+    title: str,
+    sides: Sequence[Side],
+    readings: Sequence[Sequence[Mapping[str, float]]],
+    at_most: Callable[[str, float], float | None],
+) -> DifferenceTable:
+    """What ``run_rounds`` read under one title; ``at_most`` is asked by a side's name and the baseline's median."""
     again, *values = [[one[title] for one in mine] for mine in readings]
     return DifferenceTable(
         title=title,
@@ -104,7 +140,7 @@ def compare_differences(
                 name=side.name,
                 values=mine,
                 differences=_differences(mine, values[0]),
-                at_most=at_most.get(side.name),
+                at_most=at_most(side.name, median(values[0])),
             )
             for side, mine in zip(sides, values, strict=True)
         ),

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -365,12 +365,3 @@ def interval_of_share(num_right: int, num_all: int) -> tuple[float, float]:
     spread = z * ((share * (1 - share) + z * z / (4 * num_all)) / num_all) ** 0.5
     whole = 1 + z * z / num_all
     return max((middle - spread) / whole, 0.0), min((middle + spread) / whole, 1.0)
-
-
-def shown(judged: Sequence[Judged]) -> str:
-    """All of them in words, for whoever looks for what went wrong."""
-    return "\n".join(
-        f"{'right' if each.is_right else 'WRONG'} {each.case.cause}-{each.case.seed}"
-        f"{' (contended)' if each.is_contended else ''}{' beside others' if each.is_beside else ''}: {each.text}"
-        for each in judged
-    )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from .record_json import object_of, record_of, with_record
+from .record_json import JsonRecord
 
 __all__ = [
     "JobEvent",
@@ -53,7 +51,7 @@ class Measures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankMetrics:
+class RankMetrics(JsonRecord):
     """What one rank is doing, as of ``time`` (seconds since 1970)."""
 
     time: float
@@ -69,20 +67,13 @@ class RankMetrics:
     agree_every_steps: int
     measures: Measures = field(default_factory=Measures)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> RankMetrics:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        metrics = record_of(cls, with_record(object_of(text), "measures", Measures))
-        if not all(type(each) in (int, float) and 0 <= each <= 1.001 for each in metrics.measures.shares.values()):
+    def check_read(self) -> None:
+        if not all(type(each) in (int, float) and 0 <= each <= 1.001 for each in self.measures.shares.values()):
             raise ValueError("measures.shares holds what is no share")
-        return metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepWindow:
+class StepWindow(JsonRecord):
     """Where the time of one rank went, over some steps; those of a process follow each other without a gap."""
 
     begin: float
@@ -124,29 +115,14 @@ class StepWindow:
     def length(self) -> float:
         return self.end - self.begin
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> StepWindow:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return cls.from_object(object_of(text))
-
-    @classmethod
-    def from_object(cls, found: Mapping[str, Any]) -> StepWindow:
-        """The same from an object that JSON has been read to."""
-        quantiles = found.get("step_seconds", ())
-        if not isinstance(quantiles, (list, tuple)):
-            raise ValueError("step_seconds is no list")
-        window = record_of(cls, {**found, "step_seconds": tuple(quantiles)})
-        numbers = [*window.seconds.values(), *window.processor_seconds.values(), *window.typical.values(), *quantiles]
-        if not all(type(each) in (int, float) and 0 <= each < math.inf for each in numbers):
+    def check_read(self) -> None:
+        lengths = [*self.seconds.values(), *self.processor_seconds.values(), *self.typical.values(), *self.step_seconds]
+        if not all(type(each) in (int, float) and 0 <= each < math.inf for each in lengths):
             raise ValueError("seconds, processor_seconds, typical or step_seconds hold what is no length of time")
-        return window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepCensus:
+class StepCensus(JsonRecord):
     """What one micro-step of a rank asks of its machine, counted once: forward, backward and the optimizer's step."""
 
     time: float
@@ -165,17 +141,9 @@ class StepCensus:
     """... and how many of the bytes."""
     device: str
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> StepCensus:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, object_of(text))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTrace:
+class StepTrace(JsonRecord):
     """One step of a rank as torch's profiler saw it."""
 
     time: float
@@ -195,17 +163,9 @@ class StepTrace:
         """Communication beside which something was computed."""
         return self.communication_seconds - self.exposed_seconds
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> StepTrace:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, object_of(text))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeCalibration:
+class NodeCalibration(JsonRecord):
     """What a device of this machine does at best, measured with one process's threads."""
 
     time: float
@@ -221,17 +181,9 @@ class NodeCalibration:
     seconds_per_op: float
     """What it takes to have a small operation done."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> NodeCalibration:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, object_of(text))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelProfile:
+class ModelProfile(JsonRecord):
     """What a rank trains, as training begins."""
 
     time: float
@@ -258,17 +210,9 @@ class ModelProfile:
     plan: str | None = None
     """By which plan it is spread over them."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelProfile:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, object_of(text))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobEvent:
+class JobEvent(JsonRecord):
     """Something worth remembering that happened to one rank, such as a config that came into force."""
 
     time: float
@@ -278,11 +222,3 @@ class JobEvent:
     kind: str
     text: str
     details: Mapping[str, object] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> JobEvent:
-        """The record that ``to_json`` gave, its details as JSON has them; ValueError for anything else."""
-        return record_of(cls, object_of(text))

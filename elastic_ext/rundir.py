@@ -22,6 +22,7 @@ from pathlib import Path
 
 from .files import append_line, write_whole
 from .metrics import JobEvent, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
+from .record_json import JsonRecord
 
 __all__ = ["RunDirectory"]
 
@@ -53,23 +54,23 @@ class RunDirectory:
 
     def write_metrics(self, metrics: RankMetrics) -> None:
         """Replace this rank's metrics file."""
-        self._replace(self.metrics_file, metrics.to_json())
+        self._replace(self.metrics_file, metrics)
 
     def write_model(self, profile: ModelProfile) -> None:
         """Replace what is said of this rank's model."""
-        self._replace(self.model_file, profile.to_json())
+        self._replace(self.model_file, profile)
 
     def write_census(self, census: StepCensus) -> None:
         """Replace what is said of this rank's steps."""
-        self._replace(self.census_file, census.to_json())
+        self._replace(self.census_file, census)
 
     def write_trace(self, trace: StepTrace) -> None:
         """Replace what torch's profiler saw of a step of this rank."""
-        self._replace(self.trace_file, trace.to_json())
+        self._replace(self.trace_file, trace)
 
     def write_calibration(self, calibration: NodeCalibration) -> None:
         """Replace what is said of this machine."""
-        self._replace(self.calibration_file, calibration.to_json())
+        self._replace(self.calibration_file, calibration)
 
     def profiled_until(self) -> float:
         """The end of the last window in this rank's profile; 0 where there is none that can be read."""
@@ -95,9 +96,9 @@ class RunDirectory:
         except OSError as error:
             self._warn(error)
 
-    def _replace(self, path: Path, text: str) -> None:
+    def _replace(self, path: Path, record: JsonRecord) -> None:
         try:
-            write_whole(path, text.encode(), durable=False)
+            write_whole(path, f"{record.to_json()}\n".encode(), durable=False)
         except OSError as error:
             self._warn(error)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from benchmarks import profile
-from benchmarks.harness import Claim, Reading
+from benchmarks.harness import Readings
 
 pytestmark = pytest.mark.slow  # what it measures with is tried where that is changed
 
@@ -16,14 +17,17 @@ pytestmark = pytest.mark.slow  # what it measures with is tried where that is ch
 def test_both_sides_come_to_the_same_parameters(tmp_path: Path) -> None:
     with ExitStack() as stack:
         done = [side.run() for side in profile.sides(profile.SMALL, tmp_path, 5, stack)]
-        assert all(isinstance(each, Reading) for each in done)
-        assert len({each.work for each in done if isinstance(each, Reading)}) == 1
+        read = [each for each in done if isinstance(each, Readings)]
+        assert len(read) == len(done) and all(each.values.keys() == {profile.CPU, profile.WALL} for each in read)
+        assert len({each.work for each in read}) == 1
 
 
 def test_tables_and_words_are_made() -> None:
     found = profile.cost_of_looking(num_rounds=3, is_every_step=True)
     assert [row.name for row in found.rows] == list(profile.NAMES.values())
     assert found.rows[1].at_most is None and "a phase begins takes" in found.notes[0]
-    claim = Claim(at_most=2.0)
-    shares = profile.share_of_steps("short", profile.SMALL, claim, num_in_block=4, num_rounds=3)
-    assert shares.rows[1].claim == claim
+    shares = profile.share_of_steps("short", profile.SMALL, 2.0, num_in_block=4, num_rounds=3)
+    assert ["CPU time" in each.title for each in shares] == [True, False]
+    for each in shares:
+        assert each.rows[1].at_most == pytest.approx(2 * median(each.rows[0].values))
+        assert "200.0% of a step; both sides keep what is freed" in each.notes[0]

@@ -545,6 +545,20 @@ def test_what_passes_wait_for_others_is_told_by_a_trace() -> None:
     assert verdict(views).kind == "communication"
 
 
+def test_communication_that_is_overlapped_is_told_apart_where_a_trace_knows_it() -> None:
+    trace = StepTrace(
+        time=0.0, rank=0, step_seconds=2.0, communication_seconds=1.4, exposed_seconds=1.2, computing_seconds=0.8
+    )
+    step = _step(forward=40, backward=50, communication=5, optimizer=5)
+    views = [made_view(step, rank=rank, world_size=2, view={"trace": trace}) for rank in range(2)]
+    found, plain = verdict(views), verdict(_ranks([_step(forward=20, communication=20)] * 2))
+    assert found.evidence["overlapped_seconds"] == pytest.approx(0.1 * weigh(views[0]).step_seconds)
+    assert "nothing left to compute, and 10 ms more are overlapped by computing; " in found.text
+    assert plain.evidence["overlapped_seconds"] is None and "overlapped" not in plain.text
+    broken = dataclasses.replace(trace, exposed_seconds=1.5)  # more than there was
+    assert weigh(made_view(step, view={"trace": broken})) == weigh(made_view(step))
+
+
 # ---- planted causes ----
 
 

@@ -13,12 +13,18 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from elastic_ext.metrics import StepWindow
+from elastic_ext.profile.phases import Phase
+from elastic_ext.profile.probe import Probe
 from tests.training import Slices, bits_of, make_data, trainer_of
 from tests.ways import Block, Compiled, Net, Setting, by_hand, result_of, train
 
 # Of torch's own, where what is compiled is given what has gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 Wrap = Callable[[nn.Module, Any], nn.Module]
+Step = Callable[[Tensor, Tensor], Tensor]
+"""From inputs and targets to a loss."""
+Compile = Callable[[nn.Module, Any], Step]
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +153,105 @@ def test_a_whole_graph_around_the_model_is_refused_with_the_order_that_helps(tmp
     optimizer.zero_grad()
     trainer.close()
     assert trainer.global_step == 0
+
+
+def one_function(model: nn.Module, backend: Any) -> Step:
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(model(inputs), targets)
+
+    return cast("Step", torch.compile(loss_of, backend=backend, fullgraph=True))
+
+
+def wrapped(model: nn.Module, backend: Any) -> Step:
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    return lambda inputs, targets: cross_entropy(compiled(inputs), targets)
+
+
+def itself(model: nn.Module, backend: Any) -> Step:
+    model.compile(backend=backend, fullgraph=True)
+    return lambda inputs, targets: cross_entropy(model(inputs), targets)
+
+
+def its_blocks(model: nn.Module, backend: Any) -> Step:
+    for part in model.children():
+        part.compile(backend=backend, fullgraph=True)
+    return lambda inputs, targets: cross_entropy(model(inputs), targets)
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.out = Net()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.out(self.block(inputs))
+
+
+@pytest.mark.parametrize("compiled", [one_function, wrapped, itself, its_blocks])
+@pytest.mark.parametrize("guards_hooks", [False, True])
+def test_steps_that_are_looked_at_and_those_that_are_not_are_of_the_same_graphs(
+    compiled: Compile, guards_hooks: bool
+) -> None:
+    config: Any = torch._dynamo.config
+    with config.patch(skip_nnmodule_hook_guards=not guards_hooks):
+        assert_same_graphs(compiled)
+
+
+def assert_same_graphs(compiled: Compile) -> None:
+    inputs, targets = make_data(4, torch.float32)
+    num_graphs, marks, looks = [], list[int](), 12
+    for is_attached in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        graphs, model = Graphs(), TwoBlocks()
+        optimizer = SGD(model.parameters(), lr=0.125)
+        step = compiled(model, graphs)
+        probe = Probe(marks.append, is_on_accelerator=False)
+        if is_attached:
+            probe.attach(model, [optimizer])
+        for number in range(2 * looks):
+            if is_looked_at := is_attached and number % 2 == 1:
+                probe.enter_micro_step()
+            step(inputs, targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_looked_at:
+                probe.leave_micro_step()
+        probe.detach()
+        num_graphs.append(graphs.num_compiled)
+    assert not counters["graph_break"] and num_graphs[0] == num_graphs[1] > 0
+    num_seen = 0 if compiled is one_function else looks
+    assert marks.count(Phase.FORWARD) == marks.count(Phase.BACKWARD) == num_seen
+    assert marks.count(Phase.OPTIMIZER) == looks and probe.has_seen is bool(num_seen)
+
+
+@pytest.mark.parametrize("profile", ["off", "on"])
+@pytest.mark.parametrize("compiled", [one_function, itself])
+def test_a_step_that_compiles_in_one_graph_does_so_with_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: Compile, profile: str
+) -> None:
+    monkeypatch.setenv("ELASTIC_EXT_PROFILE", profile)
+    model, graphs = TwoBlocks().double(), Graphs()
+    step = compiled(model, graphs)
+    source = Slices(make_data(8 * 160), 8)  # more steps than are looked at one after another
+    trainer = trainer_of(tmp_path, model, source, global_batch_size=8)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.125))
+    with trainer, trainer.epoch():
+        for inputs, targets in source:
+            with trainer.step():
+                step(inputs, targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert trainer.global_step == 160
+    assert graphs.num_compiled == 1 and not counters["graph_break"]
+    if profile == "on":
+        lines = (tmp_path / "0" / "profile-0.jsonl").read_text().splitlines()
+        windows = [StepWindow.from_json(line) for line in lines]
+        num_detailed, in_steps = sum(each.num_detailed for each in windows), windows[-1].seconds
+        is_seen = compiled is itself
+        assert (num_detailed >= 64) is is_seen and ("forward" in in_steps) is is_seen
+        assert in_steps["step"] > in_steps.get("other", 0.0)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.straggling import LocalTime, Straggler, Stragglers, is_far, local_times, scores, usual
+from elastic_ext.profile.straggling import LocalTime, Straggler, Stragglers, is_far, local_times, usual
 from tests.profiles import made_view
 
 
@@ -108,8 +108,6 @@ def test_what_is_no_length_of_time_counts_for_nothing(value: float) -> None:
     assert [_named(seen.see(_times([1.0, 2.0, value]))) for _ in range(3)] == [[], [], [1]]
     assert seen.see(_times([value])) == []
     assert seen.see([]) == []
-    assert scores({0: 1.0, 1: 2.0, 2: value}) == {0: 1.0, 1: 0.5}
-    assert scores({0: value}) == {}
 
 
 def test_local_times_leave_out_waiting_for_others_and_ranks_that_nobody_looked_at() -> None:

@@ -174,7 +174,7 @@ class Duties:
 
     def _write(self, record: WorkersRecord) -> None:
         try:
-            write_whole(self._folders.run_dir / WORKERS_FILE, record.to_json().encode(), durable=False)
+            write_whole(self._folders.run_dir / WORKERS_FILE, f"{record.to_json()}\n".encode(), durable=False)
             self._has_warned = False
         except OSError as error:
             if not self._has_warned:

@@ -265,7 +265,7 @@ class ElasticAgent(LocalElasticAgent):
         words = f"membership {plan.version}: {counted(num_nodes, 'node')}, {counted(num_ranks, 'rank')}: "
         self._journal.tell("membership", words + plan.reason, plan=plan.version, nodes=nodes)
         try:
-            write_whole(self._folders.run_dir / MEMBERSHIP_FILE, plan.to_json().encode(), durable=False)
+            write_whole(self._folders.run_dir / MEMBERSHIP_FILE, f"{plan.to_json()}\n".encode(), durable=False)
         except OSError as error:
             self._journal.tell("trouble", f"the membership plan cannot be written: {error}", is_bad=True)
 

@@ -21,13 +21,8 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
     RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
-    registry,
 )
-from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
 from elastic_ext.doctor.hardware import NodeHardware, version_of
@@ -36,7 +31,6 @@ from elastic_ext.doctor.machine import check_node
 from elastic_ext.errors import in_words
 from elastic_ext.files import write_whole
 from elastic_ext.fsdp.checkpoint.complete import rows_in
-from elastic_ext.given import expanded
 from elastic_ext.settings import Settings
 from elastic_ext.wording import counted, on_one_line
 
@@ -47,15 +41,16 @@ from .duties import Duties
 from .elastic_agent import ElasticAgent
 from .environment import without_outer
 from .failures import Failure, first_of, told
-from .folder import NODES, NodeFolders, NodeTaken, is_held, with_cache
+from .folder import NodeFolders
 from .hanging import HangLimits
 from .journal import Journal
 from .monitor import Monitor
 from .persisting import persist
+from .places import folders_of, is_in_worker, settings_of
 from .processes import this_process
 from .records import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from .refusals import Refused, check_launch, check_options, seconds_in
-from .rendezvous import Meeting
+from .rendezvous import Meeting, handler_for
 from .sampling import NvidiaGpus
 from .slow_workers import SlowWorkers
 from .starting import Launch
@@ -74,48 +69,25 @@ _KEPT_LOGS = 10
 _SOCKET = "socket"
 _LAST_EXCHANGE_SECONDS = 20.0
 _PART_SECONDS = 5.0
-_MORE_SECONDS = 5.0
 _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
-_NO_RUN = ("", "none")
 
 
 def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Run this node's part of a job; the exit status. Refused for what cannot be."""
     host = socket.gethostname()
-    if _is_in_worker(environ):
+    if is_in_worker(environ):
         environ = without_outer(environ)
     try:
         check_options(options, environ)
-        settings = _settings_of(options, environ)
+        settings = settings_of(options, environ)
     except ValueError as error:
         raise Refused(str(error)) from None
     with StopSignals(options.signals_to_handle) as signals:
-        folders = _folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
+        folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
             return _made(options, environ, settings, folders, signals, host).run()
         finally:
             folders.close()
-
-
-def _settings_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
-    given_run_id = None if options.standalone or options.rdzv_id in _NO_RUN else options.rdzv_id
-    return Settings.resolve(
-        with_cache(environ),
-        script=_script_of(options),
-        job=options.job or environ.get("ELASTIC_EXT_JOB") or given_run_id,
-        config_file=options.config_file,
-    )
-
-
-def _folders_of(settings: Settings, host: str, *, is_given: bool) -> NodeFolders:
-    try:
-        return NodeFolders.make(settings.run_dir if is_given else settings.run_dir / NODES / host, is_given=is_given)
-    except NodeTaken as error:
-        raise Refused(str(error)) from None
-    except OSError as error:
-        raise Refused(
-            f"the run directory cannot be made: {in_words(error)}; give another one: ELASTIC_EXT_RUN_DIR"
-        ) from error
 
 
 def _made(
@@ -132,15 +104,6 @@ def _made(
         raise Refused(str(error)) from error
     except OSError as error:
         raise Refused(f"the folder for logs cannot be made: {in_words(error)}; --log-dir names another") from error
-
-
-def _is_in_worker(environ: Mapping[str, str]) -> bool:
-    """Whether the run directory in ``environ`` is that of the agent whose worker has started this one."""
-    run_dir = environ.get("ELASTIC_EXT_RUN_DIR")
-    try:
-        return "ELASTIC_EXT_STAGING_DIR" in environ and bool(run_dir) and is_held(expanded(run_dir or ""))
-    except (OSError, ValueError):  # which is refused where it is used
-        return False
 
 
 class _Node:
@@ -194,7 +157,9 @@ class _Node:
         status = 1
         try:
             self._signals.let_through()
-            meeting = Meeting(self._handler(), is_pending=lambda: agent is not None and agent.is_change_pending)
+            meeting = Meeting(
+                handler_for(self._launch), is_pending=lambda: agent is not None and agent.is_change_pending
+            )
             duties.start()
             agent = self._agent(meeting, warden, duties)
             status = self._run(agent, meeting)
@@ -286,38 +251,6 @@ class _Node:
             words += f"\n  and then: {'; '.join(others)}"
         self._journal.tell("failed", words, is_bad=True)
 
-    def _handler(self) -> RendezvousHandler:
-        launch = self._launch
-        try:
-            parameters = RendezvousParameters(
-                backend=launch.rdzv_backend,
-                endpoint=launch.rdzv_endpoint,
-                run_id=launch.run_id,
-                min_nodes=launch.min_nodes,
-                max_nodes=launch.max_nodes,
-                local_addr=launch.local_addr,
-                **launch.rdzv_configs,
-            )
-        except (TypeError, ValueError) as error:  # a name that is its own, or no name of a backend
-            raise Refused(f"nodes cannot meet so: {error}") from error
-        limit = _seconds_to_answer(launch)
-        made: list[RendezvousHandler | BaseException] = []
-        thread = threading.Thread(
-            target=_make_handler, args=(parameters, made), daemon=True, name="elastic_ext rendezvous"
-        )
-        thread.start()  # which waits for ever where something else listens at the endpoint
-        thread.join(limit)
-        if not made:
-            raise RendezvousConnectionError(
-                f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds. Something listens there that is "
-                "no rendezvous, or the machine is not reached: choose another port, or look at --rdzv-endpoint"
-            )
-        if isinstance(made[0], ValueError):
-            raise Refused(f"nodes cannot meet so: {made[0]}") from made[0]
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        return made[0]
-
     def _duties(self) -> Duties:
         folders, run_dir = self._folders, self._folders.run_dir
         tuner = ConfigTuner(self._config_file, on_foreign=self._note_foreign)
@@ -396,7 +329,7 @@ class _Node:
             log_folder=launch.logs_specs.root_log_dir,
         )
         try:
-            write_whole(folders.run_dir / AGENT_FILE, record.to_json().encode(), durable=False)
+            write_whole(folders.run_dir / AGENT_FILE, f"{record.to_json()}\n".encode(), durable=False)
         except OSError as error:  # training needs none of these files
             words = (
                 f"{folders.run_dir} cannot be written: {in_words(error)}; elastic-ext status and config see no agent"
@@ -416,24 +349,6 @@ class _Node:
             ("checkpoints", "said once training has begun"),
         ):
             _logger.info("  %-12s %s", name, on_one_line(value))
-
-
-def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler | BaseException]) -> None:
-    try:
-        made.append(registry.get_rendezvous_handler(parameters))
-    except BaseException as error:  # raised where it is waited for
-        made.append(error)
-
-
-def _seconds_to_answer(launch: LaunchConfig) -> float:
-    """How long a rendezvous may take to answer: what its own time limit is, and some more."""
-    return seconds_in(launch, "read_timeout", 60) + _MORE_SECONDS
-
-
-def _script_of(options: argparse.Namespace) -> str:
-    """The file that is run, as far as its name tells."""
-    name: str = options.training_script
-    return f"{name.replace('.', '/')}.py" if options.module else name
 
 
 def _keep_newest(folder: Path, number: int) -> None:

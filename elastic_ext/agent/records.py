@@ -10,11 +10,10 @@ A node is one agent with its workers, whatever machine it is on; a round is the 
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ext.record_json import object_of, record_of, with_rows
+from elastic_ext.record_json import JsonRecord
 
 __all__ = [
     "AGENT_FILE",
@@ -43,7 +42,7 @@ WorkerState = Literal["running", "succeeded", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AgentRecord:
+class AgentRecord(JsonRecord):
     """Who the agent of this node is, and where its things lie."""
 
     node_id: str
@@ -66,14 +65,6 @@ class AgentRecord:
     log_folder: str
     """What workers print, where it is redirected; empty where it is not."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> AgentRecord:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, object_of(text))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeShare:
@@ -86,7 +77,7 @@ class NodeShare:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MembershipPlan:
+class MembershipPlan(JsonRecord):
     """Which nodes the job runs on, in the order of their ranks; a version holds until there is a larger one."""
 
     version: int
@@ -99,14 +90,6 @@ class MembershipPlan:
     def world_size(self) -> int:
         """The number of ranks on all nodes."""
         return sum(node.num_workers for node in self.nodes)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> MembershipPlan:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, with_rows(object_of(text), "nodes", NodeShare))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +124,7 @@ class WorkerSeen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkersRecord:
+class WorkersRecord(JsonRecord):
     """What the agent sees of its workers."""
 
     time: float
@@ -149,11 +132,3 @@ class WorkersRecord:
     """How often the workers of this job have been restarted after a failure."""
     membership_version: int
     workers: tuple[WorkerSeen, ...]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkersRecord:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, with_rows(object_of(text), "workers", WorkerSeen))

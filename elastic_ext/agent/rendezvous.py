@@ -7,6 +7,7 @@ it and nothing of an earlier round is in it. A node that leaves or falls silent 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,13 +17,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
+    registry,
 )
+from torch.distributed.launcher.api import LaunchConfig
 
 from .board import BoardGone, RoundBoard
 from .internals import leave, participants, stop_heartbeats
+from .refusals import Refused, seconds_in
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "handler_for"]
 
 _logger = logging.getLogger(__name__)
 
@@ -30,6 +35,38 @@ _STORE = "workers-store"
 _AGAIN = "meet-again"
 _LOOK_SECONDS = 1.0
 _STORE_SECONDS = 60.0
+_MORE_SECONDS = 5.0
+
+
+def handler_for(launch: LaunchConfig) -> RendezvousHandler:
+    """Torch's own, of a launch's rendezvous; Refused for one that cannot be, RendezvousError where none answers."""
+    try:
+        parameters = RendezvousParameters(
+            backend=launch.rdzv_backend,
+            endpoint=launch.rdzv_endpoint,
+            run_id=launch.run_id,
+            min_nodes=launch.min_nodes,
+            max_nodes=launch.max_nodes,
+            local_addr=launch.local_addr,
+            **launch.rdzv_configs,
+        )
+    except (TypeError, ValueError) as error:  # a name that is its own, or no name of a backend
+        raise Refused(f"nodes cannot meet so: {error}") from error
+    limit = _seconds_to_answer(launch)
+    made: list[RendezvousHandler | BaseException] = []
+    thread = threading.Thread(target=_make_handler, args=(parameters, made), daemon=True, name="elastic_ext rendezvous")
+    thread.start()  # which waits for ever where something else listens at the endpoint
+    thread.join(limit)
+    if not made:
+        raise RendezvousConnectionError(
+            f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds. Something listens there that is "
+            "no rendezvous, or the machine is not reached: choose another port, or look at --rdzv-endpoint"
+        )
+    if isinstance(made[0], ValueError):
+        raise Refused(f"nodes cannot meet so: {made[0]}") from made[0]
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    return made[0]
 
 
 class Meeting(RendezvousHandler):
@@ -152,3 +189,15 @@ class Meeting(RendezvousHandler):
             self.board.announce(_STORE, self._server.port)
         port = self.board.wait(_STORE, timeout_seconds=_STORE_SECONDS)
         return RendezvousStoreInfo(master_addr=found.master_addr, master_port=port)
+
+
+def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler | BaseException]) -> None:
+    try:
+        made.append(registry.get_rendezvous_handler(parameters))
+    except BaseException as error:  # raised where it is waited for
+        made.append(error)
+
+
+def _seconds_to_answer(launch: LaunchConfig) -> float:
+    """How long a rendezvous may take to answer: what its own time limit is, and some more."""
+    return seconds_in(launch, "read_timeout", 60) + _MORE_SECONDS

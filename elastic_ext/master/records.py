@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from elastic_ext.record_json import object_of, record_of
+from elastic_ext.record_json import JsonRecord
 
 __all__ = ["MASTERS_OWN", "EventRecord", "NodeRecord"]
 
@@ -14,7 +13,7 @@ MASTERS_OWN = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EventRecord:
+class EventRecord(JsonRecord):
     """Something that happened in the job."""
 
     number: int
@@ -29,17 +28,9 @@ class EventRecord:
     """JSON, as it came."""
     restart: int
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> EventRecord:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, object_of(text))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeRecord:
+class NodeRecord(JsonRecord):
     """A node that has joined, and what its machine has."""
 
     node_id: str
@@ -50,11 +41,3 @@ class NodeRecord:
     started_at: float
     state: str
     hardware: str
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> NodeRecord:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        return record_of(cls, object_of(text))

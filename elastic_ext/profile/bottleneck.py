@@ -6,12 +6,11 @@ The kinds stand in causes.py.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elastic_ext.record_json import object_of, record_of, with_rows
+from elastic_ext.record_json import JsonRecord
 from elastic_ext.wording import on_one_line
 
 from .cause_words import hosts_of, sentence
@@ -36,7 +35,7 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Verdict(JsonRecord):
     """What holds training up."""
 
     kind: Kind
@@ -53,15 +52,6 @@ class Verdict:
     """What it was judged from, as JSON has values."""
     runners_up: tuple[RunnerUp, ...] = ()
     """The largest first."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Verdict:
-        """The record that ``to_json`` gave; ValueError for anything else."""
-        found = with_rows(object_of(text), "runners_up", RunnerUp)
-        return record_of(cls, {**found, "ranks": _row(found, "ranks", int), "hosts": _row(found, "hosts", str)})
 
 
 def verdict(views: Sequence[RankView], *, is_partial: bool = False) -> Verdict:
@@ -116,19 +106,7 @@ def _evidence(job: Job) -> dict[str, Any]:
         "step": {label: seconds for label, seconds in step.items() if seconds},
         "local_seconds": {"usual": job.usual_local_seconds, "most": max(each.local_seconds for each in job.ranks)},
         "least_waiting_seconds": min(each.waiting_seconds for each in job.ranks),
+        "overlapped_seconds": job.overlapped_seconds,
         "processor_share": job.processor_share,
         "roofline": None if job.roofline is None else asdict(job.roofline),
     }
-
-
-def _row(found: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
-    def each() -> Iterator[Any]:
-        values = found.get(name)
-        if not isinstance(values, list):
-            raise ValueError(f"{name} is no list")
-        for value in values:
-            if type(value) is not kind:
-                raise ValueError(f"{name} holds {value!r}")
-            yield value
-
-    return tuple(each())

@@ -69,11 +69,12 @@ def _data(cause: Cause, job: Job) -> str:
 
 
 def _communication(cause: Cause, job: Job) -> str:
-    seconds = min(each.waiting_seconds for each in job.ranks)
+    seconds, beside = min(each.waiting_seconds for each in job.ranks), job.overlapped_seconds
+    overlapped = "" if beside is None else f", and {_time(beside)} more are overlapped by computing"
     return (
         f"communication-bound: each rank waits for at least {_time(seconds)} ({cause.share:.0%} of the step) for "
-        f"gradients on their way, with nothing left to compute{_could(cause, job)}: take more samples between two "
-        "exchanges, or exchange in smaller or fewer parts"
+        f"gradients on their way, with nothing left to compute{overlapped}{_could(cause, job)}: take more samples "
+        "between two exchanges, or exchange in smaller or fewer parts"
     )
 
 

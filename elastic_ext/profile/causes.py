@@ -97,6 +97,12 @@ class Job:
         """Whether what is within steps is known of all ranks."""
         return all(each.is_known for each in self.ranks)
 
+    @property
+    def overlapped_seconds(self) -> float | None:
+        """Of a step, in which something is computed beside communication; None where that is not known."""
+        known = [each.overlapped_seconds for each in self.ranks if each.overlapped_seconds is not None]
+        return usual(known) if known else None
+
 
 def job_of(views: Sequence[RankView]) -> Job:
     """What several ranks tell, of which ``why_not`` says nothing."""

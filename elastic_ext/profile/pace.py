@@ -9,6 +9,7 @@ _COST_SECONDS = 55e-6
 _SHARE = 0.008
 _NUM_TOGETHER = 64  # steps that are looked at one after another
 _MEMORY = 0.1  # how much the last step counts in what steps take
+_MOST_AT_ONCE = 4  # times what steps took, that it counts as
 
 
 class Pace:
@@ -22,7 +23,11 @@ class Pace:
 
     def end_step(self, seconds: float) -> bool:
         """A step has ended, that took so long; whether ``is_detailed`` has changed."""
-        self._seconds += (seconds - self._seconds) * (_MEMORY if self._seconds else 1.0)
+        if self._seconds:
+            seconds = min(seconds, _MOST_AT_ONCE * self._seconds)  # the rest is a pause, as for an evaluation
+            self._seconds += (seconds - self._seconds) * _MEMORY
+        else:
+            self._seconds = seconds
         self._left -= 1
         if self._left > 0:
             return False

@@ -1,7 +1,11 @@
 """Probe: when the phases of a step begin and end, learnt from hooks on a model and its optimizers.
 
 The loop stays as it is. What is seen on the processor's clock is where the training thread waits and works; on an
-accelerator that lags behind, device.py asks for the same marks there.
+accelerator that lags behind, device_timeline.py asks for the same marks there.
+
+Hooks stay from the first step to the last, whether steps are looked at or not: a compiler that has seen them once sees
+nothing new. What it makes a graph of has no part of them, and is not cut by them: a pass whose model is called within
+such a graph is not seen.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -22,7 +27,6 @@ from .phases import Phase
 
 __all__ = ["Probe"]
 
-_NOT_COMPILED = "it only reads a clock; compile the model before ElasticTrainer is given it"
 _DEPTH = 3  # of containers in which an output is looked for
 
 Mark = Callable[[int], object]
@@ -30,13 +34,15 @@ Mark = Callable[[int], object]
 
 
 class Probe:
-    """Marks on one model and its optimizers; ``turn_on`` and ``turn_off`` between two steps."""
+    """Marks on one model and its optimizers, in micro-steps that it is told of."""
 
     def __init__(self, mark: Mark, *, is_on_accelerator: bool) -> None:
         self.num_tokens = self.num_bytes = 0
         """What the model was given in forward passes: whole numbers in tables of two dimensions or more, and bytes."""
         self.num_rows = 0
         """Of the first tensor in each: samples, as a rule; since the probe was made."""
+        self.has_seen = False
+        """Whether the model was ever called in a micro-step that it was told of."""
         self._mark = mark
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
@@ -44,27 +50,20 @@ class Probe:
         self._depth = 0  # calls of the model within one another
         self._is_in_pass = False  # a backward pass
 
-    @property
-    def is_on(self) -> bool:
-        return bool(self._handles)
-
-    def turn_on(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Look at the passes of ``model``, which is what the loop calls, and at the steps of ``optimizers``."""
-        self.turn_off()
+    def attach(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """See the passes of ``model``, which is what the loop calls, and the steps of ``optimizers``, from here on."""
         if not isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
-            before, after = self._before_forward, self._after_forward
-            dynamo: Any = sys.modules.get("torch._dynamo")
-            if dynamo is not None:
-                before, after = (dynamo.disable(each, reason=_NOT_COMPILED) for each in (before, after))
+            before, after = self._unless_compiled(self._before_forward), self._unless_compiled(self._after_forward)
             # Ours on the output comes before what FSDP has there: so the end of its pass comes between the two marks.
             self._handles.append(model.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
             self._handles.append(model.register_forward_hook(Hook(after), prepend=True))
+        before, after = self._unless_compiled(self._before_optimizer), self._unless_compiled(self._after_optimizer)
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
-            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
 
-    def turn_off(self) -> None:
-        """Look at nothing."""
+    def detach(self) -> None:
+        """See nothing any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -73,7 +72,10 @@ class Probe:
         """The loop is within a micro-step, and has its batch."""
         self._is_inside = True
         self._depth, self._is_in_pass = 0, False  # whatever became of the one before
-        self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
+        if not self.has_seen:
+            self._mark(Phase.STEP)  # nobody knows whether the model will be
+        else:
+            self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
 
     def leave_micro_step(self) -> None:
         """What comes is no part of a step."""
@@ -85,18 +87,35 @@ class Probe:
         self.num_tokens = self.num_bytes = 0
         return found
 
+    def _unless_compiled(self, act: Callable[..., None]) -> Callable[..., None]:
+        """``act`` as a hook: called within micro-steps, and not by what a compiler makes a graph of."""
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        if dynamo is not None:
+            act = dynamo.disable(act)  # called beside a graph, its frames are none of the compiler's
+
+        def hook(*arguments: Any) -> None:
+            if is_compiling() or not self._is_inside:  # a compiler reads no further than to the first
+                return
+            act(*arguments)
+
+        skip = getattr(getattr(dynamo, "eval_frame", None), "skip_code", None)
+        if skip is not None:  # else a graph may be made of the hook alone, in which it does nothing
+            skip(hook.__code__)
+        return hook
+
     def _before_forward(self, module: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         self._depth += 1
-        if self._depth > 1 or self._is_in_pass or not self._is_inside:  # or activations are computed again
+        if self._depth > 1 or self._is_in_pass:  # or activations are computed again
             return
         self._mark(Phase.FORWARD)
+        self.has_seen = True
         self._count(arguments)
         if options:
             self._count(options.values())
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        if self._depth > 0 or self._is_in_pass or not self._is_inside:
+        if self._depth > 0 or self._is_in_pass:
             return
         found = _first_with_gradient(output, _DEPTH)
         if found is None:
@@ -120,12 +139,10 @@ class Probe:
         self._mark(Phase.OTHER)
 
     def _before_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        if self._is_inside:
-            self._mark(Phase.OPTIMIZER)
+        self._mark(Phase.OPTIMIZER)
 
     def _after_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        if self._is_inside:
-            self._mark(Phase.OTHER)
+        self._mark(Phase.OTHER)
 
     def _count(self, values: Iterable[Any]) -> None:
         is_first = True

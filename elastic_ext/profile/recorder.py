@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastic_ext.pulse import Activity, Pulse
+from elastic_ext.sources import TimedSource
 
 from .pace import Pace
 from .phases import Phase
@@ -50,10 +51,10 @@ class Recorder(Pulse):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         stand: Callable[[], Standing],
-        sees_loader: bool,
+        loader: object,
         surveyor: Surveyor | None = None,
     ) -> None:
-        """``stand`` says how far training is; ``sees_loader`` that the loader tells when the loop waits for it."""
+        """``stand`` says how far training is; ``loader`` gives the batches, and is None where the trainer has it."""
         self._pulse = pulse
         self._timeline = timeline
         self._probe = probe
@@ -61,7 +62,10 @@ class Recorder(Pulse):
         self._pace = pace
         self._model, self._optimizers = model, tuple(optimizers)
         self._stand = stand
-        self._within_epoch = Phase.OTHER if sees_loader else Phase.DATA
+        self._loader = loader if isinstance(loader, TimedSource) else None
+        if self._loader is not None:
+            self._loader.timeline = timeline  # it tells when the loop waits for it
+        self._within_epoch = Phase.OTHER if loader is None or self._loader is not None else Phase.DATA
         self._between: Phase = self._within_epoch  # two steps
         self._surveyor = surveyor
         self._num_boundaries = 0
@@ -121,9 +125,11 @@ class Recorder(Pulse):
         self._pulse.end()
         if not self._is_over:
             self._is_over = True
-            self._probe.turn_off()
+            self._probe.detach()
             if self._surveyor is not None:
                 self._surveyor.close()
+            if self._loader is not None and self._loader.timeline is self._timeline:
+                self._loader.timeline = None
             self._timeline.finish()
             self._close()
 
@@ -173,23 +179,18 @@ class Recorder(Pulse):
         self._has_begun = True
         self._stepped_at = time.perf_counter_ns()
         self._close()
-        self._follow_pace()
+        self._probe.attach(self._model, self._optimizers)
+        self._is_detailed = self._pace.is_detailed
 
     def _end_step(self) -> None:
         now = time.perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
+        self._is_detailed = self._is_detailed and self._probe.has_seen  # else it cannot look into this model
         if self._windows.end_step(is_detailed=self._is_detailed) or self._is_changed:
             self._is_changed = False
             self._close()
         if self._pace.end_step(seconds):
-            self._follow_pace()
-
-    def _follow_pace(self) -> None:
-        self._is_detailed = self._pace.is_detailed
-        if self._is_detailed:
-            self._probe.turn_on(self._model, self._optimizers)
-        else:
-            self._probe.turn_off()
+            self._is_detailed = self._pace.is_detailed
 
     def _close(self) -> None:
         self._windows.count(*self._probe.take_counts())

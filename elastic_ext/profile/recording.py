@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from elastic_ext.follow import ConfigFollower
-from elastic_ext.sources import TimedSource
 
 from .census import why_no_census
 from .device_timeline import DeviceTimeline
@@ -42,8 +41,6 @@ def record(
     now, reports = time.time(), follower.reports
     begin = min(max(psutil.Process().create_time(), reports.profiled_until()), now)
     timeline.add_past(Phase.STARTUP, round((now - begin) * 1e9))
-    if isinstance(loader, TimedSource):
-        loader.timeline = timeline
 
     def stand() -> Standing:
         step, num_samples = progress()
@@ -68,7 +65,7 @@ def record(
         model=model,
         optimizers=optimizers,
         stand=stand,
-        sees_loader=loader is None or isinstance(loader, TimedSource),
+        loader=loader,
         surveyor=_surveyor(follower, model, timeline, probe, device),
     )
     follower.take_pulse(recorder)

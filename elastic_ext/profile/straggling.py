@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic_ext.wording import on_one_line
 
 from .weighed import RankView, weigh, why_not
 
-__all__ = ["LocalTime", "Straggler", "Stragglers", "is_far", "local_times", "scores", "usual"]
+__all__ = ["LocalTime", "Straggler", "Stragglers", "is_far", "local_times", "usual"]
 
 _SLOW = 1.2
 """Times as long as is usual."""
@@ -138,13 +138,6 @@ def local_times(views: Sequence[RankView]) -> list[LocalTime]:
                     )
                 )
     return found
-
-
-def scores(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Each rank's, by what it takes by itself; those that take no time have none."""
-    timed = {rank: each for rank, each in seconds.items() if _is_timed(each)}
-    middle = usual(list(timed.values())) if timed else 0.0
-    return {rank: middle / each for rank, each in timed.items()}
 
 
 def usual(values: Sequence[float]) -> float:

@@ -44,10 +44,6 @@ class Trace:
         self._profile: Any = None
         self._began = 0.0
 
-    @property
-    def is_under_way(self) -> bool:
-        return self._profile is not None
-
     def begin(self) -> None:
         self._profile = _profile()
         self._profile.start()

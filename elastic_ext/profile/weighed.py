@@ -78,6 +78,8 @@ class Weighed:
     """How much of a processor the training thread had while it should have computed; None where that tells nothing."""
     is_on_accelerator: bool
     roofline: Roofline | None
+    overlapped_seconds: float | None = None
+    """Of a step, in which gradients or parameters are on their way and something is computed; of steps traced alone."""
 
     @property
     def step_seconds(self) -> float:
@@ -184,15 +186,19 @@ def weigh(view: RankView) -> Weighed:
     seconds = _by_phase(window.seconds)
     split = _split(seconds)
     total = sum(split.values()) or 1.0
+    step, trace = _step_of(window, split), view.trace
+    if trace is not None and not _is_told(trace):
+        trace = None
     return Weighed(
         rank=view.rank,
         host=view.host,
-        step=_with_waits(_step_of(window, split), view.trace),
+        step=_with_waits(step, trace),
         shares={phase: spent / total for phase, spent in split.items()},
         is_known=_has_passes(split),
         processor_share=None if _is_on_accelerator(view) else _processor_share(view, seconds),
         is_on_accelerator=_is_on_accelerator(view),
         roofline=_roofline(view),
+        overlapped_seconds=None if trace is None else _seconds_of(trace.overlapped_seconds, step, trace),
     )
 
 
@@ -268,15 +274,23 @@ def _step_of(window: StepWindow, split: Mapping[Phase, float]) -> dict[Phase, fl
 def _with_waits(step: dict[Phase, float], trace: StepTrace | None) -> dict[Phase, float]:
     """With what passes wait for other ranks counted as that, by the part that it had of a step that was traced."""
     passes = step.get(Phase.FORWARD, 0.0) + step.get(Phase.BACKWARD, 0.0)
-    if trace is None or passes <= 0 or not 0 < trace.step_seconds <= _MOST or not trace.exposed_seconds >= 0:
+    if trace is None or passes <= 0:
         return step
-    within = sum(step.get(phase, 0.0) for phase in _WITHIN_STEP)
-    waits = min(trace.exposed_seconds / trace.step_seconds, 1.0) * within - step.get(Phase.COMMUNICATION, 0.0)
+    waits = _seconds_of(trace.exposed_seconds, step, trace) - step.get(Phase.COMMUNICATION, 0.0)
     waits = min(max(waits, 0.0), passes)
     found = {**step, Phase.COMMUNICATION: step.get(Phase.COMMUNICATION, 0.0) + waits}
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         found[phase] = step.get(phase, 0.0) * (1 - waits / passes)
     return found
+
+
+def _is_told(trace: StepTrace) -> bool:
+    return 0 < trace.step_seconds <= _MOST and 0 <= trace.exposed_seconds <= trace.communication_seconds <= _MOST
+
+
+def _seconds_of(traced: float, step: Mapping[Phase, float], trace: StepTrace) -> float:
+    """What in a step takes the part that it took of the one that was traced."""
+    return min(traced / trace.step_seconds, 1.0) * sum(step.get(phase, 0.0) for phase in _WITHIN_STEP)
 
 
 def _processor_share(view: RankView, seconds: Mapping[Phase, float]) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from elastic_ext.metrics import StepWindow
+from elastic_ext.record_json import record_of
 
 from . import master_pb2
 
@@ -56,7 +57,9 @@ def window_message(window: StepWindow) -> master_pb2.StepWindow:
 
 def window_record(message: master_pb2.StepWindow) -> StepWindow:
     """The window in ``message``; ValueError where it holds what is none."""
-    return StepWindow.from_object(as_dict(message))
+    window = record_of(StepWindow, as_dict(message))
+    window.check_read()
+    return window
 
 
 def _is_repeated(field: Any) -> bool:
