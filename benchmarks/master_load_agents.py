@@ -71,22 +71,27 @@ class Agent:
         self._beat.epoch = (await self._stub.Join(request, timeout=60)).epoch
 
     async def watch(self) -> None:
-        """Take configs as they come, and say so."""
+        """Take configs as they come, and say so; again, after a while, where the stream has ended."""
+        while True:
+            try:
+                await self._take_configs()
+            except grpc.aio.AioRpcError as error:
+                self._seen.failures.append(f"Watch: {error.code().name}: {error.details()}")
+            await asyncio.sleep(2 * random.random())
+
+    async def _take_configs(self) -> None:
         request = wire.WatchRequest(
             node_id=self._node.node_id, incarnation=1, epoch=self._beat.epoch, config_version=self._beat.held.version
         )
-        try:
-            async for push in self._stub.Watch(request):
-                now = time.monotonic()
-                self._beat.held.version = push.version
-                seen = self._seen
-                if push.version == seen.version:
-                    seen.received.append(now)
-                    if len(seen.received) >= seen.num_wanted:
-                        seen.is_received.set()
-                await self._send(seen.acknowledgements, with_windows=False)
-        except grpc.aio.AioRpcError as error:
-            self._seen.failures.append(f"Watch: {error.code().name}: {error.details()}")
+        async for push in self._stub.Watch(request):
+            now = time.monotonic()
+            self._beat.held.version = push.version
+            seen = self._seen
+            if push.version == seen.version:
+                seen.received.append(now)
+                if len(seen.received) >= seen.num_wanted:
+                    seen.is_received.set()
+            await self._send(seen.acknowledgements, with_windows=False)
 
     async def beat(self, every: float, num: int) -> None:
         """So many beats."""
@@ -135,17 +140,17 @@ async def run(address: str, num: int, every: float, num_beats: int, num_pushes: 
     watching = [asyncio.ensure_future(agent.watch()) for agent in agents]
     _tell("joined", seconds=time.monotonic() - begin, num_channels=len(channels))
     await _push(stubs[0], seen, num)  # the first: all streams are there
+    await _settle(seen, num)
     _tell("ready")
     await asyncio.gather(*(agent.beat(every, num_beats) for agent in agents))
     _tell("beaten", **_summary(seen.beats), lag=quantile(seen.lags, 0.99), failures=seen.failures[:5])
     begin = time.monotonic()
     await stubs[0].GetStatus(wire.GetStatusRequest(without_workers=True), timeout=60)
     _tell("status", seconds=time.monotonic() - begin)
-    for _ in range(num_pushes):
-        await asyncio.sleep(_BETWEEN_PUSHES_SECONDS)
+    for number in range(num_pushes):
         seconds, num_received = await _push(stubs[0], seen, num)
         _tell("pushed", seconds=seconds, num_received=num_received)
-    await asyncio.sleep(_BETWEEN_PUSHES_SECONDS)
+        await _settle(seen, (number + 2) * num)
     _tell("over", **_summary(seen.acknowledgements), failures=seen.failures[:5], num_failures=len(seen.failures))
     for task in watching:
         task.cancel()
@@ -165,6 +170,14 @@ async def _push(stub: MasterStub, seen: Seen, num: int) -> tuple[float, int]:
     except asyncio.TimeoutError:
         return float("inf"), len(seen.received)
     return max(seen.received) - begin, len(seen.received)
+
+
+async def _settle(seen: Seen, num_acknowledgements: int) -> None:
+    """Until all have said that they hold what they were sent, and a little longer."""
+    limit = time.monotonic() + _PUSH_SECONDS
+    while len(seen.acknowledgements) < num_acknowledgements and time.monotonic() < limit:
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(_BETWEEN_PUSHES_SECONDS)
 
 
 async def _at_most(num: int, calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
