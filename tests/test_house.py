@@ -147,6 +147,8 @@ LAYERS: Mapping[str, int] = {
     "master.health": 1,
     "master.job": 1,
     "master.links": 1,
+    "master.metrics_server": 1,
+    "master.prometheus": 1,
     "master.machines": 1,
     "master.nodes": 1,
     "master.plans": 1,

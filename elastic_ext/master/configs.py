@@ -43,6 +43,7 @@ class ConfigBook:
 
     def __init__(self, pages: Sequence[Page] = ()) -> None:
         self._pages = list(pages)
+        self._text = self._pages[-1].config.to_json() if self._pages else ""
         self._conflicts: set[tuple[int, str]] = set()
 
     @property
@@ -60,10 +61,16 @@ class ConfigBook:
         """Of the newest; 0 before there is any."""
         return self._pages[-1].config.version if self._pages else 0
 
+    @property
+    def text(self) -> str:
+        """Of the newest, as a file has it: made once, as all nodes are sent it; empty before there is any."""
+        return self._text
+
     def enter(self, page: Page) -> None:
         """This is the newest one now."""
         assert page.config.version > self.version, (page.config.version, self.version)
         self._pages.append(page)
+        self._text = page.config.to_json()
         self._conflicts.clear()
         del self._pages[:-_MOST_PAGES]
 

@@ -158,7 +158,7 @@ class Job:
             lease_seconds=self.settings.lease_seconds,
             beat_seconds=self.settings.beat_seconds,
             config_version=self.book.version,
-            config=newest.config.to_json() if newest is not None and lags else "",
+            config=self.book.text if lags else "",
             wants_config=wants_config,
             wants_hardware=not self.fleet.hardware(node.node_id),
         )

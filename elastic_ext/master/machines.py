@@ -48,9 +48,8 @@ def facts_of(node_id: str, host: str, text: str, *, num_nodes: int = 1) -> NodeF
     except ValueError as error:
         trouble = words(f"what it tells of its hardware cannot be read: {error}")
         return NodeFacts(node_id=node_id, host=host, troubles=(trouble,))
-    _, warnings = check_node(hardware, num_nodes=num_nodes)
-    refused = why_refused(text, num_nodes)
-    troubles = [] if refused is None else [refused]
+    refused, warnings = check_node(hardware, num_nodes=num_nodes)
+    troubles = [] if refused is None else [words(refused, _MOST_REASON)]
     return NodeFacts(
         node_id=node_id,
         host=host,

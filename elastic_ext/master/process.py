@@ -37,6 +37,11 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two masters could listen at one port, and each would have half of the agents
     ("grpc.max_receive_message_length", _MOST_MESSAGE),
     ("grpc.max_metadata_size", 16 << 10),
+    (
+        "grpc.server.max_pending_requests",
+        _MOST_CALLS,
+    ),  # above 1,000 some are cancelled by chance, when all call at once
+    ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_CALLS),
     ("grpc.max_concurrent_streams", 128),  # of one connection
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),

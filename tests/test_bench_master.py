@@ -1,0 +1,72 @@
+"""What the benchmark of the master stands on: agents that are made up join, beat and are told of configs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks import master_load
+from benchmarks.harness import table
+from benchmarks.master_load import Load, Measured, Row
+from benchmarks.master_load_agents import quantile
+
+LOAD = Load(num_agents=20, every_seconds=1.0, num_beats=2, num_pushes=2)
+
+
+def _made(**changes: float) -> Measured:
+    values = {"p50": 0.002, "p99": 0.02, "push": 0.1, "cpu": 0.1, "bytes": 1e8, "last": 1e8, **changes}
+    return Measured(
+        told={
+            "joined": [{"seconds": 1.0, "num_channels": 3}],
+            "beaten": [{"p50": values["p50"], "p99": values["p99"], "num": 40, "lag": 0.001, "failures": []}],
+            "status": [{"seconds": 0.1}],
+            "pushed": [{"seconds": 0.05}, {"seconds": values["push"]}],
+            "over": [{"p99": 0.2, "failures": ["Watch: X"], "num_failures": 1}],
+        },
+        cpu_share=values["cpu"],
+        bytes_in_quarters=(9e7, values["bytes"], values["bytes"], values["last"]),
+        bytes_at_end=values["last"],
+    )
+
+
+def test_a_table_says_what_is_wanted_and_whether_it_is_so() -> None:
+    found = master_load.table_of(Load(num_agents=20, every_seconds=10.0, num_beats=2), _made(), is_sustained=True)
+    assert set(found.verdicts) == {"pass", "none claimed"}
+    text = table(found)
+    assert "| a beat, p99 | 20 ms | ≤ 100 ms | pass |" in text
+    assert "1 calls failed, such as: Watch: X" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"p99": 0.11}, "a beat, p99"),
+        ({"push": math.inf}, "... at most"),
+        ({"cpu": 0.26}, "of a core"),
+        ({"bytes": 1.6e8, "last": 1.6e8}, "memory, at most"),
+        ({"last": 1.2e8}, "memory in the last quarter, over that in the second"),
+    ],
+)
+def test_what_is_not_as_wanted_fails(changes: dict[str, float], name: str) -> None:
+    load = Load(num_agents=20, every_seconds=10.0, num_beats=2)
+    rows = master_load.table_of(load, _made(**changes), is_sustained=True).rows
+    assert name in [row.name for row in rows if row.verdict == "fail"]
+
+
+def test_a_row_of_which_nothing_is_claimed_has_no_verdict() -> None:
+    assert Row(name="", value=1.0, shown="").verdict == "none claimed"
+
+
+def test_a_quantile_is_one_of_the_values() -> None:
+    assert [quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 3.0, 3.0]
+    assert math.isnan(quantile([], 0.5))
+
+
+@pytest.mark.slow  # what it measures with is tried where that is changed
+def test_a_master_is_measured_under_a_small_load() -> None:
+    found = master_load.measured(LOAD)
+    assert found.told["beaten"][0]["num"] == 40 and found.told["over"][0]["num_failures"] == 0
+    assert [each["num_received"] for each in found.told["pushed"]] == [20, 20]
+    assert 0 < found.cpu_share < 4 and min(found.bytes_in_quarters) > 1e7
+    assert len(master_load.table_of(LOAD, found).rows) == 8
