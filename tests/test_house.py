@@ -132,6 +132,9 @@ LAYERS: Mapping[str, int] = {
     "peers": 1,
     "leaving": 1,
     "master": 1,
+    "master.client": 1,
+    "master.places": 1,
+    "master.tokens": 1,
     "master.wire": 1,
     "master.wire.master_pb2": 1,
     "master.wire.master_pb2_grpc": 1,
@@ -531,7 +534,12 @@ USES_TORCH = frozenset(
     }
 )
 HEAVY = frozenset({"torch", "numpy", "accelerate"})  # accelerate imports torch
-USES_GRPC = frozenset({"master.wire.master_pb2_grpc"})
+USES_GRPC = frozenset(
+    {
+        "master.client",
+        "master.wire.master_pb2_grpc",
+    }
+)
 """What speaks with a master, or is one: a training process never does."""
 WHEN_CALLED: Mapping[str, str] = {"fsdp.checkpoint.casting": "numpy", "profile.sinks": "torch"}
 """What a light module imports in the functions that need it, which is not all that it is imported for."""
