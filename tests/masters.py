@@ -58,6 +58,7 @@ class ScriptedMaster(MasterServicer):
         self.events: list[pb.JobEvent] = []
         self.configs: list[tuple[int, str]] = []
         self.called: dict[str, list[Any]] = defaultdict(list)
+        self._nodes = {""}
         self._more = threading.Condition()
         self._watchers = _Streams()
         self._server = grpc.server(ThreadPoolExecutor(16), options=(("grpc.so_reuseport", 0),))
@@ -114,9 +115,12 @@ class ScriptedMaster(MasterServicer):
     # ---- calls ----
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
+        self._nodes.add(request.node.node_id)
         return self._answered("Join", request, context, self._joined)
 
     def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:
+        if request.node_id not in self._nodes:
+            context.abort(grpc.StatusCode.NOT_FOUND, "this node has not joined")
         return self._answered("Beat", request, context, self._beaten)
 
     def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
@@ -163,10 +167,11 @@ class ScriptedMaster(MasterServicer):
             self.called[name].append(request)
             self._more.notify_all()
         answer = self.answers.get(name, usual)
-        if isinstance(answer, Refusal):
-            context.abort(answer.code, answer.words)
-        reply: _Reply = answer(request)
-        return reply
+        reply: Any = answer if isinstance(answer, Refusal) else answer(request)
+        if isinstance(reply, Refusal):
+            context.abort(reply.code, reply.words)
+        found: _Reply = reply
+        return found
 
     def _joined(self, request: pb.JoinRequest) -> pb.JoinReply:
         return pb.JoinReply(

@@ -76,6 +76,16 @@ LAYERS: Mapping[str, int] = {
     "agent.slow_workers": 1,
     "agent.starting": 1,
     "agent.stop_signals": 1,
+    "agent.backoff": 1,
+    "agent.config_watch": 1,
+    "agent.event_files": 1,
+    "agent.held_config": 1,
+    "agent.link_words": 1,
+    "agent.master_link": 1,
+    "agent.master_session": 1,
+    "agent.node_identity": 1,
+    "agent.node_report": 1,
+    "agent.outbox": 1,
     "agent.verdicts": 1,
     "agent.workers": 1,
     "doctor.mounts": 1,
@@ -536,6 +546,9 @@ USES_TORCH = frozenset(
 HEAVY = frozenset({"torch", "numpy", "accelerate"})  # accelerate imports torch
 USES_GRPC = frozenset(
     {
+        "agent.config_watch",
+        "agent.master_link",
+        "agent.master_session",
         "master.client",
         "master.wire.master_pb2_grpc",
     }
@@ -602,6 +615,8 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "agent.control:Control.start": "closes what it has opened, and raises again",
     "agent.control:Control._run": "the top of a thread: logged, and its owner sees that it has ended",
     "agent.control:Control._answer_to": "whatever answers: who asked is told, and the agent goes on",
+    "agent.config_watch:ConfigWatch._run": "the top of a thread: logged; configs come with answers as well",
+    "agent.master_link:MasterLink._run": "the top of a thread: logged, and the agent goes on without a master",
     "appliers:Appliers._check": "an applier is the user's code: what it raises is told to all ranks",
     "appliers:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
     "doctor.patience:answer_within.run": "the top of a thread: kept for the one who waits, who raises it",
