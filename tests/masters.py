@@ -1,198 +1,237 @@
-"""A master that does what a test tells it to: every call is noted, and answered or refused as scripted."""
+"""Masters for tests that talk to them over gRPC: on a thread of the test, or in processes of their own."""
 
 from __future__ import annotations
 
-import queue
+import asyncio
+import subprocess
+import sys
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
-from elastic_ext.master.places import Address, MasterPlace
-from elastic_ext.master.wire import master_pb2 as pb
-from elastic_ext.master.wire.master_pb2_grpc import MasterServicer, add_MasterServicer_to_server
+from elastic_ext.master.arguments import parse
+from elastic_ext.master.process import serve
+from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 
-__all__ = ["Refusal", "ScriptedMaster"]
-
-DEADLINE_SECONDS = 20.0
-_END = object()
-_Request = TypeVar("_Request")
-_Reply = TypeVar("_Reply")
+ROOT = Path(__file__).resolve().parent.parent
+TOKEN = "a-token-of-tests-alone"
+_DEADLINE = 20.0
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """What a call ends with instead of an answer."""
+class Reached:
+    """A master at an address of this machine."""
 
-    code: grpc.StatusCode
-    words: str = "because the test wants it"
-
-
-@dataclass
-class _Streams:
-    """What is to be sent to those who watch."""
-
-    open: list[queue.Queue[Any]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-class ScriptedMaster(MasterServicer):
-    """One that listens at 127.0.0.1 while a ``with`` lasts."""
-
-    def __init__(
-        self, *, token: str = "", port: int = 0, credentials: grpc.ServerCredentials | None = None, epoch: int = 1
-    ) -> None:
-        self.token = token
-        self.epoch = epoch
-        self.job_id = "job-1"
-        self.beat_seconds = 0.05
-        self.acknowledge_seconds = 5.0
-        self.answers: dict[str, Callable[[Any], Any] | Refusal] = {}
-        """By the name of the call: what is done instead of what is done here."""
-        self.events: list[pb.JobEvent] = []
-        self.configs: list[tuple[int, str]] = []
-        self.called: dict[str, list[Any]] = defaultdict(list)
-        self._nodes = {""}
-        self._more = threading.Condition()
-        self._watchers = _Streams()
-        self._server = grpc.server(ThreadPoolExecutor(16), options=(("grpc.so_reuseport", 0),))
-        add_MasterServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
-        where = f"127.0.0.1:{port}"
-        self.port = (
-            self._server.add_insecure_port(where)
-            if credentials is None
-            else self._server.add_secure_port(where, credentials)
-        )
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = 0
+        self.token_file = folder / "token"
+        self.token_file.touch(mode=0o600)
+        self.token_file.write_text(TOKEN + "\n")
+        self._channels: list[grpc.Channel] = []
 
     @property
-    def place(self) -> MasterPlace:
-        return MasterPlace(address=Address(host="127.0.0.1", port=self.port))
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
 
-    def place_with(self, **given: Path) -> MasterPlace:
-        return MasterPlace(address=Address(host="127.0.0.1", port=self.port), **given)
+    @property
+    def arguments(self) -> list[str]:
+        """What all masters of tests are given."""
+        files = ["--state-dir", str(self.folder / "state"), "--token-file", str(self.token_file)]
+        return ["--port", str(self.port), "--port-file", str(self.folder / "port"), *files]
 
-    def __enter__(self) -> ScriptedMaster:
-        self._server.start()
+    def channel(self) -> Any:
+        """A connection of its own."""
+        channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._channels.append(channel)
+        return channel
+
+    def caller(self, token: str | None = TOKEN) -> Caller:
+        """Somebody who calls it."""
+        return Caller(self.channel(), token)
+
+    def disconnect(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+class MasterThread(Reached):
+    """A master on a thread of this process."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        super().__init__(folder)
+        self._options = parse([*self.arguments, *options])
+        self._told: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        port_file = self.folder / "port"
+        until(lambda: port_file.exists() or not self._thread.is_alive())
+        self.port = int(port_file.read_text())
+
+    def end(self) -> None:
+        """As SIGTERM does."""
+        loop, has_to_end = self._told.result(_DEADLINE)
+        if not self._thread.is_alive():
+            return
+        loop.call_soon_threadsafe(has_to_end.set)
+        self._thread.join(_DEADLINE)
+        assert not self._thread.is_alive()
+
+    async def _serve(self) -> None:
+        has_to_end = asyncio.Event()
+        self._told.set_result((asyncio.get_running_loop(), has_to_end))
+        await serve(self._options, has_to_end)
+
+
+class MasterProcess(Reached):
+    """A master in a process of its own; ``start`` begins it again, where it was."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        super().__init__(folder)
+        self.options = options
+        self.log = folder / "master.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> MasterProcess:
+        port_file = self.folder / "port"
+        port_file.unlink(missing_ok=True)
+        with open(self.log, "ab") as log:
+            command = [sys.executable, "-m", "elastic_ext.master", *self.arguments, *self.options]
+            self.process = subprocess.Popen(command, stderr=log, cwd=ROOT)
+        until(lambda: port_file.exists() or (self.process is not None and self.process.poll() is not None))
+        assert self.process.poll() is None, self.log.read_text()
+        self.port = int(port_file.read_text())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    def kill(self) -> None:
+        """End it as SIGKILL does."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
 
-    def stop(self) -> None:
-        """As if it had been killed."""
-        self.end_streams()
-        self._server.stop(None).wait(DEADLINE_SECONDS)
-
-    def wait_for(self, name: str, is_it: Callable[[Any], bool] = lambda request: True, *, after: int = 0) -> Any:
-        """The first request of that name which is so, of those after the first so many."""
-        with self._more:
-            found: list[Any] = []
-
-            def has_come() -> bool:
-                found[:] = [each for each in self.called[name][after:] if is_it(each)]
-                return bool(found)
-
-            assert self._more.wait_for(has_come, DEADLINE_SECONDS), (name, self.called[name][-3:])
-            return found[0]
-
-    def push(self, version: int, text: str) -> None:
-        """Send a config to all who watch."""
-        for each in list(self._watchers.open):
-            each.put(pb.ConfigPush(epoch=self.epoch, version=version, text=text))
-
-    def end_streams(self) -> None:
-        for each in list(self._watchers.open):
-            each.put(_END)
-
-    # ---- calls ----
-
-    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
-        self._nodes.add(request.node.node_id)
-        return self._answered("Join", request, context, self._joined)
-
-    def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:
-        if request.node_id not in self._nodes:
-            context.abort(grpc.StatusCode.NOT_FOUND, "this node has not joined")
-        return self._answered("Beat", request, context, self._beaten)
-
-    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
-        return self._answered("Leave", request, context, lambda _: pb.LeaveReply())
-
-    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.ConfigPush]:
-        sent: queue.Queue[Any] = queue.Queue()
-        context.add_callback(lambda: sent.put(_END))
-        with self._watchers.lock:
-            self._watchers.open.append(sent)
-        self._answered("Watch", request, context, lambda _: None)
-        for version, text in self.configs:
-            if version > request.config_version:
-                yield pb.ConfigPush(epoch=self.epoch, version=version, text=text)
-        while (each := sent.get()) is not _END:
-            yield each
-        with self._watchers.lock:
-            self._watchers.open.remove(sent)
-
-    def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.JobStatus:
-        return self._answered("GetStatus", request, context, lambda _: pb.JobStatus(job="job", job_id=self.job_id))
-
-    def ReadEvents(self, request: pb.ReadEventsRequest, context: grpc.ServicerContext) -> Iterator[pb.JobEvent]:
-        self._answered("ReadEvents", request, context, lambda _: None)
-        found = [each for each in self.events if each.number > request.after]
-        yield from found[-request.most :] if request.most else found
-
-    def SetConfig(self, request: pb.SetConfigRequest, context: grpc.ServicerContext) -> pb.ConfigWritten:
-        return self._answered("SetConfig", request, context, lambda _: pb.ConfigWritten())
-
-    def UndoConfig(self, request: pb.UndoConfigRequest, context: grpc.ServicerContext) -> pb.ConfigWritten:
-        return self._answered("UndoConfig", request, context, lambda _: pb.ConfigWritten())
-
-    def GetConfigs(self, request: pb.GetConfigsRequest, context: grpc.ServicerContext) -> pb.ConfigHistory:
-        return self._answered("GetConfigs", request, context, lambda _: pb.ConfigHistory())
-
-    def _answered(
-        self, name: str, request: _Request, context: grpc.ServicerContext, usual: Callable[[_Request], _Reply]
-    ) -> _Reply:
-        given = dict(context.invocation_metadata()).get("authorization", "")
-        if self.token and given != f"Bearer {self.token}":
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or is not the master's")
-        with self._more:
-            self.called[name].append(request)
-            self._more.notify_all()
-        answer = self.answers.get(name, usual)
-        reply: Any = answer if isinstance(answer, Refusal) else answer(request)
-        if isinstance(reply, Refusal):
-            context.abort(reply.code, reply.words)
-        found: _Reply = reply
-        return found
-
-    def _joined(self, request: pb.JoinRequest) -> pb.JoinReply:
-        return pb.JoinReply(
-            protocol=1,
-            job_id=self.job_id,
-            job=request.job,
-            epoch=self.epoch,
-            lease_seconds=5.0,
-            beat_seconds=self.beat_seconds,
-            acknowledge_seconds=self.acknowledge_seconds,
-        )
-
-    def _beaten(self, request: pb.BeatRequest) -> pb.BeatReply:
-        reply = pb.BeatReply(epoch=self.epoch, lease_seconds=5.0, beat_seconds=self.beat_seconds)
-        newest = max(self.configs, default=(0, ""))
-        reply.config_version = newest[0]
-        if request.held.version < newest[0]:
-            reply.config = newest[1]
-        return reply
+    def close(self) -> None:
+        self.disconnect()
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(_DEADLINE)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
 
 
-def in_order(events: Sequence[pb.JobEvent]) -> list[str]:
-    """Their texts."""
-    return [each.text for each in events]
+class Caller:
+    """Somebody with a connection and, as a rule, the token."""
+
+    def __init__(self, channel: Any, token: str | None) -> None:
+        self._stub: Any = MasterStub(channel)  # type: ignore[no-untyped-call]
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+
+    def __call__(self, method: str, request: Any = None, *, timeout: float = _DEADLINE) -> Any:
+        """The answer; grpc.RpcError where there is none."""
+        asked = getattr(wire, f"{method}Request")() if request is None else request
+        return getattr(self._stub, method)(asked, metadata=self._metadata, timeout=timeout)
+
+    def refusal(self, method: str, request: Any = None) -> tuple[grpc.StatusCode, str]:
+        """With what status and words a call ends that must not be answered."""
+        try:
+            answer = self(method, request)
+            if hasattr(answer, "__iter__"):
+                answer = list(answer)
+        except grpc.RpcError as error:
+            return error.code(), str(error.details())
+        raise AssertionError(f"it was answered: {answer}")
+
+    def join(self, node_id: str = "a", incarnation: int = 1, **given: Any) -> wire.JoinReply:
+        answer: wire.JoinReply = self("Join", join_request(node_id, incarnation, **given))
+        return answer
+
+    def beat(self, node_id: str = "a", incarnation: int = 1, **given: Any) -> wire.BeatReply:
+        answer: wire.BeatReply = self("Beat", wire.BeatRequest(node_id=node_id, incarnation=incarnation, **given))
+        return answer
+
+    def set(self, rate: float, **given: Any) -> wire.ConfigWritten:
+        changes = {"optimizer.learning_rate": str(rate)}
+        answer: wire.ConfigWritten = self("SetConfig", wire.SetConfigRequest(changes=changes, **given))
+        return answer
+
+    def watch(self, node_id: str = "a", incarnation: int = 1, **given: Any) -> Listening:
+        request = wire.WatchRequest(node_id=node_id, incarnation=incarnation, **given)
+        return Listening(self("Watch", request, timeout=600.0))
+
+    def status(self, **given: Any) -> wire.JobStatus:
+        answer: wire.JobStatus = self("GetStatus", wire.GetStatusRequest(**given))
+        return answer
+
+    def states(self) -> dict[str, str]:
+        """What the nodes' states are."""
+        return {each.node.node_id: each.state for each in self.status().nodes}
+
+
+class Listening:
+    """A stream that is read by a thread."""
+
+    def __init__(self, stream: Any) -> None:
+        self.heard: list[Any] = []
+        self.end: tuple[grpc.StatusCode, str] | None = None
+        self._stream = stream
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        try:
+            for each in self._stream:
+                self.heard.append(each)
+        except grpc.RpcError as error:
+            self.end = error.code(), str(error.details())
+        else:
+            self.end = grpc.StatusCode.OK, ""
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+        self._thread.join(_DEADLINE)
+
+
+def join_request(node_id: str = "a", incarnation: int = 1, **given: Any) -> wire.JoinRequest:
+    """As an agent of this version sends it."""
+    node = wire.Node(
+        node_id=node_id, incarnation=incarnation, host="h", pid=7, library="1", started_at=float(incarnation)
+    )
+    arguments = {"protocol": 1, "oldest_protocol": 1, "job": "j", **given}
+    return wire.JoinRequest(node=node, **arguments)
+
+
+def until(is_so: Callable[[], Any], seconds: float = _DEADLINE) -> Any:
+    """What ``is_so`` gives, once that is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, "it never came"
+        threading.Event().wait(0.05)  # a master answers a caller so many times a second and no more
+    return found
+
+
+def master_on_thread(folder: Path, *options: str) -> Iterator[MasterThread]:
+    """For a fixture: a master that has started, ended with the test."""
+    master = MasterThread(folder, *options)
+    master.start()
+    try:
+        yield master
+    finally:
+        master.disconnect()
+        master.end()
+
+
+def master_in_process(folder: Path, *options: str) -> Iterator[MasterProcess]:
+    """The same in a process of its own."""
+    master = MasterProcess(folder, *options)
+    try:
+        yield master.start()
+    finally:
+        master.close()

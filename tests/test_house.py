@@ -142,9 +142,24 @@ LAYERS: Mapping[str, int] = {
     "peers": 1,
     "leaving": 1,
     "master": 1,
+    "master.__main__": 3,
+    "master.allowances": 1,
+    "master.arguments": 1,
     "master.client": 1,
+    "master.configs": 1,
+    "master.event_log": 1,
+    "master.guard": 1,
+    "master.health": 1,
+    "master.job": 1,
+    "master.nodes": 1,
     "master.places": 1,
+    "master.process": 3,
+    "master.records": 1,
+    "master.service": 1,
+    "master.status": 1,
+    "master.store": 1,
     "master.tokens": 1,
+    "master.watchers": 1,
     "master.wire": 1,
     "master.wire.master_pb2": 1,
     "master.wire.master_pb2_grpc": 1,
@@ -549,7 +564,12 @@ USES_GRPC = frozenset(
         "agent.config_watch",
         "agent.master_link",
         "agent.master_session",
+        "master.__main__",
         "master.client",
+        "master.guard",
+        "master.health",
+        "master.process",
+        "master.service",
         "master.wire.master_pb2_grpc",
     }
 )
@@ -597,6 +617,7 @@ READS_ENVIRON = frozenset(
     {
         "agent.at_start.sitecustomize",
         "cli",
+        "master.__main__",
         "run",
         "follow",
         "fsdp.checkpoint.checkpointer",
@@ -605,7 +626,9 @@ READS_ENVIRON = frozenset(
         "trainer",
     }
 )
-WRITES_TO_THE_TERMINAL = frozenset({"agent.warden", "cli", "run"})  # what it prints is what it is for
+WRITES_TO_THE_TERMINAL = frozenset(
+    {"agent.warden", "cli", "master.__main__", "run"}
+)  # what it prints is what it is for
 BROAD_EXCEPT: Mapping[str, str] = {
     # "module:Class.function": the reason
     "agent.at_start.sitecustomize:_write_exceptions.write": "whatever cannot be written, the exception is printed",

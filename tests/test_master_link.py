@@ -42,8 +42,8 @@ from elastic_ext.errors import MasterAbsent
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.metrics import JobEvent, Measures, RankMetrics, StepWindow
-from tests.masters import Refusal, ScriptedMaster
 from tests.nodes import free_port, until
+from tests.scripted_master import Refusal, ScriptedMaster
 
 CODES = grpc.StatusCode
 

@@ -185,10 +185,12 @@ class MasterLink:
             self._tell("refused", str(error))
             return self._slow.next_seconds()
         except MasterRefused as error:
-            if error.about == "place" and not self._answered.is_set():
-                self._refusal = str(error)
-            self._tell("refused", str(error))
-            return self._slow.next_seconds()
+            if error.about != "place" or not self._known.job_id:
+                if error.about == "place" and not self._answered.is_set():
+                    self._refusal = str(error)
+                self._tell("refused", str(error))
+                return self._slow.next_seconds()
+            self._tell("absent", str(error))  # the one that has let this node in is another
         except MasterError as error:
             self._tell("absent", str(error))
         finally:

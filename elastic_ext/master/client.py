@@ -190,7 +190,7 @@ def _error_of(
 ) -> MasterError:
     """What an answer that is none means."""
     codes = grpc.StatusCode
-    if code == codes.DEADLINE_EXCEEDED:
+    if code == codes.DEADLINE_EXCEEDED and timeout_seconds:
         return MasterAbsent(f"the master at {address} has not answered within {timeout_seconds:g} seconds")
     if code == codes.UNAVAILABLE:
         return MasterAbsent(f"no master answers at {address}: {_cause_in(said)}{_hint(said, is_encrypted)}")
@@ -198,7 +198,7 @@ def _error_of(
         return MasterAbsent(f"the connection with the master at {address} was closed")
     if code == codes.UNIMPLEMENTED:
         return MasterAbsent(f"what answers at {address} is no master, or one of another version: {said}")
-    if code == codes.RESOURCE_EXHAUSTED:
+    if code in (codes.RESOURCE_EXHAUSTED, codes.DEADLINE_EXCEEDED):  # of a stream: the master has ended it
         return MasterBusy(f"the master at {address} takes no more for now: {said}")
     if code == codes.NOT_FOUND:
         return NodeUnknown(f"the master at {address} does not know this node: {said}")

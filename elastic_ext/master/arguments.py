@@ -1,0 +1,145 @@
+"""The command line of a master, and what may be on it."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ext.given import expanded
+
+__all__ = ["MasterOptions", "is_loopback", "parse"]
+
+_MOST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MasterOptions:
+    """What a master was told at its start; ValueError for what cannot be together."""
+
+    bind: str
+    port: int
+    """0 for any that is free."""
+    port_file: Path | None
+    state_dir: Path
+    token_file: Path | None
+    metrics_port: int | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    job: str
+    """Empty for that of the first agent."""
+    lease_seconds: float
+    beat_seconds: float
+    acknowledge_seconds: float
+    refuse_bad_nodes: bool
+    lifeline: int | None
+    """A file descriptor: the master ends when its other end is closed."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("one of --tls-cert and --tls-key is given; allowed: both of them, or none")
+        if not is_loopback(self.bind) and self.token_file is None:
+            raise ValueError(
+                f"--bind {self.bind} lets other machines in, and no token is asked of them; give --token-file"
+            )
+        if self.lease_seconds < 2 * self.beat_seconds:
+            raise ValueError(
+                f"--lease-seconds {self.lease_seconds:g} is less than two of --beat-seconds {self.beat_seconds:g}: "
+                "one word that is lost would make a node count as lost"
+            )
+
+
+def parse(arguments: Sequence[str]) -> MasterOptions:
+    """What was given; argparse ends the process for what cannot be, with a sentence."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        return MasterOptions(**vars(given))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches it."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m elastic_ext.master",
+        description="The master of one job: what it remembers, and where it is asked and told. Training goes on "
+        "without it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--port", type=_port, required=True, help="to listen at; 0 for any that is free")
+    parser.add_argument("--port-file", type=_path, help="where to write which port it is, once it is listened at")
+    parser.add_argument("--state-dir", type=_path, required=True, help="a folder of its own, on a local disk")
+    parser.add_argument("--token-file", type=_path, help="the file with the token that everybody has to give")
+    parser.add_argument("--bind", default="127.0.0.1", type=_address, help="the address (default: this machine alone)")
+    parser.add_argument("--metrics-port", type=_port, help="where Prometheus is answered")
+    parser.add_argument("--tls-cert", type=_path, help="a certificate, in PEM")
+    parser.add_argument("--tls-key", type=_path, help="... and its key")
+    parser.add_argument("--job", default="", help="what the job is called (default: what the first agent says)")
+    parser.add_argument("--lease-seconds", type=_seconds, default=30.0, help="after which a silent node counts as lost")
+    parser.add_argument("--beat-seconds", type=_seconds, default=10.0, help="how often nodes are to be heard of")
+    parser.add_argument(
+        "--acknowledge-seconds",
+        type=_seconds,
+        default=5.0,
+        help="how long a node may take to say that it holds a config",
+    )
+    parser.add_argument(
+        "--refuse-bad-nodes", action="store_true", help="keep out nodes whose machine has errors (elastic-ext doctor)"
+    )
+    parser.add_argument("--lifeline", type=_descriptor, help=argparse.SUPPRESS)
+    return parser
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) <= _MOST_PORT):
+        raise argparse.ArgumentTypeError(f"{text!r} is given; allowed: 0 to {_MOST_PORT}")
+    return int(text)
+
+
+def _descriptor(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is given; allowed: a file descriptor")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is given; allowed: 0.1 to 86400 seconds")
+    return value
+
+
+def _address(text: str) -> str:
+    if text == "localhost":
+        return text
+    try:
+        return str(ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is given; allowed: an address of this machine, such as 127.0.0.1, 0.0.0.0 or ::"
+        ) from None
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is given, as where a variable is not set; allowed: a path")
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,88 @@
+"""Guard: who may call a master, and how often. It answers calls that may not be with a status and a sentence."""
+
+from __future__ import annotations
+
+import hmac
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+
+from elastic_ext.errors import ConfigError
+from elastic_ext.wording import on_one_line
+
+from .allowances import Allowances
+from .configs import Late
+from .job import Refused
+from .store import StoreError
+
+__all__ = ["ANSWERED", "Guard", "Peer"]
+
+_CODES = {
+    "fenced": grpc.StatusCode.ABORTED,
+    "unknown": grpc.StatusCode.NOT_FOUND,
+    "other": grpc.StatusCode.FAILED_PRECONDITION,
+    "limits": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "late": grpc.StatusCode.DEADLINE_EXCEEDED,
+    "invalid": grpc.StatusCode.INVALID_ARGUMENT,
+}
+_MOST_PEERS = 20_000
+_MOST_WORDS = 1_000
+
+if TYPE_CHECKING:
+    Peer = grpc.aio.ServicerContext[Any, Any]
+else:
+    Peer = grpc.aio.ServicerContext
+"""Who calls, as gRPC gives it to a method."""
+
+ANSWERED = (Refused, ConfigError, ValueError, Late, StoreError)
+"""What may come of a call and is told to who has made it; anything else is a fault of the master."""
+
+
+class Guard:
+    """One master's. ``refusals`` counts what was refused, by reason."""
+
+    def __init__(
+        self, token: str | None, clock: Callable[[], float], *, per_second: float = 50.0, at_once: float = 200.0
+    ) -> None:
+        self._credentials = None if token is None else f"Bearer {token}".encode()
+        self._clock = clock
+        self._allowances = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
+        self.refusals: Counter[str] = Counter()
+
+    async def admit(self, peer: Peer) -> None:
+        """Let the call be, or end it."""
+        if self._credentials is not None and not self._is_theirs(peer):
+            await self._end(peer, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
+        if not self._allowances.take(self._clock(), peer.peer()):
+            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", "too many calls: wait a while")
+
+    async def refuse(self, peer: Peer, error: Exception) -> NoReturn:
+        """End a call by what went wrong with it, in words."""
+        words = on_one_line(str(error))[:_MOST_WORDS]
+        if isinstance(error, Refused):
+            await self._end(peer, _CODES[error.kind], error.kind, words)
+        elif isinstance(error, (ConfigError, ValueError)):
+            await self._end(peer, grpc.StatusCode.INVALID_ARGUMENT, "invalid", words)
+        elif isinstance(error, Late):
+            await self._end(peer, grpc.StatusCode.ABORTED, "late", words)
+        elif isinstance(error, StoreError):
+            await self._end(peer, grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
+        raise error
+
+    def _is_theirs(self, peer: Peer) -> bool:
+        """Whether the caller has the token; how long that takes does not depend on how much of it is right."""
+        assert self._credentials is not None
+        metadata = peer.invocation_metadata() or ()
+        given = [value for key, value in metadata if key == "authorization"]
+        found = given[0] if len(given) == 1 else ""
+        return hmac.compare_digest(found if isinstance(found, bytes) else found.encode(), self._credentials)
+
+    async def _end(self, peer: Peer, code: grpc.StatusCode, reason: str, words: str) -> NoReturn:
+        self.refusals[reason] += 1
+        await peer.abort(code, words)
+        raise AssertionError("abort has raised")
+
+
+_NO_TOKEN = "this master wants its token, and this is not it: look at --token-file"

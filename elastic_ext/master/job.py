@@ -1,0 +1,376 @@
+"""Job: what a master knows of its job, and what it answers to agents. It does no I/O and reads no clock.
+
+What must not be lost is stored first and entered after: who calls `beat`, `changed` and `undone` stores the page that
+they give, and then calls `enter`. All else is given to the store now and then, by `take_unsaved`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from elastic_ext.agent.records import MembershipPlan, NodeShare
+from elastic_ext.errors import ConfigError
+from elastic_ext.wording import counted, on_one_line
+
+from .configs import ConfigBook, Page
+from .event_log import EventLog
+from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
+from .records import EventRecord, NodeRecord
+from .store import Stored
+from .wire import master_pb2 as wire
+
+__all__ = ["PROTOCOL", "Job", "JobSettings", "Moment", "Refused", "Unsaved"]
+
+PROTOCOL = 1
+"""What this version speaks; the only one so far."""
+_MOST_NAME = 256
+_MOST_HARDWARE = 256 << 10
+_MOST_EVENTS = 512  # in one message
+_MOST_TROUBLE = 1_000
+_MOST_SHARES = 10_000
+
+RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
+
+
+class Refused(Exception):
+    """What an agent or a person asked for cannot be, in a sentence."""
+
+    def __init__(self, kind: RefusalKind, words: str) -> None:
+        super().__init__(words)
+        self.kind = kind
+
+
+class Moment(NamedTuple):
+    """Now: ``clock`` only ever goes on, ``time`` is seconds since 1970."""
+
+    clock: float
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSettings:
+    """How a master treats its agents."""
+
+    library: str
+    """This library's version."""
+    lease_seconds: float = 30.0
+    beat_seconds: float = 10.0
+    acknowledge_seconds: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unsaved:
+    """What has come since the store was given something last."""
+
+    events: Sequence[EventRecord]
+    nodes: Sequence[NodeRecord]
+    forgotten: Sequence[str]
+    """Nodes that have been gone for long."""
+    membership: str | None
+
+
+class Job:
+    """One job. Its methods for agents raise Refused."""
+
+    def __init__(self, stored: Stored, settings: JobSettings, now: Moment) -> None:
+        self.settings = settings
+        self.job_id = stored.job_id
+        self.epoch = stored.epoch
+        self.began = now
+        self.book = ConfigBook(stored.pages)
+        self.log = EventLog(stored.events)
+        self.nodes = Nodes(lease_seconds=settings.lease_seconds)
+        self.membership: MembershipPlan | None = None
+        self.name = stored.job
+        """Empty until the first agent has said it."""
+        self.trouble = ""
+        """What the master itself has to complain of."""
+        self._hardware: dict[str, str] = {}
+        self._changed_nodes: set[str] = set()
+        self._forgotten: list[str] = []
+        self._is_membership_new = False
+        self._told_version = 0  # that the agents have given to the plan
+        if stored.membership:
+            self.membership = MembershipPlan.from_json(stored.membership)
+        for node in stored.nodes:
+            self._remember(node, now)
+
+    # ---- agents ----
+
+    def join(self, now: Moment, request: wire.JoinRequest) -> wire.JoinReply:
+        """An agent begins, or begins again."""
+        self._check_join(request)
+        node = request.node
+        before = self.nodes.get(node.node_id)
+        was_lost = before is not None and before.state == "lost"
+        try:
+            change = self.nodes.join(
+                now.clock,
+                node.node_id,
+                node.incarnation,
+                host=node.host,
+                pid=node.pid,
+                library=node.library,
+                started_at=node.started_at,
+            )
+        except Fenced as error:
+            raise Refused("fenced", str(error)) from None
+        except TooMany as error:
+            raise Refused("limits", str(error)) from None
+        self._note(now, change)
+        if request.hardware:
+            self._hardware[node.node_id] = request.hardware
+        settings = self.settings
+        return wire.JoinReply(
+            protocol=PROTOCOL,
+            job_id=self.job_id,
+            job=self.name,
+            epoch=self.epoch,
+            lease_seconds=settings.lease_seconds,
+            beat_seconds=settings.beat_seconds,
+            acknowledge_seconds=settings.acknowledge_seconds,
+            library=settings.library,
+            was_lost=was_lost,
+        )
+
+    def beat(self, now: Moment, request: wire.BeatRequest) -> tuple[wire.BeatReply, Page | None]:
+        """What a node has to say, and the config in its file, where that is newer than the newest one here."""
+        node = self._renewed(now, request.node_id, request.incarnation)
+        node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
+        if 0 < len(request.hardware) <= _MOST_HARDWARE:
+            self._hardware[node.node_id] = request.hardware
+            self._changed_nodes.add(node.node_id)
+        if request.HasField("membership"):
+            self._take_membership(now, request.membership)
+        self._hear(now, node.node_id, request.events, request.num_events_dropped)
+        page, wants_config = self._look_at_held(now, node, request.held)
+        newest = self.book.newest
+        lags = newest is not None and request.held.version < newest.config.version
+        reply = wire.BeatReply(
+            epoch=self.epoch,
+            lease_seconds=self.settings.lease_seconds,
+            beat_seconds=self.settings.beat_seconds,
+            config_version=self.book.version,
+            config=newest.config.to_json() if newest is not None and lags else "",
+            wants_config=wants_config,
+            wants_hardware=node.node_id not in self._hardware,
+        )
+        return reply, page
+
+    def watches(self, now: Moment, request: wire.WatchRequest) -> Node:
+        """The node that asks to be told of configs."""
+        return self._renewed(now, request.node_id, request.incarnation)
+
+    def leave(self, now: Moment, request: wire.LeaveRequest) -> None:
+        """A node's part is over."""
+        self._renewed(now, request.node_id, request.incarnation)
+        self._hear(now, request.node_id, request.events, 0)
+        reason = on_one_line(request.reason[:_MOST_TROUBLE])
+        self._note(now, self.nodes.leave(now.clock, request.node_id, request.incarnation, reason))
+
+    def tick(self, now: Moment) -> None:
+        """Whose lease has run out; about once a second."""
+        for change in self.nodes.tick(now.clock):
+            self._note(now, change)
+        for node_id in self.nodes.take_forgotten():
+            self._hardware.pop(node_id, None)
+            self._changed_nodes.discard(node_id)
+            self._forgotten.append(node_id)
+        self.log.tell_of_dropped(now.time)
+
+    # ---- configs ----
+
+    def changed(self, now: Moment, request: wire.SetConfigRequest) -> Page:
+        """The next version as a person wants it, to be stored. ConfigError."""
+        self._check_named(request.job)
+        changes: dict[str, object] = {}
+        for key, text in request.changes.items():
+            try:
+                changes[key] = json.loads(text)
+            except (ValueError, RecursionError):
+                raise Refused("invalid", f"the value of {key[:100]} is no JSON: {text[:100]!r}") from None
+        at_step = request.at_step if request.HasField("at_step") else None
+        return self.book.set(changes, remove=list(request.remove), reason=request.reason, at_step=at_step, now=now.time)
+
+    def undone(self, now: Moment, request: wire.UndoConfigRequest) -> Page:
+        """The content before the newest one, to be stored. ConfigError."""
+        self._check_named(request.job)
+        return self.book.undo(now=now.time)
+
+    def enter(self, now: Moment, page: Page) -> None:
+        """A page that has been stored: what all nodes are to have now."""
+        self.book.enter(page)
+        config = page.config
+        whose = {"person": "by a person", "generated": "by what generates strategies", "node": f"on {page.node_id}"}
+        words = f"version {config.version} of the config was written {whose[page.author]}"
+        self.log.tell(now.time, "config", words + (f": {on_one_line(config.reason)}" if config.reason else ""))
+
+    # ---- for the store ----
+
+    def take_unsaved(self) -> Unsaved:
+        """What is to be stored; it is given once."""
+        nodes = [self._record(node) for each in self._changed_nodes if (node := self.nodes.get(each)) is not None]
+        self._changed_nodes.clear()
+        forgotten, self._forgotten = self._forgotten, []
+        membership = self.membership.to_json() if self.membership is not None and self._is_membership_new else None
+        self._is_membership_new = False
+        return Unsaved(events=self.log.take_new(), nodes=nodes, forgotten=forgotten, membership=membership)
+
+    def give_back(self, unsaved: Unsaved) -> None:
+        """It could not be stored, and is given again."""
+        self.log.give_back(unsaved.events)
+        self._forgotten += unsaved.forgotten
+        self._changed_nodes.update(each.node_id for each in unsaved.nodes)
+        self._is_membership_new = self._is_membership_new or unsaved.membership is not None
+
+    @property
+    def hardware(self) -> Mapping[str, str]:
+        """What nodes have told of their machines, as JSON, by node."""
+        return self._hardware
+
+    # ---- how ----
+
+    def _check_join(self, request: wire.JoinRequest) -> None:
+        node = request.node
+        if not request.oldest_protocol <= PROTOCOL <= request.protocol:
+            spoken = f"{request.oldest_protocol} to {request.protocol}"
+            raise Refused(
+                "other",
+                f"the agent (elastic_ext {node.library[:40]}) speaks protocol {spoken}, this master "
+                f"(elastic_ext {self.settings.library}) speaks {PROTOCOL}: use the same version of the library",
+            )
+        names = {"node_id": node.node_id, "host": node.host, "job": request.job}
+        for field, value in names.items():
+            if not 0 < len(value) <= _MOST_NAME or not value.isprintable():
+                raise Refused("invalid", f"{field} is {value[:60]!r}; allowed: 1 to {_MOST_NAME} printable characters")
+        if len(request.hardware) > _MOST_HARDWARE:
+            raise Refused("invalid", f"hardware has {len(request.hardware)} bytes; allowed: {_MOST_HARDWARE}")
+        if not math.isfinite(node.started_at):
+            raise Refused("invalid", f"started_at is {node.started_at}; allowed: seconds since 1970")
+        self._check_named(request.job)
+        if request.job_id and request.job_id != self.job_id:
+            raise Refused(
+                "other",
+                f"the agent has spoken to the master of job {self.name!r} with another memory (id "
+                f"{request.job_id[:40]!r}): this one (id {self.job_id!r}) listens in its place",
+            )
+        if request.epoch > self.epoch:
+            raise Refused("other", f"a later master (epoch {request.epoch}) is there; this one is of {self.epoch}")
+
+    def _check_named(self, job: str) -> None:
+        if job and self.name and job != self.name:
+            raise Refused(
+                "other", f"this master is of job {self.name!r}, not of {job[:_MOST_NAME]!r}: look at --master"
+            )
+
+    def _renewed(self, now: Moment, node_id: str, incarnation: int) -> Node:
+        try:
+            node, change = self.nodes.renew(now.clock, node_id, incarnation)
+        except UnknownNode:
+            raise Refused("unknown", f"node {node_id[:_MOST_NAME]!r} has not joined: join first") from None
+        except Fenced as error:
+            raise Refused("fenced", str(error)) from None
+        if change is not None:
+            self._note(now, change)
+        return node
+
+    def _note(self, now: Moment, change: NodeChange) -> None:
+        self.log.tell(now.time, f"node-{change.kind}", change.text, node_id=change.node_id)
+        self._changed_nodes.add(change.node_id)
+
+    def _hear(self, now: Moment, node_id: str, events: Sequence[wire.JobEvent], num_dropped: int) -> None:
+        for each in events[:_MOST_EVENTS]:
+            heard = EventRecord(
+                number=0,
+                time=each.time if math.isfinite(each.time) else now.time,
+                node_id=node_id,
+                rank=each.rank,
+                step=each.step,
+                kind=each.kind,
+                text=each.text,
+                details=each.details,
+                restart=each.restart,
+            )
+            self.log.hear(now.clock, heard)
+        if num_dropped > 0:
+            words = f"node {node_id} could not keep {num_dropped} events until it was heard"
+            self.log.tell(now.time, "events-dropped", words, node_id=node_id)
+
+    def _look_at_held(self, now: Moment, node: Node, held: wire.ConfigHeld) -> tuple[Page | None, bool]:
+        """The page that a node's file makes, and whether its text is wanted for that."""
+        node.held_version, node.held_digest = held.version, held.digest[:64]
+        conflict = self.book.conflict(held.version, node.held_digest, node.node_id)
+        if conflict is not None:
+            self.log.tell(now.time, "config-conflict", conflict, node_id=node.node_id)
+        if held.version <= self.book.version:
+            return None, False
+        if not held.text:
+            return None, True
+        try:
+            return self.book.found(held.text, node_id=node.node_id, now=now.time), False
+        except ConfigError as error:
+            words = f"the config of node {node.node_id} is refused here: {on_one_line(str(error))[:_MOST_TROUBLE]}"
+            if node.trouble != words:
+                node.trouble = words
+            return None, False
+
+    def _take_membership(self, now: Moment, told: wire.Membership) -> None:
+        """The newest plan of the agents is the next version here, which counts on where agents begin anew."""
+        nodes = tuple(
+            NodeShare(
+                node_id=each.node_id[:_MOST_NAME],
+                host=each.host[:_MOST_NAME],
+                first_rank=each.first_rank,
+                num_workers=each.num_workers,
+            )
+            for each in told.nodes[:_MOST_SHARES]
+        )
+        known = self.membership
+        if known is not None:
+            is_of_same_start = {each.node_id for each in nodes} & {each.node_id for each in known.nodes}
+            if nodes == known.nodes or (is_of_same_start and told.version < self._told_version):
+                return
+        self._told_version = told.version
+        self.membership = MembershipPlan(
+            version=1 if known is None else known.version + 1,
+            nodes=nodes,
+            reason=on_one_line(told.reason[:_MOST_TROUBLE]),
+            time=now.time,
+        )
+        self._is_membership_new = True
+        size = f"{counted(len(nodes), 'node')}, {counted(self.membership.world_size, 'rank')}"
+        self.log.tell(now.time, "membership", f"membership {self.membership.version}: {size}: {self.membership.reason}")
+
+    def _remember(self, node: NodeRecord, now: Moment) -> None:
+        """A node that joined an earlier process of this master: it has a lease to be heard of again."""
+        self.nodes.join(
+            now.clock,
+            node.node_id,
+            node.incarnation,
+            host=node.host,
+            pid=node.pid,
+            library=node.library,
+            started_at=node.started_at,
+        )
+        found = self.nodes.get(node.node_id)
+        assert found is not None
+        if node.state in ("lost", "left"):
+            found.state = "left" if node.state == "left" else "lost"
+        if node.hardware:
+            self._hardware[node.node_id] = node.hardware
+
+    def _record(self, node: Node) -> NodeRecord:
+        return NodeRecord(
+            node_id=node.node_id,
+            incarnation=node.incarnation,
+            host=node.host,
+            pid=node.pid,
+            library=node.library,
+            started_at=node.started_at,
+            state=node.state,
+            hardware=self._hardware.get(node.node_id, ""),
+        )

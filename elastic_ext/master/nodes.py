@@ -1,0 +1,198 @@
+"""The nodes of a job as its master knows them: who they are, and whether they are still heard of. Pure.
+
+A *node* is an agent's place: the same id each time an agent starts there, with a higher *incarnation*. The highest one
+is the node, and one below it is *fenced*: it is told so and counts for nothing. A *lease* says until when a node counts
+as live without being heard of; every word from it renews the lease. Times are the master's own, of a clock that goes
+on by itself: what clocks agents have makes no difference. Where the master itself was stopped for a while, nobody's
+lease has run meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Fenced", "Node", "NodeChange", "NodeState", "Nodes", "TooMany", "UnknownNode"]
+
+NodeState = Literal["live", "late", "lost", "left"]
+
+_MOST_NODES = 10_000
+_KEPT_SECONDS = 24 * 3600.0  # that a node which is gone is remembered for
+_LATE_SHARE = 0.5  # of a lease, after which a node that is not heard of is told of as late
+
+
+class UnknownNode(Exception):
+    """Nothing has been heard of such a node in this incarnation: it has to join."""
+
+
+class Fenced(Exception):
+    """Another agent has taken this node's place."""
+
+
+class TooMany(Exception):
+    """There are as many nodes as may be."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Node:
+    """One node. ``Nodes`` writes into it, and nobody else."""
+
+    node_id: str
+    incarnation: int
+    host: str
+    pid: int
+    library: str
+    started_at: float
+    """Seconds since 1970, by the agent's clock."""
+    seen_at: float
+    lease_until: float
+    state: NodeState = "live"
+    held_version: int = 0
+    """Of the config in its file,"""
+    held_digest: str = ""
+    trouble: str = ""
+    """What its agent has to complain of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeChange:
+    """Something that happened to a node, for the journal."""
+
+    node_id: str
+    kind: Literal["joined", "rejoined", "replaced", "lost", "back", "left"]
+    text: str
+
+
+class Nodes:
+    """All nodes. ``tick`` is called about once in ``tick_seconds``; every call is given the present time."""
+
+    def __init__(self, *, lease_seconds: float, tick_seconds: float = 1.0, most_nodes: int = _MOST_NODES) -> None:
+        self.lease_seconds = lease_seconds
+        self._tick_seconds = tick_seconds
+        self._most_nodes = most_nodes
+        self._by_id: dict[str, Node] = {}
+        self._ticked_at: float | None = None
+        self._forgotten: list[str] = []
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, node_id: str) -> Node | None:
+        """The node of this id, if there is one."""
+        return self._by_id.get(node_id)
+
+    @property
+    def present(self) -> Sequence[Node]:
+        """Those that are not gone."""
+        return [each for each in self._by_id.values() if each.state in ("live", "late")]
+
+    def join(
+        self, now: float, node_id: str, incarnation: int, *, host: str, pid: int, library: str, started_at: float
+    ) -> NodeChange:
+        """An agent begins, or begins again. Fenced if a higher incarnation has this place and is there; TooMany."""
+        known = self._by_id.get(node_id)
+        if known is not None and incarnation < known.incarnation and known.state in ("live", "late"):
+            raise Fenced(_fenced(known))
+        if known is None and len(self._by_id) >= self._most_nodes and not self._forget_one():
+            raise TooMany(f"{self._most_nodes} nodes have joined, which is all that this master takes")
+        node = Node(
+            node_id=node_id,
+            incarnation=incarnation,
+            host=host,
+            pid=pid,
+            library=library,
+            started_at=started_at,
+            seen_at=now,
+            lease_until=now + self.lease_seconds,
+        )
+        self._by_id[node_id] = node
+        where = f"{node_id} (pid {pid} on {host})"
+        if known is None:
+            return NodeChange(node_id=node_id, kind="joined", text=f"node {where} has joined")
+        if known.incarnation == incarnation:
+            node.held_version, node.held_digest = known.held_version, known.held_digest
+            return NodeChange(node_id=node_id, kind="rejoined", text=f"node {where} has joined again")
+        former = f"in place of the one with pid {known.pid}, which {_STANDING[known.state]}"
+        return NodeChange(node_id=node_id, kind="replaced", text=f"node {where} has joined {former}")
+
+    def renew(self, now: float, node_id: str, incarnation: int) -> tuple[Node, NodeChange | None]:
+        """A node is heard of, which may be one that was thought lost. UnknownNode, Fenced."""
+        node = self._by_id.get(node_id)
+        if node is None or incarnation > node.incarnation or node.state == "left":
+            raise UnknownNode(f"node {node_id} has not joined; join first")
+        if incarnation < node.incarnation:
+            raise Fenced(_fenced(node))
+        change = None
+        if node.state == "lost":
+            away = now - node.seen_at
+            change = NodeChange(
+                node_id=node_id, kind="back", text=f"node {node_id} is heard of again, after {away:.0f} seconds"
+            )
+        node.seen_at, node.lease_until, node.state = now, now + self.lease_seconds, "live"
+        return node, change
+
+    def leave(self, now: float, node_id: str, incarnation: int, reason: str) -> NodeChange:
+        """A node's part is over. UnknownNode, Fenced."""
+        node, _ = self.renew(now, node_id, incarnation)
+        node.state = "left"
+        return NodeChange(node_id=node_id, kind="left", text=f"node {node_id} has left: {reason or 'no reason given'}")
+
+    def tick(self, now: float) -> list[NodeChange]:
+        """Whose lease has run out since the last call; a master that was stopped gives everybody that time again."""
+        if self._ticked_at is not None:
+            stopped = now - self._ticked_at - 2 * self._tick_seconds
+            if stopped > 0:
+                for node in self._by_id.values():
+                    node.lease_until += stopped
+        self._ticked_at = now
+        changes = []
+        for node in self._by_id.values():
+            if node.state not in ("live", "late"):
+                continue
+            if now >= node.lease_until:
+                node.state = "lost"
+                words = f"node {node.node_id} on {node.host} has not been heard of for {now - node.seen_at:.0f} seconds"
+                changes.append(NodeChange(node_id=node.node_id, kind="lost", text=f"{words}, and counts as lost"))
+            elif node.lease_until - now < (1 - _LATE_SHARE) * self.lease_seconds:
+                node.state = "late"
+        self._forget_old(now)
+        return changes
+
+    def take_forgotten(self) -> list[str]:
+        """Nodes that had been gone for so long that they are remembered no more, since the last call."""
+        found, self._forgotten = self._forgotten, []
+        return found
+
+    def _forget_old(self, now: float) -> None:
+        for node_id in [
+            each.node_id
+            for each in self._by_id.values()
+            if each.state in ("lost", "left") and now - each.seen_at > _KEPT_SECONDS
+        ]:
+            self._forget(node_id)
+
+    def _forget_one(self) -> bool:
+        """Make room for another one: of those that are gone the one that has been for longest."""
+        gone = [each for each in self._by_id.values() if each.state in ("lost", "left")]
+        if not gone:
+            return False
+        self._forget(min(gone, key=lambda each: each.seen_at).node_id)
+        return True
+
+    def _forget(self, node_id: str) -> None:
+        del self._by_id[node_id]
+        self._forgotten.append(node_id)
+
+
+_STANDING = {"live": "was there", "late": "was there", "lost": "had been lost", "left": "had left"}
+
+
+def _fenced(node: Node) -> str:
+    return (
+        f"another agent (pid {node.pid} on {node.host}) has the place of node {node.node_id}, and is the later one; "
+        "this one is not heard any more"
+    )

@@ -1,0 +1,190 @@
+"""A master from its start to its end: what is put together, and what is due every second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import grpc
+
+from elastic_ext.errors import ElasticError, in_words
+from elastic_ext.files import write_whole
+
+from .arguments import MasterOptions
+from .guard import Guard
+from .health import Health
+from .job import Job, JobSettings
+from .service import MasterService, moment
+from .store import Store, StoreError, Superseded
+from .tokens import read_token
+from .wire.master_pb2_grpc import add_MasterServicer_to_server
+
+__all__ = ["NotStarted", "serve"]
+
+_logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 1.0
+_GRACE_SECONDS = 1.0
+_MOST_MESSAGE = 4 << 20
+_MOST_CALLS = 32_768
+"""At once, streams among them: one or two for each agent."""
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else two masters could listen at one port, and each would have half of the agents
+    ("grpc.max_receive_message_length", _MOST_MESSAGE),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", 128),  # of one connection
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 15_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+
+class NotStarted(ElasticError):
+    """A master could not be started as asked."""
+
+
+async def serve(options: MasterOptions, has_to_end: asyncio.Event) -> None:
+    """Be the master until ``has_to_end``. NotStarted, and Superseded where another process has become it."""
+    token = _token_of(options)
+    with ThreadPoolExecutor(1, thread_name_prefix="elastic_ext store") as executor:
+        loop = asyncio.get_running_loop()
+        try:
+            store = await loop.run_in_executor(executor, Store, options.state_dir)
+        except StoreError as error:
+            raise NotStarted(str(error)) from error
+        try:
+            await _serve(options, store, executor, token, has_to_end)
+        finally:
+            await loop.run_in_executor(executor, store.close)
+
+
+async def _serve(
+    options: MasterOptions, store: Store, executor: Executor, token: str | None, has_to_end: asyncio.Event
+) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        stored = await loop.run_in_executor(executor, store.read)
+        if options.job and not stored.job:
+            await loop.run_in_executor(executor, store.name_job, options.job)
+            stored = await loop.run_in_executor(executor, store.read)
+    except StoreError as error:
+        raise NotStarted(str(error)) from error
+    if options.job and options.job != stored.job:
+        raise NotStarted(
+            f"{options.state_dir} is of job {stored.job!r}, and --job is {options.job!r}; give each job a folder"
+        )
+    settings = JobSettings(
+        library=_library_version(),
+        lease_seconds=options.lease_seconds,
+        beat_seconds=options.beat_seconds,
+        acknowledge_seconds=options.acknowledge_seconds,
+    )
+    job = Job(stored, settings, moment())
+    guard = Guard(token, loop.time)
+    service = MasterService(job, store, executor, guard)
+    health = Health()
+    async with _listening(options, service, health) as port:
+        job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
+        _write_port(options.port_file, port)
+        _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
+        await _keep_going(job, service, store, executor, has_to_end)
+        job.log.tell(moment().time, "master", "the master ends")
+        service.end_streams()
+        health.end()
+        await _keep(job, store, executor)
+
+
+@contextlib.asynccontextmanager
+async def _listening(options: MasterOptions, service: MasterService, health: Health) -> AsyncIterator[int]:
+    """The server while it answers, as the port it has."""
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
+    add_MasterServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    server.add_generic_rpc_handlers((health.handler,))
+    host = f"[{options.bind}]" if ":" in options.bind else options.bind
+    try:
+        if options.tls_cert is None or options.tls_key is None:
+            port = server.add_insecure_port(f"{host}:{options.port}")
+        else:
+            pair = (options.tls_key.read_bytes(), options.tls_cert.read_bytes())
+            port = server.add_secure_port(f"{host}:{options.port}", grpc.ssl_server_credentials([pair]))
+    except OSError as error:
+        raise NotStarted(f"the certificate or its key cannot be read: {in_words(error)}") from error
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise NotStarted(
+            f"{host}:{options.port} cannot be listened at: it is taken, is no address of this machine, or the "
+            "certificate and its key do not go together; --port 0 takes any port that is free"
+        )
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(_GRACE_SECONDS)
+
+
+async def _keep_going(
+    job: Job, service: MasterService, store: Store, executor: Executor, has_to_end: asyncio.Event
+) -> None:
+    """What is due every second, until the end."""
+    while not has_to_end.is_set():
+        number = job.log.number
+        job.tick(moment())
+        if job.log.number != number:
+            service.tell_followers()
+        await _keep(job, store, executor)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(has_to_end.wait(), _TICK_SECONDS)
+
+
+async def _keep(job: Job, store: Store, executor: Executor) -> None:
+    """Store what has come; where that cannot be now, it is tried again with what comes next. Superseded."""
+    unsaved = job.take_unsaved()
+    try:
+        await asyncio.get_running_loop().run_in_executor(
+            executor,
+            lambda: store.keep(
+                events=unsaved.events,
+                nodes=unsaved.nodes,
+                forgotten=unsaved.forgotten,
+                membership=unsaved.membership,
+            ),
+        )
+    except Superseded:
+        raise
+    except StoreError as error:
+        job.give_back(unsaved)
+        if job.trouble != str(error):
+            _logger.warning("what happens is kept in memory alone: %s", error)
+        job.trouble = str(error)
+    else:
+        job.trouble = ""
+
+
+def _token_of(options: MasterOptions) -> str | None:
+    try:
+        return None if options.token_file is None else read_token(options.token_file)
+    except ValueError as error:
+        raise NotStarted(str(error)) from None
+
+
+def _write_port(file: Path | None, port: int) -> None:
+    if file is None:
+        return
+    try:
+        write_whole(file, f"{port}\n".encode(), durable=False)
+    except OSError as error:
+        raise NotStarted(f"the port cannot be written: {in_words(error)}; look at --port-file") from error
+
+
+def _library_version() -> str:
+    try:
+        return version("elastic-ext")
+    except PackageNotFoundError:  # it runs from a source tree
+        return "source"

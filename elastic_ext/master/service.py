@@ -1,0 +1,188 @@
+"""MasterService: what the master answers over gRPC. What it knows, and what follows from it, is in job.py.
+
+All of it runs on one event loop, and calls that change the config follow one another: what they write is on disk before
+anybody hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from .configs import Page
+from .guard import ANSWERED, Guard, Peer
+from .job import Job, Moment, Refused
+from .status import config_history, event_message, job_status
+from .store import Store
+from .watchers import Unacknowledged, Watchers
+from .wire import master_pb2 as wire
+from .wire.master_pb2_grpc import MasterServicer
+
+__all__ = ["MasterService", "moment"]
+
+_MOST_FOLLOWERS = 64
+_MOST_CHANGES = 1_000
+_Result = TypeVar("_Result")
+
+
+def moment() -> Moment:
+    """Now."""
+    return Moment(clock=time.monotonic(), time=time.time())
+
+
+class MasterService(MasterServicer):
+    """The methods of the service Master, under their names there."""
+
+    def __init__(self, job: Job, store: Store, executor: Executor, guard: Guard) -> None:
+        """``executor`` has one thread, the store's."""
+        self._job = job
+        self._store = store
+        self._executor = executor
+        self._guard = guard
+        self._watchers = Watchers(job.settings.acknowledge_seconds)
+        self._writing = asyncio.Lock()
+        self._news = asyncio.Event()  # set, and another one put in its place, as events come
+        self._num_followers = 0
+        self.counts: Counter[str] = Counter()
+        """Of what was answered."""
+
+    # ---- agents ----
+
+    async def Join(self, request: wire.JoinRequest, peer: Peer) -> wire.JoinReply:
+        await self._guard.admit(peer)
+        try:
+            reply = self._job.join(moment(), request)
+            if not self._job.name:
+                self._job.name = reply.job = request.job
+                await self._stored(lambda: self._store.name_job(request.job))
+        except ANSWERED as error:
+            await self._guard.refuse(peer, error)
+        self.counts["joins"] += 1
+        self.tell_followers()
+        return reply
+
+    async def Beat(self, request: wire.BeatRequest, peer: Peer) -> wire.BeatReply:
+        await self._guard.admit(peer)
+        try:
+            reply, page = self._job.beat(moment(), request)
+            if page is not None:
+                await self._take(page)
+                reply.config_version = self._job.book.version
+        except ANSWERED as error:
+            await self._guard.refuse(peer, error)
+        self._watchers.acknowledge(request.node_id, request.held.version)
+        self.counts["beats"] += 1
+        if request.events:
+            self.tell_followers()
+        return reply
+
+    async def Watch(self, request: wire.WatchRequest, peer: Peer) -> AsyncIterator[wire.ConfigPush]:
+        await self._guard.admit(peer)
+        try:
+            self._job.watches(moment(), request)
+            with self._watchers.watching(request.node_id, request.config_version) as watcher:
+                while await watcher.wants(self._job.book.version):
+                    newest = self._job.book.newest
+                    assert newest is not None
+                    version = newest.config.version
+                    yield wire.ConfigPush(epoch=self._job.epoch, version=version, text=newest.config.to_json())
+                    self.counts["pushes"] += 1
+        except Unacknowledged as error:
+            self.counts["unacknowledged"] += 1
+            await self._guard.refuse(peer, Refused("late", str(error)))
+        except Refused as error:
+            await self._guard.refuse(peer, error)
+
+    async def Leave(self, request: wire.LeaveRequest, peer: Peer) -> wire.LeaveReply:
+        await self._guard.admit(peer)
+        try:
+            self._job.leave(moment(), request)
+        except ANSWERED as error:
+            await self._guard.refuse(peer, error)
+        self._watchers.end(request.node_id)
+        self.tell_followers()
+        return wire.LeaveReply()
+
+    # ---- people ----
+
+    async def GetStatus(self, request: wire.GetStatusRequest, peer: Peer) -> wire.JobStatus:
+        await self._guard.admit(peer)
+        return job_status(self._job, moment(), request)
+
+    async def ReadEvents(self, request: wire.ReadEventsRequest, peer: Peer) -> AsyncIterator[wire.JobEvent]:
+        await self._guard.admit(peer)
+        if request.follow and self._num_followers >= _MOST_FOLLOWERS:
+            await self._guard.refuse(peer, Refused("limits", f"{_MOST_FOLLOWERS} others follow already"))
+        self._num_followers += request.follow
+        try:
+            number, most = request.after, request.most
+            while True:
+                news = self._news
+                for event in self._job.log.after(number, most=most):
+                    number = event.number
+                    yield event_message(event)
+                if not request.follow:
+                    return
+                most = 0
+                await news.wait()
+        finally:
+            self._num_followers -= request.follow
+
+    async def SetConfig(self, request: wire.SetConfigRequest, peer: Peer) -> wire.ConfigWritten:
+        await self._guard.admit(peer)
+        if len(request.changes) + len(request.remove) > _MOST_CHANGES:
+            await self._guard.refuse(peer, Refused("invalid", f"more than {_MOST_CHANGES} keys are changed at once"))
+        return await self._written(lambda: self._job.changed(moment(), request), peer)
+
+    async def UndoConfig(self, request: wire.UndoConfigRequest, peer: Peer) -> wire.ConfigWritten:
+        await self._guard.admit(peer)
+        return await self._written(lambda: self._job.undone(moment(), request), peer)
+
+    async def GetConfigs(self, request: wire.GetConfigsRequest, peer: Peer) -> wire.ConfigHistory:
+        await self._guard.admit(peer)
+        return config_history(self._job.book)
+
+    # ---- how ----
+
+    def tell_followers(self) -> None:
+        """Events have come."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def end_streams(self) -> None:
+        """The master ends: nobody is told of anything any more."""
+        self._watchers.end_all()
+
+    async def _written(self, make: Callable[[], Page], peer: Peer) -> wire.ConfigWritten:
+        try:
+            async with self._writing:
+                before = self._job.book.newest
+                page = make()
+                await self._stored(lambda: self._store.enter_page(page))
+                self._enter(page)
+        except ANSWERED as error:
+            await self._guard.refuse(peer, error)
+        return wire.ConfigWritten(
+            version=page.config.version,
+            text=page.config.to_json(),
+            before=before.config.to_json() if before is not None else "",
+        )
+
+    async def _take(self, page: Page) -> None:
+        """A page of a node's file, unless a newer one has come while others were stored."""
+        async with self._writing:
+            if page.config.version > self._job.book.version:
+                await self._stored(lambda: self._store.enter_page(page))
+                self._enter(page)
+
+    def _enter(self, page: Page) -> None:
+        self._job.enter(moment(), page)
+        self._watchers.tell(page.config.version)
+        self.tell_followers()
+
+    async def _stored(self, write: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, write)

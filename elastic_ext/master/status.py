@@ -1,0 +1,102 @@
+"""What a master knows, as the messages that people are shown."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from .configs import ConfigBook
+from .job import Job, Moment
+from .nodes import Node
+from .records import EventRecord
+from .wire import master_pb2 as wire
+from .wire.plain import filled
+
+__all__ = ["config_history", "event_message", "job_status"]
+
+_NUM_EVENTS = 20
+_MOST_EVENTS = 1_000
+
+
+def job_status(job: Job, now: Moment, request: wire.GetStatusRequest) -> wire.JobStatus:
+    """The job as it is now."""
+    status = wire.JobStatus(
+        time=now.time,
+        job=job.name,
+        job_id=job.job_id,
+        epoch=job.epoch,
+        up_seconds=now.clock - job.began.clock,
+        library=job.settings.library,
+        nodes=[_node_status(each, now) for each in job.nodes],
+        config=_config_status(job),
+        events=[event_message(each) for each in _newest_events(job, request.num_events)],
+        troubles=list(_troubles(job)),
+    )
+    if job.membership is not None:
+        plan = job.membership
+        nodes = [wire.NodeShare(**asdict(each)) for each in plan.nodes]
+        status.membership.CopyFrom(
+            wire.Membership(version=plan.version, nodes=nodes, reason=plan.reason, time=plan.time)
+        )
+    return status
+
+
+def config_history(book: ConfigBook) -> wire.ConfigHistory:
+    """The versions that are kept."""
+    return wire.ConfigHistory(
+        entries=[
+            wire.ConfigEntry(
+                version=each.config.version,
+                text=each.config.to_json(),
+                time=each.entry.time,
+                author=each.author,
+                node_id=each.node_id,
+                restores=each.entry.restores,
+            )
+            for each in book.pages
+        ]
+    )
+
+
+def event_message(event: EventRecord) -> wire.JobEvent:
+    """An event, as it is sent."""
+    return filled(wire.JobEvent(), event)
+
+
+def _newest_events(job: Job, wanted: int) -> list[EventRecord]:
+    return list(job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS)))
+
+
+def _node_status(node: Node, now: Moment) -> wire.NodeStatus:
+    return wire.NodeStatus(
+        node=filled(wire.Node(), node),
+        state=node.state,
+        seen_seconds=now.clock - node.seen_at,
+        config_version=node.held_version,
+        troubles=[node.trouble] if node.trouble else [],
+    )
+
+
+def _config_status(job: Job) -> wire.ConfigStatus:
+    present = job.nodes.present
+    found = wire.ConfigStatus(
+        num_nodes=len(present),
+        num_holding=sum(each.held_version == job.book.version for each in present),
+    )
+    newest = job.book.newest
+    if newest is not None:
+        found.version = newest.config.version
+        found.text = newest.config.to_json()
+        found.reason = newest.config.reason
+        found.author = newest.author
+        found.time = newest.entry.time
+    return found
+
+
+def _troubles(job: Job) -> list[str]:
+    lost = [each for each in job.nodes if each.state == "lost"]
+    troubles = [job.trouble] if job.trouble else []
+    troubles += [f"node {each.node_id} on {each.host} is lost" for each in lost[:20]]
+    if len(lost) > 20:
+        troubles.append(f"... and {len(lost) - 20} nodes more")
+    troubles += [f"node {each.node_id}: {each.trouble}" for each in job.nodes.present if each.trouble]
+    return troubles

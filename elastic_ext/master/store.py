@@ -1,0 +1,248 @@
+"""Store: what a master must know again after it was ended, in one sqlite file on a local disk.
+
+A process that opens it is the next *epoch* of the job's master. One that finds, as it writes, that a later epoch has
+begun has been replaced, and writes nothing more. Heartbeats and metrics as they come are not kept, they come again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ext.config import ElasticConfig
+from elastic_ext.doctor.mounts import is_network, mount_of, parse_mounts
+from elastic_ext.errors import ConfigError, ElasticError
+from elastic_ext.files import try_lock
+from elastic_ext.history import Entry
+
+from .configs import Author, Page
+from .records import EventRecord, NodeRecord
+
+__all__ = ["Store", "StoreError", "Stored", "Superseded", "network_in_words"]
+
+_FILE = "master.db"
+_LOCK = "master.lock"
+_SCHEMA = 1
+_MOST_PAGES = 200
+_MOST_EVENTS = 5_000
+_MOST_POINTS = 7 * 24 * 60
+_WAIT_SECONDS = 5.0  # for somebody who reads the file by hand
+
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE pages (
+    version INTEGER PRIMARY KEY, time REAL NOT NULL, author TEXT NOT NULL, node_id TEXT NOT NULL,
+    restores INTEGER, text TEXT NOT NULL);
+CREATE TABLE events (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
+CREATE TABLE nodes (node_id TEXT PRIMARY KEY, record TEXT NOT NULL);
+CREATE TABLE points (time REAL PRIMARY KEY, record TEXT NOT NULL);
+"""
+
+
+class StoreError(ElasticError):
+    """What a master keeps cannot be read or written; what was there is as it was."""
+
+
+class Superseded(StoreError):
+    """Another process is this job's master now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """What there was as the store was opened."""
+
+    job: str
+    """Empty before the first agent has said what it is called."""
+    job_id: str
+    epoch: int
+    pages: tuple[Page, ...]
+    events: tuple[EventRecord, ...]
+    nodes: tuple[NodeRecord, ...]
+    membership: str
+    """JSON; empty where there was none."""
+    points: tuple[str, ...]
+    """JSON, oldest first."""
+
+
+class Store:
+    """The store in ``folder``. One thread at a time calls it. What raises StoreError has changed nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open it, or make it. StoreError where that cannot be: another master has it, it is damaged, the disk is
+        full, or it is on storage over a network."""
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
+        except OSError:  # nothing is known of mounts here
+            mounts = ""
+        why_not = network_in_words(os.path.realpath(folder), mounts)
+        if why_not is not None:
+            raise StoreError(why_not)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = try_lock(folder / _LOCK)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be used: {error.strerror}; --state-dir names another folder") from error
+        if lock is None:
+            raise StoreError(f"another master has {folder}; end it first, or give --state-dir another folder")
+        self._lock = lock
+        self.path = folder / _FILE
+        with contextlib.ExitStack() as undone:
+            undone.callback(os.close, lock)
+            with self._told("opened"):
+                self._db = sqlite3.connect(
+                    self.path, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False
+                )
+                undone.callback(self._db.close)
+                self._epoch = 0
+                self._begin()
+            undone.pop_all()
+
+    @property
+    def epoch(self) -> int:
+        """Which process this is, of those that have been this job's master."""
+        return self._epoch
+
+    def read(self) -> Stored:
+        """All that was kept."""
+        with self._told("read"):
+            meta = dict(self._db.execute("SELECT key, value FROM meta"))
+            pages = self._db.execute("SELECT time, author, node_id, restores, text FROM pages ORDER BY version")
+            events = self._db.execute("SELECT record FROM events ORDER BY number")
+            nodes = self._db.execute("SELECT record FROM nodes ORDER BY node_id")
+            points = self._db.execute("SELECT record FROM points ORDER BY time")
+            return Stored(
+                job=meta["job"],
+                job_id=meta["job_id"],
+                epoch=self._epoch,
+                pages=tuple(_page(*row) for row in pages),
+                events=tuple(EventRecord.from_json(text) for (text,) in events),
+                nodes=tuple(NodeRecord.from_json(text) for (text,) in nodes),
+                membership=meta["membership"],
+                points=tuple(text for (text,) in points),
+            )
+
+    def name_job(self, job: str) -> None:
+        """What the job is called, for good."""
+        with self._writing() as db:
+            db.execute("UPDATE meta SET value = ? WHERE key = 'job'", (job,))
+
+    def enter_page(self, page: Page) -> None:
+        """The next version of the config."""
+        with self._writing() as db:
+            entry = page.entry
+            row = (
+                entry.config.version,
+                entry.time,
+                page.author,
+                page.node_id,
+                entry.restores,
+                entry.config.to_json(),
+            )
+            db.execute("INSERT INTO pages VALUES (?, ?, ?, ?, ?, ?)", row)
+            db.execute(
+                "DELETE FROM pages WHERE version NOT IN (SELECT version FROM pages ORDER BY version DESC LIMIT ?)",
+                (_MOST_PAGES,),
+            )
+
+    def keep(
+        self,
+        *,
+        events: Sequence[EventRecord] = (),
+        nodes: Sequence[NodeRecord] = (),
+        forgotten: Sequence[str] = (),
+        membership: str | None = None,
+        points: Sequence[tuple[float, str]] = (),
+    ) -> None:
+        """What has come since the last call, all of it or nothing."""
+        with self._writing() as db:
+            db.executemany("INSERT OR REPLACE INTO events VALUES (?, ?)", [(e.number, e.to_json()) for e in events])
+            db.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?)", [(n.node_id, n.to_json()) for n in nodes])
+            db.executemany("DELETE FROM nodes WHERE node_id = ?", [(node_id,) for node_id in forgotten])
+            db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?)", points)
+            if membership is not None:
+                db.execute("UPDATE meta SET value = ? WHERE key = 'membership'", (membership,))
+            if events:
+                db.execute("DELETE FROM events WHERE number <= ?", (max(e.number for e in events) - _MOST_EVENTS,))
+            if points:
+                db.execute(
+                    "DELETE FROM points WHERE time NOT IN (SELECT time FROM points ORDER BY time DESC LIMIT ?)",
+                    (_MOST_POINTS,),
+                )
+
+    def close(self) -> None:
+        """Let go of it: another process may be its master."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+        os.close(self._lock)
+
+    def _begin(self) -> None:
+        """Make what is not there, and begin the next epoch."""
+        db = self._db
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        db.execute("BEGIN IMMEDIATE")
+        (schema,) = db.execute("PRAGMA user_version").fetchone()
+        if schema > _SCHEMA:
+            raise StoreError(f"{self.path} is of a newer version of this library: start the master of that version")
+        if schema == 0:
+            for statement in _TABLES.split(";"):
+                db.execute(statement)
+            first = {"job": "", "job_id": uuid.uuid4().hex, "epoch": "0", "membership": ""}
+            db.executemany("INSERT INTO meta VALUES (?, ?)", first.items())
+            db.execute(f"PRAGMA user_version = {_SCHEMA}")
+        self._epoch = self._epoch_there() + 1
+        db.execute("UPDATE meta SET value = ? WHERE key = 'epoch'", (str(self._epoch),))
+        db.execute("COMMIT")
+
+    def _epoch_there(self) -> int:
+        (text,) = self._db.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
+        return int(text)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction of this epoch."""
+        with self._told("written"):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                if self._epoch_there() != self._epoch:
+                    raise Superseded(f"another process has become the master of {self.path}: this one ends")
+                yield self._db
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:  # something has failed
+                    self._db.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def _told(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            advice = "; keep it for whoever looks into this, and give --state-dir another folder to begin anew"
+            is_damaged = not isinstance(error, sqlite3.OperationalError)
+            raise StoreError(f"{self.path} cannot be {done}: {error}{advice if is_damaged else ''}") from error
+        except (ValueError, KeyError, TypeError, ConfigError) as error:
+            raise StoreError(f"{self.path} holds what no master has written: {error}") from error
+
+
+def network_in_words(folder: str, mountinfo: str) -> str | None:
+    """Why a store is not to lie in ``folder``, by the mounts of /proc/self/mountinfo; None where it may."""
+    mount = mount_of(folder, parse_mounts(mountinfo))
+    if mount is None or not is_network(mount.file_system):
+        return None
+    return (
+        f"{folder} is on {mount.file_system}, storage over a network, where locks and the order of writes cannot be "
+        "relied on; give --state-dir a folder on a local disk"
+    )
+
+
+def _page(seconds: float, author: str, node_id: str, restores: int | None, text: str) -> Page:
+    entry = Entry(time=seconds, config=ElasticConfig.parse(text.encode()), restores=restores)
+    return Page(entry=entry, author=_AUTHORS[author], node_id=node_id)
+
+
+_AUTHORS: Mapping[str, Author] = {"person": "person", "generated": "generated", "node": "node"}
