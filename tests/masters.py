@@ -99,12 +99,12 @@ class MasterProcess(Reached):
         self.log = folder / "master.log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> MasterProcess:
+    def start(self, **given: Any) -> MasterProcess:
         port_file = self.folder / "port"
         port_file.unlink(missing_ok=True)
         with open(self.log, "ab") as log:
             command = [sys.executable, "-m", "elastic_ext.master", *self.arguments, *self.options]
-            self.process = subprocess.Popen(command, stderr=log, cwd=ROOT)
+            self.process = subprocess.Popen(command, stderr=log, cwd=ROOT, **given)
         until(lambda: port_file.exists() or (self.process is not None and self.process.poll() is not None))
         assert self.process.poll() is None, self.log.read_text()
         self.port = int(port_file.read_text())
@@ -138,6 +138,10 @@ class Caller:
         """The answer; grpc.RpcError where there is none."""
         asked = getattr(wire, f"{method}Request")() if request is None else request
         return getattr(self._stub, method)(asked, metadata=self._metadata, timeout=timeout)
+
+    def future(self, method: str, request: Any, *, timeout: float = _DEADLINE) -> Any:
+        """The answer to come."""
+        return getattr(self._stub, method).future(request, metadata=self._metadata, timeout=timeout)
 
     def refusal(self, method: str, request: Any = None) -> tuple[grpc.StatusCode, str]:
         """With what status and words a call ends that must not be answered."""

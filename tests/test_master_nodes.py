@@ -26,7 +26,7 @@ def join(nodes: Nodes, now: float, node_id: str = "a", incarnation: int = 1) -> 
 
 def tick_until(nodes: Nodes, begin: float, end: float) -> list[str]:
     """The kinds of what happened while the master was there every second."""
-    kinds = []
+    kinds: list[str] = []
     for second in range(int(end - begin)):
         kinds += [each.kind for each in nodes.tick(begin + second + 1)]
     return kinds

@@ -61,7 +61,7 @@ def test_the_standard_health_service_answers_anybody(master: MasterThread) -> No
     for bad in (b"\x0a\x03foo", b"\x0a\x7f", b"\xff\xff", b"\x0a"):
         with pytest.raises(grpc.RpcError) as refused:
             check(bad, timeout=10)
-        assert refused.value.code() == Code.NOT_FOUND  # type: ignore[attr-defined]
+        assert refused.value.code() == Code.NOT_FOUND
     watch = master.channel().unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=30)
     assert next(watch) == serving
     master.end()
@@ -218,11 +218,16 @@ def test_a_newer_version_in_a_nodes_file_is_asked_for_and_goes_to_the_others(cal
     stream.cancel()
 
 
-def test_a_nodes_file_that_is_refused_here_is_told_of(caller: Caller) -> None:
+def test_a_nodes_file_that_is_refused_here_is_told_of_and_not_asked_for_again(caller: Caller) -> None:
     caller.join()
+    bad = wire.ConfigHeld(version=4, digest="x")
+    assert caller.beat(held=bad).wants_config
     caller.beat(held=wire.ConfigHeld(version=4, digest="x", text='{"version": 4, "nonsense": 1}'))
+    assert not caller.beat(held=bad).wants_config
     assert any("is refused here" in each for each in caller.status().troubles)
     assert caller.status().config.version == 0
+    assert caller.beat(held=wire.ConfigHeld(version=5, digest="y")).wants_config
+    assert not caller.status().troubles
 
 
 def test_what_a_person_may_not_write_is_refused_key_by_key(caller: Caller) -> None:
@@ -257,9 +262,7 @@ def test_history_and_undo(caller: Caller) -> None:
 def test_many_who_write_at_once_get_versions_of_their_own(master: MasterThread) -> None:
     callers = [master.caller() for _ in range(8)]
     pending = [
-        caller._stub.SetConfig.future(
-            wire.SetConfigRequest(changes={"user.from": str(number)}), metadata=caller._metadata, timeout=20
-        )
+        caller.future("SetConfig", wire.SetConfigRequest(changes={"user.from": str(number)}))
         for number, caller in enumerate(callers)
         for _ in range(5)
     ]

@@ -37,10 +37,11 @@ def test_all_of_it_is_there_again(tmp_path: Path) -> None:
     with contextlib.closing(Store(tmp_path)) as store:
         first = store.read()
         assert first.epoch == 1 and first.job == "" and len(first.job_id) == 32
-        store.name_job("j")
         store.enter_page(page_of(1))
         store.enter_page(page_of(2, restores=1))
-        store.keep(events=[event_of(1), event_of(2)], nodes=[NODE], membership='{"a": 1}', points=[(60.0, "{}")])
+        store.keep(
+            events=[event_of(1), event_of(2)], nodes=[NODE], membership='{"a": 1}', points=[(60.0, "{}")], job="j"
+        )
     with contextlib.closing(Store(tmp_path)) as store:
         found = store.read()
     assert found.epoch == 2 and found.job == "j" and found.job_id == first.job_id

@@ -12,9 +12,9 @@ import grpc
 from elastic_ext.errors import ConfigError
 from elastic_ext.wording import on_one_line
 
+from .admission import Refused
 from .allowances import Allowances
 from .configs import Late
-from .job import Refused
 from .store import StoreError
 
 __all__ = ["ANSWERED", "Guard", "Peer"]

@@ -10,38 +10,24 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from elastic_ext.agent.records import MembershipPlan, NodeShare
 from elastic_ext.errors import ConfigError
-from elastic_ext.wording import counted, on_one_line
+from elastic_ext.wording import on_one_line
 
+from .admission import MOST_HARDWARE, MOST_NAME, PROTOCOL, Refused, check_job, check_join
 from .configs import ConfigBook, Page
 from .event_log import EventLog
 from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
+from .plans import Plans
 from .records import EventRecord, NodeRecord
 from .store import Stored
 from .wire import master_pb2 as wire
 
-__all__ = ["PROTOCOL", "Job", "JobSettings", "Moment", "Refused", "Unsaved"]
+__all__ = ["Job", "JobSettings", "Moment", "Unsaved"]
 
-PROTOCOL = 1
-"""What this version speaks; the only one so far."""
-_MOST_NAME = 256
-_MOST_HARDWARE = 256 << 10
 _MOST_EVENTS = 512  # in one message
 _MOST_TROUBLE = 1_000
-_MOST_SHARES = 10_000
-
-RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
-
-
-class Refused(Exception):
-    """What an agent or a person asked for cannot be, in a sentence."""
-
-    def __init__(self, kind: RefusalKind, words: str) -> None:
-        super().__init__(words)
-        self.kind = kind
 
 
 class Moment(NamedTuple):
@@ -71,6 +57,8 @@ class Unsaved:
     forgotten: Sequence[str]
     """Nodes that have been gone for long."""
     membership: str | None
+    job: str | None
+    """What it is called."""
 
 
 class Job:
@@ -84,7 +72,7 @@ class Job:
         self.book = ConfigBook(stored.pages)
         self.log = EventLog(stored.events)
         self.nodes = Nodes(lease_seconds=settings.lease_seconds)
-        self.membership: MembershipPlan | None = None
+        self.plans = Plans(stored.membership)
         self.name = stored.job
         """Empty until the first agent has said it."""
         self.trouble = ""
@@ -92,10 +80,7 @@ class Job:
         self._hardware: dict[str, str] = {}
         self._changed_nodes: set[str] = set()
         self._forgotten: list[str] = []
-        self._is_membership_new = False
-        self._told_version = 0  # that the agents have given to the plan
-        if stored.membership:
-            self.membership = MembershipPlan.from_json(stored.membership)
+        self._is_plan_new = self._is_name_new = False
         for node in stored.nodes:
             self._remember(node, now)
 
@@ -103,7 +88,7 @@ class Job:
 
     def join(self, now: Moment, request: wire.JoinRequest) -> wire.JoinReply:
         """An agent begins, or begins again."""
-        self._check_join(request)
+        check_join(request, job=self.name, job_id=self.job_id, epoch=self.epoch, library=self.settings.library)
         node = request.node
         before = self.nodes.get(node.node_id)
         was_lost = before is not None and before.state == "lost"
@@ -124,6 +109,8 @@ class Job:
         self._note(now, change)
         if request.hardware:
             self._hardware[node.node_id] = request.hardware
+        if not self.name:
+            self.name, self._is_name_new = request.job, True
         settings = self.settings
         return wire.JoinReply(
             protocol=PROTOCOL,
@@ -141,11 +128,12 @@ class Job:
         """What a node has to say, and the config in its file, where that is newer than the newest one here."""
         node = self._renewed(now, request.node_id, request.incarnation)
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
-        if 0 < len(request.hardware) <= _MOST_HARDWARE:
+        if 0 < len(request.hardware) <= MOST_HARDWARE:
             self._hardware[node.node_id] = request.hardware
             self._changed_nodes.add(node.node_id)
-        if request.HasField("membership"):
-            self._take_membership(now, request.membership)
+        if request.HasField("membership") and (told := self.plans.take(request.membership, now.time)) is not None:
+            self._is_plan_new = True
+            self.log.tell(now.time, "membership", told)
         self._hear(now, node.node_id, request.events, request.num_events_dropped)
         page, wants_config = self._look_at_held(now, node, request.held)
         newest = self.book.newest
@@ -186,7 +174,7 @@ class Job:
 
     def changed(self, now: Moment, request: wire.SetConfigRequest) -> Page:
         """The next version as a person wants it, to be stored. ConfigError."""
-        self._check_named(request.job)
+        check_job(request.job, self.name)
         changes: dict[str, object] = {}
         for key, text in request.changes.items():
             try:
@@ -198,7 +186,7 @@ class Job:
 
     def undone(self, now: Moment, request: wire.UndoConfigRequest) -> Page:
         """The content before the newest one, to be stored. ConfigError."""
-        self._check_named(request.job)
+        check_job(request.job, self.name)
         return self.book.undo(now=now.time)
 
     def enter(self, now: Moment, page: Page) -> None:
@@ -216,16 +204,20 @@ class Job:
         nodes = [self._record(node) for each in self._changed_nodes if (node := self.nodes.get(each)) is not None]
         self._changed_nodes.clear()
         forgotten, self._forgotten = self._forgotten, []
-        membership = self.membership.to_json() if self.membership is not None and self._is_membership_new else None
-        self._is_membership_new = False
-        return Unsaved(events=self.log.take_new(), nodes=nodes, forgotten=forgotten, membership=membership)
+        plan = self.plans.newest
+        membership = plan.to_json() if plan is not None and self._is_plan_new else None
+        self._is_plan_new = False
+        job = self.name if self._is_name_new else None
+        self._is_name_new = False
+        return Unsaved(events=self.log.take_new(), nodes=nodes, forgotten=forgotten, membership=membership, job=job)
 
     def give_back(self, unsaved: Unsaved) -> None:
         """It could not be stored, and is given again."""
         self.log.give_back(unsaved.events)
         self._forgotten += unsaved.forgotten
         self._changed_nodes.update(each.node_id for each in unsaved.nodes)
-        self._is_membership_new = self._is_membership_new or unsaved.membership is not None
+        self._is_plan_new = self._is_plan_new or unsaved.membership is not None
+        self._is_name_new = self._is_name_new or unsaved.job is not None
 
     @property
     def hardware(self) -> Mapping[str, str]:
@@ -234,44 +226,11 @@ class Job:
 
     # ---- how ----
 
-    def _check_join(self, request: wire.JoinRequest) -> None:
-        node = request.node
-        if not request.oldest_protocol <= PROTOCOL <= request.protocol:
-            spoken = f"{request.oldest_protocol} to {request.protocol}"
-            raise Refused(
-                "other",
-                f"the agent (elastic_ext {node.library[:40]}) speaks protocol {spoken}, this master "
-                f"(elastic_ext {self.settings.library}) speaks {PROTOCOL}: use the same version of the library",
-            )
-        names = {"node_id": node.node_id, "host": node.host, "job": request.job}
-        for field, value in names.items():
-            if not 0 < len(value) <= _MOST_NAME or not value.isprintable():
-                raise Refused("invalid", f"{field} is {value[:60]!r}; allowed: 1 to {_MOST_NAME} printable characters")
-        if len(request.hardware) > _MOST_HARDWARE:
-            raise Refused("invalid", f"hardware has {len(request.hardware)} bytes; allowed: {_MOST_HARDWARE}")
-        if not math.isfinite(node.started_at):
-            raise Refused("invalid", f"started_at is {node.started_at}; allowed: seconds since 1970")
-        self._check_named(request.job)
-        if request.job_id and request.job_id != self.job_id:
-            raise Refused(
-                "other",
-                f"the agent has spoken to the master of job {self.name!r} with another memory (id "
-                f"{request.job_id[:40]!r}): this one (id {self.job_id!r}) listens in its place",
-            )
-        if request.epoch > self.epoch:
-            raise Refused("other", f"a later master (epoch {request.epoch}) is there; this one is of {self.epoch}")
-
-    def _check_named(self, job: str) -> None:
-        if job and self.name and job != self.name:
-            raise Refused(
-                "other", f"this master is of job {self.name!r}, not of {job[:_MOST_NAME]!r}: look at --master"
-            )
-
     def _renewed(self, now: Moment, node_id: str, incarnation: int) -> Node:
         try:
             node, change = self.nodes.renew(now.clock, node_id, incarnation)
         except UnknownNode:
-            raise Refused("unknown", f"node {node_id[:_MOST_NAME]!r} has not joined: join first") from None
+            raise Refused("unknown", f"node {node_id[:MOST_NAME]!r} has not joined: join first") from None
         except Fenced as error:
             raise Refused("fenced", str(error)) from None
         if change is not None:
@@ -307,43 +266,20 @@ class Job:
         if conflict is not None:
             self.log.tell(now.time, "config-conflict", conflict, node_id=node.node_id)
         if held.version <= self.book.version:
+            node.refusal = ""
             return None, False
+        if node.refused == (held.version, node.held_digest):
+            return None, False
+        node.refusal = ""
         if not held.text:
             return None, True
         try:
             return self.book.found(held.text, node_id=node.node_id, now=now.time), False
         except ConfigError as error:
-            words = f"the config of node {node.node_id} is refused here: {on_one_line(str(error))[:_MOST_TROUBLE]}"
-            if node.trouble != words:
-                node.trouble = words
+            node.refused = held.version, node.held_digest
+            node.refusal = f"its config is refused here: {on_one_line(str(error))[:_MOST_TROUBLE]}"
+            self.log.tell(now.time, "config-refused", f"node {node.node_id}: {node.refusal}", node_id=node.node_id)
             return None, False
-
-    def _take_membership(self, now: Moment, told: wire.Membership) -> None:
-        """The newest plan of the agents is the next version here, which counts on where agents begin anew."""
-        nodes = tuple(
-            NodeShare(
-                node_id=each.node_id[:_MOST_NAME],
-                host=each.host[:_MOST_NAME],
-                first_rank=each.first_rank,
-                num_workers=each.num_workers,
-            )
-            for each in told.nodes[:_MOST_SHARES]
-        )
-        known = self.membership
-        if known is not None:
-            is_of_same_start = {each.node_id for each in nodes} & {each.node_id for each in known.nodes}
-            if nodes == known.nodes or (is_of_same_start and told.version < self._told_version):
-                return
-        self._told_version = told.version
-        self.membership = MembershipPlan(
-            version=1 if known is None else known.version + 1,
-            nodes=nodes,
-            reason=on_one_line(told.reason[:_MOST_TROUBLE]),
-            time=now.time,
-        )
-        self._is_membership_new = True
-        size = f"{counted(len(nodes), 'node')}, {counted(self.membership.world_size, 'rank')}"
-        self.log.tell(now.time, "membership", f"membership {self.membership.version}: {size}: {self.membership.reason}")
 
     def _remember(self, node: NodeRecord, now: Moment) -> None:
         """A node that joined an earlier process of this master: it has a lease to be heard of again."""

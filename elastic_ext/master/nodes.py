@@ -51,6 +51,10 @@ class Node:
     held_version: int = 0
     """Of the config in its file,"""
     held_digest: str = ""
+    refused: tuple[int, str] = (0, "")
+    """Version and digest of the config in its file that was refused here, if any,"""
+    refusal: str = ""
+    """... and why, as long as it has it."""
     trouble: str = ""
     """What its agent has to complain of."""
 

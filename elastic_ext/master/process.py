@@ -71,7 +71,7 @@ async def _serve(
     try:
         stored = await loop.run_in_executor(executor, store.read)
         if options.job and not stored.job:
-            await loop.run_in_executor(executor, store.name_job, options.job)
+            await loop.run_in_executor(executor, lambda: store.keep(job=options.job))
             stored = await loop.run_in_executor(executor, store.read)
     except StoreError as error:
         raise NotStarted(str(error)) from error
@@ -154,6 +154,7 @@ async def _keep(job: Job, store: Store, executor: Executor) -> None:
                 nodes=unsaved.nodes,
                 forgotten=unsaved.forgotten,
                 membership=unsaved.membership,
+                job=unsaved.job,
             ),
         )
     except Superseded:

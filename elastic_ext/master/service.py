@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
+from .admission import Refused
 from .configs import Page
 from .guard import ANSWERED, Guard, Peer
-from .job import Job, Moment, Refused
+from .job import Job, Moment
 from .status import config_history, event_message, job_status
 from .store import Store
 from .watchers import Unacknowledged, Watchers
@@ -56,9 +57,6 @@ class MasterService(MasterServicer):
         await self._guard.admit(peer)
         try:
             reply = self._job.join(moment(), request)
-            if not self._job.name:
-                self._job.name = reply.job = request.job
-                await self._stored(lambda: self._store.name_job(request.job))
         except ANSWERED as error:
             await self._guard.refuse(peer, error)
         self.counts["joins"] += 1

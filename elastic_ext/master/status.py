@@ -31,8 +31,8 @@ def job_status(job: Job, now: Moment, request: wire.GetStatusRequest) -> wire.Jo
         events=[event_message(each) for each in _newest_events(job, request.num_events)],
         troubles=list(_troubles(job)),
     )
-    if job.membership is not None:
-        plan = job.membership
+    if job.plans.newest is not None:
+        plan = job.plans.newest
         nodes = [wire.NodeShare(**asdict(each)) for each in plan.nodes]
         status.membership.CopyFrom(
             wire.Membership(version=plan.version, nodes=nodes, reason=plan.reason, time=plan.time)
@@ -72,7 +72,7 @@ def _node_status(node: Node, now: Moment) -> wire.NodeStatus:
         state=node.state,
         seen_seconds=now.clock - node.seen_at,
         config_version=node.held_version,
-        troubles=[node.trouble] if node.trouble else [],
+        troubles=[each for each in (node.trouble, node.refusal) if each],
     )
 
 
@@ -98,5 +98,6 @@ def _troubles(job: Job) -> list[str]:
     troubles += [f"node {each.node_id} on {each.host} is lost" for each in lost[:20]]
     if len(lost) > 20:
         troubles.append(f"... and {len(lost) - 20} nodes more")
-    troubles += [f"node {each.node_id}: {each.trouble}" for each in job.nodes.present if each.trouble]
+    for node in job.nodes.present:
+        troubles += [f"node {node.node_id}: {each}" for each in (node.trouble, node.refusal) if each]
     return troubles

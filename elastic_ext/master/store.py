@@ -126,11 +126,6 @@ class Store:
                 points=tuple(text for (text,) in points),
             )
 
-    def name_job(self, job: str) -> None:
-        """What the job is called, for good."""
-        with self._writing() as db:
-            db.execute("UPDATE meta SET value = ? WHERE key = 'job'", (job,))
-
     def enter_page(self, page: Page) -> None:
         """The next version of the config."""
         with self._writing() as db:
@@ -157,6 +152,7 @@ class Store:
         forgotten: Sequence[str] = (),
         membership: str | None = None,
         points: Sequence[tuple[float, str]] = (),
+        job: str | None = None,
     ) -> None:
         """What has come since the last call, all of it or nothing."""
         with self._writing() as db:
@@ -166,6 +162,8 @@ class Store:
             db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?)", points)
             if membership is not None:
                 db.execute("UPDATE meta SET value = ? WHERE key = 'membership'", (membership,))
+            if job is not None:
+                db.execute("UPDATE meta SET value = ? WHERE key = 'job'", (job,))
             if events:
                 db.execute("DELETE FROM events WHERE number <= ?", (max(e.number for e in events) - _MOST_EVENTS,))
             if points:

@@ -1,0 +1,194 @@
+"""A master among peers that mean it ill, or are broken: it goes on, and what it holds is bounded."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from elastic_ext.master.wire import master_pb2 as wire
+from tests.masters import TOKEN, Caller, MasterProcess, join_request, master_in_process, until
+
+METHODS = [each.name for each in wire.DESCRIPTOR.services_by_name["Master"].methods]
+NUM_MESSAGES = 10_000
+MOST_GROWN = 64 << 20
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterProcess]:
+    yield from master_in_process(tmp_path)
+
+
+def memory_of(master: MasterProcess) -> int:
+    assert master.process is not None
+    return int(Path(f"/proc/{master.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def assert_it_goes_on(master: MasterProcess) -> None:
+    caller = master.caller()
+    caller.join("honest")
+    assert caller.beat("honest").epoch == 1 and caller.states()["honest"] == "live"
+    assert "/elastic_ext/" not in master.log.read_text(), "gRPC tells of peers that went while it refused them"
+
+
+def test_ten_thousand_hostile_messages(master: MasterProcess) -> None:
+    dice = random.Random(12)
+    valid = [made(name, dice).SerializeToString() for name in METHODS for _ in range(40)]
+    before = memory_of(master)
+    pending: list[Any] = []
+    streams: list[Any] = []
+    codes: set[grpc.StatusCode] = set()
+    for number in range(NUM_MESSAGES):
+        if number % 150 == 0:  # a peer that calls too often is told to wait: it comes again as another
+            codes |= {each.code() for each in pending}
+            for each in streams:
+                each.cancel()
+            pending, streams = [], []
+            channel = master.channel()
+        method = METHODS[number % len(METHODS)]
+        request = damaged(dice.choice(valid), dice)
+        is_stream = method in ("Watch", "ReadEvents")
+        call = (channel.unary_stream if is_stream else channel.unary_unary)(f"/elastic_ext.v1.Master/{method}")
+        metadata = (("authorization", f"Bearer {TOKEN}"),)
+        if is_stream:
+            streams.append(call(request, metadata=metadata, timeout=10))
+        else:
+            pending.append(call.future(request, metadata=metadata, timeout=10))
+    codes |= {each.code() for each in pending}
+    assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND} <= codes
+    assert memory_of(master) - before < MOST_GROWN
+    assert_it_goes_on(master)
+
+
+def made(method: str, dice: random.Random) -> Any:
+    """A message of a method with something in each of its fields, much of it out of all bounds."""
+    return filled(getattr(wire, f"{method}Request")(), dice, depth=0)
+
+
+def filled(message: Any, dice: random.Random, depth: int) -> Any:
+    numbers = [0, 1, 2**31 - 1, 2**53, 2**63 - 1]
+    texts = [
+        "",
+        "a",
+        "j",
+        "\x00",
+        "../../etc/passwd",
+        "x" * 5_000,
+        "{" * 3_000,
+        "[" * 500 + "]" * 500,
+        "NaN",
+        "é\u202e",
+    ]
+    floats = [0.0, -1.0, 1e308, float("nan"), float("inf"), float("-inf"), 1e-320]
+    for field in message.DESCRIPTOR.fields:
+        is_many = getattr(field, "is_repeated", None)
+        is_many = field.label == field.LABEL_REPEATED if is_many is None else is_many
+        count = dice.choice([0, 1, 3]) if is_many else 1
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            values = floats if field.message_type.fields_by_name["value"].cpp_type == field.CPPTYPE_DOUBLE else texts
+            for _ in range(count):
+                getattr(message, field.name)[dice.choice(texts[:6])] = dice.choice(values)
+        elif field.message_type is not None:
+            for _ in range(count if depth < 3 else 0):
+                inner = getattr(message, field.name).add() if is_many else getattr(message, field.name)
+                filled(inner, dice, depth + 1)
+        else:
+            chosen = [value_of(field, dice, numbers, texts, floats) for _ in range(count)]
+            if is_many:
+                getattr(message, field.name).extend(chosen)
+            else:
+                setattr(message, field.name, chosen[0])
+    return message
+
+
+def value_of(field: Any, dice: random.Random, numbers: list[int], texts: list[str], floats: list[float]) -> Any:
+    if field.cpp_type == field.CPPTYPE_STRING:
+        return dice.choice(texts)
+    if field.cpp_type == field.CPPTYPE_BOOL:
+        return dice.random() < 0.3
+    if field.cpp_type in (field.CPPTYPE_DOUBLE, field.CPPTYPE_FLOAT):
+        return dice.choice(floats)
+    narrow = field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32)
+    return dice.choice(numbers[:3] if narrow else numbers)
+
+
+def damaged(data: bytes, dice: random.Random) -> bytes:
+    """As it is, cut short, changed in places, or something else entirely."""
+    kind = dice.randrange(4)
+    if kind == 0:
+        return data
+    if kind == 1:
+        return data[: dice.randrange(len(data) + 1)]
+    if kind == 2:
+        changed = bytearray(data)
+        for _ in range(dice.randrange(1, 8)):
+            if changed:
+                changed[dice.randrange(len(changed))] = dice.randrange(256)
+        return bytes(changed)
+    return dice.randbytes(dice.randrange(200))
+
+
+def test_messages_that_are_too_large_are_refused(master: MasterProcess) -> None:
+    caller = master.caller()
+    caller.join()
+    huge = wire.BeatRequest(node_id="a", incarnation=1, trouble="x" * (5 << 20))
+    assert caller.refusal("Beat", huge)[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+    request = join_request(hardware="x" * (300 << 10))
+    assert caller.refusal("Join", request)[0] == grpc.StatusCode.INVALID_ARGUMENT
+    config = '{"version": 5, "user": {"x": "' + "y" * (2 << 20) + '"}}'
+    caller.beat(held=wire.ConfigHeld(version=5, digest="x", text=config))
+    assert caller.status().config.version == 0
+    assert_it_goes_on(master)
+
+
+def test_connections_that_say_nothing_or_nonsense_are_borne(master: MasterProcess) -> None:
+    kept = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(200)]
+    for number, each in enumerate(kept):
+        each.sendall([b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"][number % 4])
+    assert_it_goes_on(master)
+    for each in kept:
+        each.close()
+
+
+def test_one_who_joins_under_ever_other_names_is_stopped_at_the_limit(master: MasterProcess) -> None:
+    before = memory_of(master)
+    num_joined = num_refused = 0
+    for _ in range(80):
+        caller = master.caller()
+        pending = [
+            caller.future("Join", join_request(f"node {len(master._channels)} {number} " + "x" * 200))
+            for number in range(150)
+        ]
+        num_refused += sum(each.code() == grpc.StatusCode.RESOURCE_EXHAUSTED for each in pending)
+        num_joined += sum(each.code() == grpc.StatusCode.OK for each in pending)
+    assert 5_000 < num_joined <= 10_000 and num_refused > 0
+    assert memory_of(master) - before < MOST_GROWN
+
+
+def test_followers_and_streams_are_bounded(master: MasterProcess) -> None:
+    caller = master.caller()
+    followers = [caller("ReadEvents", wire.ReadEventsRequest(follow=True), timeout=60) for _ in range(64)]
+    for each in followers:
+        next(each)
+    other = master.caller()
+    code, words = other.refusal("ReadEvents", wire.ReadEventsRequest(follow=True))
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "64 others follow already" in words
+    for each in followers:
+        each.cancel()
+    until(lambda: is_followed(other))
+
+
+def is_followed(caller: Caller) -> bool:
+    stream = caller("ReadEvents", wire.ReadEventsRequest(follow=True), timeout=60)
+    try:
+        next(stream)
+    except grpc.RpcError:
+        return False
+    stream.cancel()
+    return True
