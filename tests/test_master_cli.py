@@ -231,7 +231,7 @@ def test_events_that_come_are_shown_while_they_are_followed(master: MasterThread
     command = ["events", "--follow", "--json", "--master", master.address, "--token-file", str(master.token_file)]
     with following(command) as process:
         assert process.stdout is not None
-        kinds = []
+        kinds: list[dict[str, Any]] = []
         node.journal.tell("odd", "happened while somebody looked", number=7)
         while not kinds or kinds[-1]["kind"] != "odd":
             kinds.append(json.loads(process.stdout.readline()))

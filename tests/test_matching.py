@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,21 @@ def test_no_pair_meets_twice(num_nodes: int) -> None:
 @given(st.integers(min_value=MOST_NODES_IN_FULL + 1, max_value=2000))
 def test_many_nodes_meet_a_bounded_number_of_others(num_nodes: int) -> None:
     assert len(matching(num_nodes)) == MOST_ROUNDS
+
+
+@pytest.mark.parametrize("num_nodes", [33, 49, 64, 65, 97, 128, 256, 1000, 1024])
+def test_nodes_that_meet_some_others_are_linked_to_all_by_way_of_these(num_nodes: int) -> None:
+    met: dict[int, set[int]] = {}
+    for first, second in (pair for pairs in matching(num_nodes) for pair in pairs if num_nodes - 1 not in pair):
+        met.setdefault(first, set()).add(second)
+        met.setdefault(second, set()).add(first)
+    reached, left = set(), [0]
+    while left:
+        node = left.pop()
+        if node not in reached:
+            reached.add(node)
+            left += met[node]
+    assert len(reached) == num_nodes - 1  # though the last one, which links rounds of any distance, is left out
 
 
 def test_who_is_alone_meets_nobody() -> None:

@@ -5,10 +5,11 @@ None is what is not known: it cannot be asked here, or was not answered. Sizes a
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
@@ -252,7 +253,7 @@ def read_record(kind: type[_Kind], found: object, where: str) -> _Kind:
     """
     if not isinstance(found, Mapping):
         raise ValueError(f"{where} is {_short(found)}; allowed: an object")
-    kinds = typing.get_type_hints(kind)
+    kinds = _kinds_of(kind)  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name in found:
@@ -261,6 +262,12 @@ def read_record(kind: type[_Kind], found: object, where: str) -> _Kind:
         return kind(**values)
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+@functools.cache
+def _kinds_of(kind: Hashable) -> Mapping[str, Any]:
+    """The kinds of a record's fields, which take long to make out."""
+    return typing.get_type_hints(kind)
 
 
 def _value(kind: Any, found: object, where: str) -> Any:

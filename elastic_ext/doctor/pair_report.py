@@ -14,6 +14,7 @@ from .hardware_records import NodeHardware, read_record
 from .stragglers import Standing, stragglers
 
 __all__ = [
+    "SHOULD_BE_ALIKE",
     "CheckedNode",
     "CheckedPair",
     "PairReport",
@@ -129,7 +130,7 @@ def best_by_node(
 
 def unlike(hardware: Mapping[str, NodeHardware]) -> Iterator[Finding]:
     """In what nodes differ that should be alike."""
-    for what, ask, is_bad in _SHOULD_BE_ALIKE:
+    for what, ask, is_bad in SHOULD_BE_ALIKE:
         by_value: dict[str, list[str]] = {}
         for label, one in hardware.items():
             by_value.setdefault(ask(one), []).append(label)
@@ -173,7 +174,7 @@ def _gpus(hardware: NodeHardware) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
 
 
-_SHOULD_BE_ALIKE: tuple[tuple[str, Callable[[NodeHardware], str], bool], ...] = (
+SHOULD_BE_ALIKE: tuple[tuple[str, Callable[[NodeHardware], str], bool], ...] = (
     ("versions of torch", lambda one: str(one.versions.torch), True),
     ("versions of elastic_ext", lambda one: str(one.versions.elastic_ext), True),
     ("versions of Python", lambda one: ".".join(one.versions.python.split(".")[:2]), True),
@@ -181,6 +182,7 @@ _SHOULD_BE_ALIKE: tuple[tuple[str, Callable[[NodeHardware], str], bool], ...] = 
     ("GPU drivers", lambda one: str(one.gpus.driver_version), False),
     ("processors", lambda one: f"{one.cpu.effective_cores:g} cores of {one.cpu.model}", False),
 )
+"""What should be alike on all nodes, how a node has it, and whether a job may fail where it is not."""
 
 
 def _of_pairs(report: PairReport) -> Iterator[Finding]:

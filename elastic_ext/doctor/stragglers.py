@@ -39,6 +39,7 @@ def stragglers(values: Mapping[str, Sequence[float]], *, is_rate: bool, least_sh
     """
     costs = {name: [1 / value if is_rate else value for value in given] for name, given in values.items() if given}
     num_windows = min((len(given) for given in costs.values()), default=0)
+    windows = [_window([given[number] for given in costs.values()]) for number in range(num_windows)]
     standings = {}
     for name in values:
         if name not in costs:
@@ -46,17 +47,36 @@ def stragglers(values: Mapping[str, Sequence[float]], *, is_rate: bool, least_sh
         elif len(costs) < 2:
             standings[name] = Standing(state="undecided", times_slower=None, reason="there is no other to compare with")
         else:
-            windows = [[given[number] for given in costs.values()] for number in range(num_windows)]
             standings[name] = _standing(costs[name], windows, least_share)
     return standings
 
 
-def _standing(own: Sequence[float], windows: Sequence[Sequence[float]], least_share: float) -> Standing:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Window:
+    """What all of them took in one window of time."""
+
+    num: int
+    median: float
+    usual: float
+    spread: float
+
+
+def _window(costs: Sequence[float]) -> _Window:
+    median = statistics.median(costs)
+    return _Window(
+        num=len(costs),
+        median=median,
+        usual=min(costs) if len(costs) == 2 else median,
+        spread=statistics.median(abs(other - median) for other in costs),
+    )
+
+
+def _standing(own: Sequence[float], windows: Sequence[_Window], least_share: float) -> Standing:
     seen = [_seen(cost, window, least_share) for cost, window in zip(own, windows, strict=False)]
     times = statistics.median(ratio for ratio, _, _ in seen)
     is_slow = sum(slow for _, slow, _ in seen) / len(seen)
     is_far = sum(far for _, _, far in seen) / len(seen)
-    num = len(windows[0])
+    num = windows[0].num
     if is_far >= _MOST_WINDOWS:
         return Standing(
             state="straggler", times_slower=times, reason=f"{times:.2f} times as slow as the median of {num}"
@@ -70,10 +90,8 @@ def _standing(own: Sequence[float], windows: Sequence[Sequence[float]], least_sh
     return Standing(state="undecided", times_slower=times, reason=reason)
 
 
-def _seen(cost: float, window: Sequence[float], least_share: float) -> tuple[float, bool, bool]:
+def _seen(cost: float, window: _Window, least_share: float) -> tuple[float, bool, bool]:
     """How many times as slow as is usual in a window, whether that is slow, and whether it is far from the others."""
-    median = statistics.median(window)
-    usual = min(window) if len(window) == 2 else median
-    spread = statistics.median(abs(other - median) for other in window)
-    is_slow = cost > (1 + least_share) * usual
-    return cost / usual, is_slow, is_slow and cost - median > _FAR * _OF_A_NORMAL_DISTRIBUTION * spread
+    is_slow = cost > (1 + least_share) * window.usual
+    is_far = cost - window.median > _FAR * _OF_A_NORMAL_DISTRIBUTION * window.spread
+    return cost / window.usual, is_slow, is_slow and is_far

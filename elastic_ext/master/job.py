@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +16,11 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.wording import on_one_line
 
 from .admission import MOST_HARDWARE, MOST_NAME, PROTOCOL, Refused, check_job, check_join
+from .collector import Collector
 from .configs import ConfigBook, Page
 from .event_log import EventLog
+from .fleet import Fleet
+from .machines import why_refused
 from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
 from .plans import Plans
 from .records import EventRecord, NodeRecord
@@ -46,6 +49,8 @@ class JobSettings:
     lease_seconds: float = 30.0
     beat_seconds: float = 10.0
     acknowledge_seconds: float = 5.0
+    refuses_bad_nodes: bool = False
+    """Whether nodes whose machine has errors are kept out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +64,8 @@ class Unsaved:
     membership: str | None
     job: str | None
     """What it is called."""
+    pairs: str | None
+    points: Sequence[tuple[float, str]]
 
 
 class Job:
@@ -77,10 +84,13 @@ class Job:
         """Empty until the first agent has said it."""
         self.trouble = ""
         """What the master itself has to complain of."""
-        self._hardware: dict[str, str] = {}
+        self.fleet = Fleet(stored.pairs)
+        self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
+        self.collector.restore(stored.points)
         self._changed_nodes: set[str] = set()
         self._forgotten: list[str] = []
-        self._is_plan_new = self._is_name_new = False
+        self._is_plan_new = self._is_name_new = self._are_pairs_new = False
+        self._saved_until = now.time  # of the history
         for node in stored.nodes:
             self._remember(node, now)
 
@@ -90,6 +100,11 @@ class Job:
         """An agent begins, or begins again."""
         check_join(request, job=self.name, job_id=self.job_id, epoch=self.epoch, library=self.settings.library)
         node = request.node
+        if self.settings.refuses_bad_nodes and request.hardware:
+            why_not = why_refused(request.hardware, len(self.nodes) + 1)
+            if why_not is not None:
+                self.log.tell(now.time, "node-refused", f"node {node.node_id} is refused: {why_not}")
+                raise Refused("other", f"this machine is refused: {why_not}")
         before = self.nodes.get(node.node_id)
         was_lost = before is not None and before.state == "lost"
         try:
@@ -107,8 +122,7 @@ class Job:
         except TooMany as error:
             raise Refused("limits", str(error)) from None
         self._note(now, change)
-        if request.hardware:
-            self._hardware[node.node_id] = request.hardware
+        self.fleet.hear(node.node_id, node.host, request.hardware)
         if not self.name:
             self.name, self._is_name_new = request.job, True
         settings = self.settings
@@ -128,9 +142,10 @@ class Job:
         """What a node has to say, and the config in its file, where that is newer than the newest one here."""
         node = self._renewed(now, request.node_id, request.incarnation)
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
-        if 0 < len(request.hardware) <= MOST_HARDWARE:
-            self._hardware[node.node_id] = request.hardware
+        is_told = 0 < len(request.hardware) <= MOST_HARDWARE
+        if is_told and self.fleet.hear(node.node_id, node.host, request.hardware):
             self._changed_nodes.add(node.node_id)
+        self.collector.take(now.time, node.node_id, request.workers, host=node.host)
         if request.HasField("membership") and (told := self.plans.take(request.membership, now.time)) is not None:
             self._is_plan_new = True
             self.log.tell(now.time, "membership", told)
@@ -145,7 +160,7 @@ class Job:
             config_version=self.book.version,
             config=newest.config.to_json() if newest is not None and lags else "",
             wants_config=wants_config,
-            wants_hardware=node.node_id not in self._hardware,
+            wants_hardware=not self.fleet.hardware(node.node_id),
         )
         return reply, page
 
@@ -165,9 +180,12 @@ class Job:
         for change in self.nodes.tick(now.clock):
             self._note(now, change)
         for node_id in self.nodes.take_forgotten():
-            self._hardware.pop(node_id, None)
+            self.fleet.forget(node_id)
+            self.collector.forget(node_id)
             self._changed_nodes.discard(node_id)
             self._forgotten.append(node_id)
+        for words in self.collector.tick(now.time):
+            self.log.tell(now.time, "pace", words)
         self.log.tell_of_dropped(now.time)
 
     # ---- configs ----
@@ -197,6 +215,15 @@ class Job:
         words = f"version {config.version} of the config was written {whose[page.author]}"
         self.log.tell(now.time, "config", words + (f": {on_one_line(config.reason)}" if config.reason else ""))
 
+    # ---- people ----
+
+    def take_pairs(self, now: Moment, request: wire.ReportPairsRequest) -> Sequence[str]:
+        """What pairs of nodes have measured; what is recommended by all that is known. ValueError."""
+        self.fleet.take_pairs(request.report)
+        self._are_pairs_new = True
+        self.log.tell(now.time, "pairs", "nodes have measured the ways between them")
+        return self.fleet.cluster(self.collector.stragglers).recommendations
+
     # ---- for the store ----
 
     def take_unsaved(self) -> Unsaved:
@@ -208,8 +235,19 @@ class Job:
         membership = plan.to_json() if plan is not None and self._is_plan_new else None
         self._is_plan_new = False
         job = self.name if self._is_name_new else None
-        self._is_name_new = False
-        return Unsaved(events=self.log.take_new(), nodes=nodes, forgotten=forgotten, membership=membership, job=job)
+        pairs = self.fleet.pairs if self._are_pairs_new else None
+        points = self.collector.rows(self._saved_until)
+        self._saved_until = max([self._saved_until, *(time for time, _ in points)])
+        self._is_name_new = self._are_pairs_new = False
+        return Unsaved(
+            events=self.log.take_new(),
+            nodes=nodes,
+            forgotten=forgotten,
+            membership=membership,
+            job=job,
+            pairs=pairs,
+            points=points,
+        )
 
     def give_back(self, unsaved: Unsaved) -> None:
         """It could not be stored, and is given again."""
@@ -218,11 +256,8 @@ class Job:
         self._changed_nodes.update(each.node_id for each in unsaved.nodes)
         self._is_plan_new = self._is_plan_new or unsaved.membership is not None
         self._is_name_new = self._is_name_new or unsaved.job is not None
-
-    @property
-    def hardware(self) -> Mapping[str, str]:
-        """What nodes have told of their machines, as JSON, by node."""
-        return self._hardware
+        self._are_pairs_new = self._are_pairs_new or unsaved.pairs is not None
+        self._saved_until = min([self._saved_until, *(time - 1 for time, _ in unsaved.points)])
 
     # ---- how ----
 
@@ -296,8 +331,7 @@ class Job:
         assert found is not None
         if node.state in ("lost", "left"):
             found.state = "left" if node.state == "left" else "lost"
-        if node.hardware:
-            self._hardware[node.node_id] = node.hardware
+        self.fleet.hear(node.node_id, node.host, node.hardware)
 
     def _record(self, node: Node) -> NodeRecord:
         return NodeRecord(
@@ -308,5 +342,5 @@ class Job:
             library=node.library,
             started_at=node.started_at,
             state=node.state,
-            hardware=self._hardware.get(node.node_id, ""),
+            hardware=self.fleet.hardware(node.node_id),
         )

@@ -84,6 +84,7 @@ async def _serve(
         lease_seconds=options.lease_seconds,
         beat_seconds=options.beat_seconds,
         acknowledge_seconds=options.acknowledge_seconds,
+        refuses_bad_nodes=options.refuse_bad_nodes,
     )
     job = Job(stored, settings, moment())
     guard = Guard(token, loop.time)
@@ -155,6 +156,8 @@ async def _keep(job: Job, store: Store, executor: Executor) -> None:
                 forgotten=unsaved.forgotten,
                 membership=unsaved.membership,
                 job=unsaved.job,
+                pairs=unsaved.pairs,
+                points=unsaved.points,
             ),
         )
     except Superseded:

@@ -144,6 +144,19 @@ class MasterService(MasterServicer):
         await self._guard.admit(peer)
         return config_history(self._job.book)
 
+    async def ReportPairs(self, request: wire.ReportPairsRequest, peer: Peer) -> wire.ReportPairsReply:
+        await self._guard.admit(peer)
+        try:
+            recommendations = self._job.take_pairs(moment(), request)
+        except ANSWERED as error:
+            await self._guard.refuse(peer, error)
+        self.tell_followers()
+        return wire.ReportPairsReply(recommendations=recommendations)
+
+    async def GetMetrics(self, request: wire.GetMetricsRequest, peer: Peer) -> wire.MetricHistory:
+        await self._guard.admit(peer)
+        return self._job.collector.history(request.since)
+
     # ---- how ----
 
     def tell_followers(self) -> None:

@@ -26,11 +26,17 @@ def job_status(job: Job, now: Moment, request: wire.GetStatusRequest) -> wire.Jo
         epoch=job.epoch,
         up_seconds=now.clock - job.began.clock,
         library=job.settings.library,
-        nodes=[_node_status(each, now) for each in job.nodes],
-        config=_config_status(job),
+        nodes=[_node_status(job, each, now, with_workers=not request.without_workers) for each in job.nodes],
+        config=_config_status(job, now),
+        progress=job.collector.progress(now.time),
         events=[event_message(each) for each in _newest_events(job, request.num_events)],
         troubles=list(_troubles(job)),
     )
+    verdict = job.collector.verdict(now.time)
+    status.verdict.CopyFrom(wire.Verdict(kind=verdict.kind, text=verdict.text, share=verdict.share))
+    cluster = job.fleet.cluster(job.collector.stragglers)
+    status.groups.extend(cluster.groups)
+    status.recommendations.extend(cluster.recommendations)
     if job.plans.newest is not None:
         plan = job.plans.newest
         nodes = [wire.NodeShare(**asdict(each)) for each in plan.nodes]
@@ -66,17 +72,21 @@ def _newest_events(job: Job, wanted: int) -> list[EventRecord]:
     return list(job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS)))
 
 
-def _node_status(node: Node, now: Moment) -> wire.NodeStatus:
+def _node_status(job: Job, node: Node, now: Moment, *, with_workers: bool) -> wire.NodeStatus:
+    facts = job.fleet.facts(node.node_id)
+    troubles = [each for each in (node.trouble, node.refusal) if each]
     return wire.NodeStatus(
         node=filled(wire.Node(), node),
         state=node.state,
         seen_seconds=now.clock - node.seen_at,
         config_version=node.held_version,
-        troubles=[each for each in (node.trouble, node.refusal) if each],
+        workers=job.collector.workers(node.node_id) if with_workers else [],
+        machine=facts.in_words if facts is not None else "",
+        troubles=[*troubles, *(facts.troubles if facts is not None else ())],
     )
 
 
-def _config_status(job: Job) -> wire.ConfigStatus:
+def _config_status(job: Job, now: Moment) -> wire.ConfigStatus:
     present = job.nodes.present
     found = wire.ConfigStatus(
         num_nodes=len(present),
@@ -89,6 +99,7 @@ def _config_status(job: Job) -> wire.ConfigStatus:
         found.reason = newest.config.reason
         found.author = newest.author
         found.time = newest.entry.time
+    found.in_force.extend(job.collector.versions_in_force(now.time))
     return found
 
 

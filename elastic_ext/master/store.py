@@ -65,6 +65,8 @@ class Stored:
     nodes: tuple[NodeRecord, ...]
     membership: str
     """JSON; empty where there was none."""
+    pairs: str
+    """What pairs of nodes have measured, as JSON; empty where there was none."""
     points: tuple[str, ...]
     """JSON, oldest first."""
 
@@ -123,6 +125,7 @@ class Store:
                 events=tuple(EventRecord.from_json(text) for (text,) in events),
                 nodes=tuple(NodeRecord.from_json(text) for (text,) in nodes),
                 membership=meta["membership"],
+                pairs=meta["pairs"],
                 points=tuple(text for (text,) in points),
             )
 
@@ -153,6 +156,7 @@ class Store:
         membership: str | None = None,
         points: Sequence[tuple[float, str]] = (),
         job: str | None = None,
+        pairs: str | None = None,
     ) -> None:
         """What has come since the last call, all of it or nothing."""
         with self._writing() as db:
@@ -160,10 +164,9 @@ class Store:
             db.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?)", [(n.node_id, n.to_json()) for n in nodes])
             db.executemany("DELETE FROM nodes WHERE node_id = ?", [(node_id,) for node_id in forgotten])
             db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?)", points)
-            if membership is not None:
-                db.execute("UPDATE meta SET value = ? WHERE key = 'membership'", (membership,))
-            if job is not None:
-                db.execute("UPDATE meta SET value = ? WHERE key = 'job'", (job,))
+            for key, value in {"job": job, "membership": membership, "pairs": pairs}.items():
+                if value is not None:
+                    db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
             if events:
                 db.execute("DELETE FROM events WHERE number <= ?", (max(e.number for e in events) - _MOST_EVENTS,))
             if points:
@@ -190,7 +193,7 @@ class Store:
         if schema == 0:
             for statement in _TABLES.split(";"):
                 db.execute(statement)
-            first = {"job": "", "job_id": uuid.uuid4().hex, "epoch": "0", "membership": ""}
+            first = {"job": "", "job_id": uuid.uuid4().hex, "epoch": "0", "membership": "", "pairs": ""}
             db.executemany("INSERT INTO meta VALUES (?, ?)", first.items())
             db.execute(f"PRAGMA user_version = {_SCHEMA}")
         self._epoch = self._epoch_there() + 1

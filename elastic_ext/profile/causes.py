@@ -87,24 +87,15 @@ class Job:
     """Of all loaders; None where that is not known."""
     processor_share: float | None
     roofline: Roofline | None
-
-    @property
-    def in_step_share(self) -> float:
-        return usual([each.in_step_share for each in self.ranks])
+    in_step_share: float
+    lost_share: float
+    """Of a step, while the training thread should have computed and had no processor."""
+    usual_local_seconds: float
 
     @property
     def is_known(self) -> bool:
         """Whether what is within steps is known of all ranks."""
         return all(each.is_known for each in self.ranks)
-
-    @property
-    def lost_share(self) -> float:
-        """Of a step, while the training thread should have computed and had no processor."""
-        return usual([each.lost_share for each in self.ranks])
-
-    @property
-    def usual_local_seconds(self) -> float:
-        return usual([each.local_seconds for each in self.ranks])
 
 
 def job_of(views: Sequence[RankView]) -> Job:
@@ -122,6 +113,9 @@ def job_of(views: Sequence[RankView]) -> Job:
         num_workers=sum(workers) if len(workers) == len(ordered) else None,
         processor_share=statistics.median_high(shares) if shares else None,
         roofline=_usual_roofline([each.roofline for each in ranks if each.roofline is not None]),
+        in_step_share=usual([each.in_step_share for each in ranks]),
+        lost_share=usual([each.lost_share for each in ranks]),
+        usual_local_seconds=usual([each.local_seconds for each in ranks]),
     )
 
 

@@ -536,7 +536,7 @@ class MetricHistory(_message.Message):
     def __init__(self, points: _Optional[_Iterable[_Union[MetricPoint, _Mapping]]] = ...) -> None: ...
 
 class MetricPoint(_message.Message):
-    __slots__ = ("time", "seconds", "step", "steps_per_second", "samples_per_second", "num_nodes", "num_workers", "config_version", "shares")
+    __slots__ = ("time", "seconds", "step", "steps_per_second", "samples_per_second", "num_nodes", "num_workers", "config_version", "shares", "tokens_per_second", "step_seconds")
     class SharesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -553,6 +553,8 @@ class MetricPoint(_message.Message):
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_VERSION_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     time: float
     seconds: float
     step: int
@@ -562,4 +564,6 @@ class MetricPoint(_message.Message):
     num_workers: int
     config_version: int
     shares: _containers.ScalarMap[str, float]
-    def __init__(self, time: _Optional[float] = ..., seconds: _Optional[float] = ..., step: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., num_nodes: _Optional[int] = ..., num_workers: _Optional[int] = ..., config_version: _Optional[int] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    tokens_per_second: float
+    step_seconds: float
+    def __init__(self, time: _Optional[float] = ..., seconds: _Optional[float] = ..., step: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., num_nodes: _Optional[int] = ..., num_workers: _Optional[int] = ..., config_version: _Optional[int] = ..., shares: _Optional[_Mapping[str, float]] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,216 @@
+"""Collector: what nodes tell of their workers, added up over the job. Pure, and bounded whatever comes.
+
+It keeps the newest report of each node, the last windows of some ranks, who is slow, and a history that is finer the
+newer it is. Times are seconds since 1970; a clock that is set does no more harm than a gap.
+
+Of a job of up to 128 ranks it keeps the windows of all. Of a larger one those of about as many, spread evenly over it,
+and of ranks that may be slow: a verdict is judged from them, in bounded time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median_low
+
+from elastic_ext.metrics import Measures, StepWindow
+from elastic_ext.profile.bottleneck import Verdict, verdict
+from elastic_ext.profile.changing import ChangeDetector
+from elastic_ext.profile.phases import Phase
+from elastic_ext.profile.reading import present_windows, view_of
+from elastic_ext.profile.straggling import Straggler
+
+from .amounts import window_in
+from .points import History, Point
+from .reported import MOST_WORKERS, NodeReport, report_of
+from .slow_ranks import SlowRanks
+from .wire import master_pb2
+from .wire.plain import filled
+
+__all__ = ["Collector"]
+
+_MOST_BYTES = 64 << 20  # of all reports
+_MOST_JUDGED = 128
+_MOST_KEPT = 4 * _MOST_JUDGED
+_MOST_WINDOWS = 3  # of a rank
+_LEAST_STEPS = 3
+_MOST_WINDOW_BYTES = 2048
+_FRESH_SECONDS = 45.0
+_VERDICT_SECONDS = 5.0
+_LEAST_TICK_SECONDS = 4.0
+_MOST_TICK_SECONDS = 30.0  # of a point, however long ago the one before was
+_LABELS = tuple(phase.label for phase in Phase)
+
+Windows = dict[int, tuple[bytes, ...]]
+"""By rank, each as it was sent, the newest first."""
+
+
+class Collector:
+    """What nodes tell of one job."""
+
+    def __init__(self, *, fresh_seconds: float = _FRESH_SECONDS) -> None:
+        """A report that is older than ``fresh_seconds`` says nothing of how the job does now."""
+        self._fresh_seconds = fresh_seconds
+        self._reports: dict[str, NodeReport] = {}  # the one that was told of longest ago first
+        self._windows: dict[str, Windows] = {}
+        self._num_bytes = 0
+        self._num_ranks = 0
+        self._num_kept = 0  # ranks whose windows are
+        self._slow = SlowRanks()
+        self._history = History()
+        self._pace = ChangeDetector(least_seconds=0.0)
+        self._ticked = -math.inf
+        self._verdict: tuple[float, Verdict] | None = None
+
+    def take(self, now: float, node_id: str, workers: Sequence[master_pb2.Worker], *, host: str = "") -> None:
+        """What a node's Beat says of its workers, whose windows are taken out of them; ``host`` is for people."""
+        if len(workers) > MOST_WORKERS:
+            workers = workers[:MOST_WORKERS]
+        windows: Windows = {}
+        kept = self._windows.get(node_id)
+        stride, suspected = self._stride(), self._slow.suspected
+        for worker in workers:
+            rank = worker.rank
+            if rank % stride == 0 or rank in suspected:
+                windows[rank] = _newest(kept.get(rank, ()) if kept else (), worker.windows)
+            worker.ClearField("windows")
+        report = report_of(now, host or node_id, workers)
+        self.forget(node_id)
+        self._reports[node_id] = report
+        self._num_bytes += report.num_bytes
+        self._num_ranks += len(report.ranks)
+        if self._num_kept + len(windows) <= _MOST_KEPT:
+            self._windows[node_id] = windows
+            self._num_kept += len(windows)
+        while self._num_bytes > _MOST_BYTES:
+            self.forget(next(iter(self._reports)))
+
+    def forget(self, node_id: str) -> None:
+        """A node is gone; nothing happens where it is not known."""
+        report = self._reports.pop(node_id, None)
+        self._num_kept -= len(self._windows.pop(node_id, ()))
+        if report is not None:
+            self._num_bytes -= report.num_bytes
+            self._num_ranks -= len(report.ranks)
+
+    def workers(self, node_id: str) -> list[master_pb2.Worker]:
+        """The newest that a node has told of each worker, without what cannot be; none where it is not known."""
+        report = self._reports.get(node_id)
+        return [] if report is None else report.workers
+
+    def progress(self, now: float) -> master_pb2.Progress:
+        """How far the job is and how fast, by what is fresh."""
+        return filled(master_pb2.Progress(), self._point(now, 0.0))
+
+    def versions_in_force(self, now: float) -> list[int]:
+        """Of the config, on nodes of which something fresh is known: the newest on each."""
+        return sorted({each.config_version for _, each in self._fresh(now) if each.num_running})
+
+    @property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Ranks that have kept the others waiting for a while, the slowest first."""
+        return self._slow.named
+
+    def verdict(self, now: float) -> Verdict:
+        """What holds training up; the same again where it was asked less than some seconds ago."""
+        if self._verdict is None or not 0 <= now - self._verdict[0] < _VERDICT_SECONDS:
+            self._verdict = now, self._judged(now)
+        return self._verdict[1]
+
+    def tick(self, now: float) -> list[str]:
+        """Some time has passed, about a second; gives what has happened, in words for events.
+
+        It takes a few milliseconds for a thousand nodes, every few seconds; else next to nothing.
+        """
+        if 0 <= now - self._ticked < _LEAST_TICK_SECONDS:
+            return []
+        seconds = now - self._ticked if 0 < now - self._ticked < _MOST_TICK_SECONDS else _LEAST_TICK_SECONDS
+        self._ticked = now
+        point = self._point(now, seconds)
+        if point.num_workers == 0:
+            return []
+        complete = self._history.add(point)
+        if complete is None:
+            return []
+        self._slow.see(dict(self._fresh(now)), complete.config_version)
+        if complete.step_seconds is None or complete.step is None:
+            return []
+        change = self._pace.see(complete.step, complete.step_seconds, (complete.config_version, complete.num_workers))
+        return [] if change is None else [change.text]
+
+    def history(self, since: float = 0.0) -> master_pb2.MetricHistory:
+        """Points that ended after ``since``, the oldest first."""
+        points = [filled(master_pb2.MetricPoint(), each) for each in self._history.since(since)]
+        return master_pb2.MetricHistory(points=points)
+
+    def rows(self, since: float = -math.inf) -> list[tuple[float, str]]:
+        """What a store should keep of the history, of points that ended after ``since``, each with when it did."""
+        return self._history.rows(since)
+
+    def restore(self, rows: Iterable[str]) -> None:
+        """Take up what a store has kept, before the first tick; a row that is none is left out."""
+        self._history.restore(rows)
+
+    def _stride(self) -> int:
+        """Of so many ranks the windows of one are kept; odd, as what differs within nodes comes in twos and eights."""
+        return 1 if self._num_ranks <= _MOST_JUDGED else -(-self._num_ranks // _MOST_JUDGED) | 1
+
+    def _fresh(self, now: float) -> Iterable[tuple[str, NodeReport]]:
+        for node_id, report in self._reports.items():
+            if abs(now - report.time) <= self._fresh_seconds:
+                yield node_id, report
+
+    def _point(self, now: float, seconds: float) -> Point:
+        """The job as it is now."""
+        fresh = [report for _, report in self._fresh(now)]
+        num_shared = sum(each.num_shared for each in fresh)
+        sums = [sum(column) for column in zip(*(each.shares for each in fresh if each.num_shared), strict=True)]
+        shares = zip(_LABELS, sums, strict=False)
+        step = max((each.step for each in fresh), default=-1)
+        return Point(
+            time=now,
+            seconds=seconds,
+            step=step if step >= 0 else None,
+            step_seconds=_middle(each.step_seconds for each in fresh),
+            steps_per_second=_middle(each.steps_per_second for each in fresh),
+            samples_per_second=_middle(each.samples_per_second for each in fresh),
+            tokens_per_second=_middle(each.tokens_per_second for each in fresh),
+            num_nodes=sum(each.num_running > 0 for each in fresh),
+            num_workers=sum(each.num_running for each in fresh),
+            config_version=max((each.config_version for each in fresh), default=0),
+            shares={label: round(total / num_shared, 4) for label, total in shares if total > 0},
+        )
+
+    def _judged(self, now: float) -> Verdict:
+        windows: dict[int, list[StepWindow]] = {}
+        hosts: dict[int, str] = {}
+        for node_id, report in self._fresh(now):
+            for rank, row in self._windows.get(node_id, {}).items():
+                found = [window for data in reversed(row) if (window := window_in(data, rank)) is not None]
+                if found:
+                    windows[rank], hosts[rank] = found, report.host
+        suspected = self._slow.suspected
+        chosen = sorted(windows, key=lambda rank: (rank not in suspected, rank))[:_MOST_JUDGED]
+        present = present_windows({rank: windows[rank] for rank in chosen}, seconds=math.inf)
+        views = [view_of(row, host=hosts[rank], measures=Measures()) for rank, row in present.items()]
+        return verdict(views, is_partial=True)
+
+
+def _newest(kept: tuple[bytes, ...], windows: Sequence[master_pb2.StepWindow]) -> tuple[bytes, ...]:
+    """The last two of a rank's windows; a third where those came with too few steps to judge by."""
+    if not windows:
+        return kept
+    num_steps = 0
+    found: list[bytes] = []
+    for window in windows[: -_MOST_WINDOWS - 1 : -1]:
+        data = window.SerializeToString()
+        if len(data) <= _MOST_WINDOW_BYTES:
+            found.append(data)
+            num_steps += window.num_steps
+    return (*found, *kept)[: _MOST_WINDOWS if num_steps < _LEAST_STEPS else _MOST_WINDOWS - 1]
+
+
+def _middle(values: Iterable[float]) -> float | None:
+    """The lower median of those that are known."""
+    known = [each for each in values if each == each]
+    return median_low(known) if known else None
