@@ -21,9 +21,9 @@ from elastic_ext.master.job_words import event_words, is_healthy, status_words
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.metrics import JobEvent
+from tests.linked import LinkedNode, in_file, linked
 from tests.masters import ROOT, TOKEN, MasterThread, master_on_thread
 from tests.nodes import free_port, until
-from tests.test_master_link import LinkedNode, in_file, linked
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,11 @@ from hypothesis import strategies as st
 
 from elastic_ext.agent.backoff import Backoff
 from elastic_ext.agent.event_files import EventFiles
-from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.link_words import LinkState, LinkStory
-from elastic_ext.agent.master_link import GivenMaster, MasterLink
 from elastic_ext.agent.master_session import Due, beat_due
-from elastic_ext.agent.node_identity import INCARNATION_FILE, Acquaintance, NodeSelf, next_incarnation, node_id_of
+from elastic_ext.agent.node_identity import INCARNATION_FILE, Acquaintance, next_incarnation, node_id_of
 from elastic_ext.agent.outbox import Outbox
 from elastic_ext.agent.records import (
-    EVENTS_FILE,
     MASTER_FILE,
     MEMBERSHIP_FILE,
     WORKERS_FILE,
@@ -36,65 +32,16 @@ from elastic_ext.agent.records import (
     WorkerSeen,
     WorkersRecord,
 )
-from elastic_ext.agent.tuner import ConfigTuner
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import MasterAbsent
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.metrics import JobEvent, Measures, RankMetrics, StepWindow
+from tests.linked import config, in_file, linked
 from tests.nodes import free_port, until
 from tests.scripted_master import Refusal, ScriptedMaster
 
 CODES = grpc.StatusCode
-
-
-class LinkedNode:
-    """The parts of an agent that its link needs."""
-
-    def __init__(self, run_dir: Path, place: MasterPlace, *, incarnation: int = 1) -> None:
-        run_dir.mkdir(exist_ok=True)
-        (run_dir / "hardware.json").write_text('{"cpu": "of the test"}')
-        self.run_dir = run_dir
-        self.tuner = ConfigTuner(run_dir / "config.json", on_foreign=lambda write: None)
-        self.journal = Journal(run_dir)
-        node = NodeSelf(
-            node_id="node", incarnation=incarnation, host="here", pid=7, library="1", started_at=0.0, job="job"
-        )
-        self.link = MasterLink(run_dir, node, GivenMaster(place), self.tuner, self.journal)
-
-    def told(self) -> list[str]:
-        """The kinds of what the journal has told of the master."""
-        file = self.run_dir / EVENTS_FILE
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [kind for line in lines if (kind := json.loads(line)["kind"]).startswith("master-")]
-
-    def text_of(self, kind: str) -> str:
-        lines = (self.run_dir / EVENTS_FILE).read_text().splitlines()
-        return next(str(event["text"]) for line in lines if (event := json.loads(line))["kind"] == kind)
-
-
-@contextmanager
-def linked(run_dir: Path, place: MasterPlace, *, begun: bool = True, incarnation: int = 1) -> Iterator[LinkedNode]:
-    node = LinkedNode(run_dir, place, incarnation=incarnation)
-    node.tuner.look()
-    node.link.start()
-    if begun:
-        node.link.begin_configs()
-    try:
-        yield node
-    finally:
-        node.link.close("the test is over")
-
-
-def config(version: int, **values: object) -> str:
-    return ElasticConfig.from_values(
-        {f"user.{name}": value for name, value in values.items()}, version=version
-    ).to_json()
-
-
-def in_file(node: LinkedNode) -> int:
-    file = node.run_dir / "config.json"
-    return ElasticConfig.parse(file.read_bytes()).version if file.exists() else 0
 
 
 # ---- pure parts ----
