@@ -23,7 +23,7 @@ class LinkedNode:
 
     def __init__(self, run_dir: Path, place: MasterPlace, *, incarnation: int = 1, node_id: str = "node") -> None:
         run_dir.mkdir(exist_ok=True)
-        (run_dir / "hardware.json").write_text('{"cpu": "of the test"}')
+        (run_dir / "hardware.json").touch()  # what the machine has is looked for
         self.run_dir = run_dir
         self.tuner = ConfigTuner(run_dir / "config.json", on_foreign=lambda write: None)
         self.journal = Journal(run_dir)

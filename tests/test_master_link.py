@@ -198,6 +198,7 @@ def test_of_too_many_new_events_the_last_are_read_and_the_others_counted(tmp_pat
 
 
 def test_a_node_joins_says_what_it_is_and_leaves_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "hardware.json").write_text('{"cpu": "of the test"}')
     with ScriptedMaster() as master:
         with linked(tmp_path, master.place) as node:
             join = master.wait_for("Join")
@@ -268,6 +269,20 @@ def test_a_node_tells_of_its_own_newer_config_and_gives_the_text_when_asked(tmp_
             assert told.held.text == ""
             given = master.wait_for("Beat", lambda request: request.held.text != "")
             assert ElasticConfig.parse(given.held.text.encode()).digest == told.held.digest
+
+
+def test_a_master_that_goes_on_asking_for_what_it_was_given_is_not_answered_without_end(tmp_path: Path) -> None:
+    with ScriptedMaster() as master:
+        master.answers["Beat"] = lambda request: pb.BeatReply(
+            epoch=1, lease_seconds=5.0, beat_seconds=0.5, wants_config=True, wants_hardware=True
+        )
+        with linked(tmp_path, master.place) as node:
+            node.tuner.set({"user.x": 1}, reason="here")
+            master.wait_for("Beat", lambda request: request.held.text != "")
+            seen = len(master.called["Beat"])
+            began = time.monotonic()
+            master.wait_for("Beat", after=seen + 2)
+            assert time.monotonic() - began > 0.4
 
 
 def test_before_nodes_have_met_no_config_is_told_of_and_none_is_taken(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ class _Node:
             status = self._start(link)
         finally:
             if link is not None:
-                link.close(f"exit status {status}")
+                link.close("its workers have ended well" if status == 0 else f"it ends with status {status}")
         return status
 
     def _start(self, link: MasterLink | None) -> int:

@@ -77,6 +77,7 @@ class MasterSession:
         self._rank_events = rank_events
         self._watch = watch
         self._told = Held()
+        self._given = Held()  # whose text was
         self._wants_text = self._is_asked = False
         self._lease_seconds = self._beat_seconds = 1.0
         self._said_at = 0.0
@@ -116,7 +117,7 @@ class MasterSession:
 
     def due_at(self) -> float:
         """When there is something to say, by ``time.monotonic``."""
-        acknowledges = self._is_asked or self._wants_text or self._config.now().version != self._told.version
+        acknowledges = self._is_asked or self._config.now().version != self._told.version
         return beat_due(
             said_at=self._said_at,
             beat_seconds=self._beat_seconds,
@@ -187,15 +188,17 @@ class MasterSession:
     def _confirm(self, held: Held) -> None:
         self._outbox.confirm()
         self._report.confirm()
-        self._told, self._wants_text = held, False
+        self._told = held
+        if self._wants_text:
+            self._given, self._wants_text = held, False
 
     def _take(self, reply: pb.BeatReply, held: Held) -> None:
         self._set_times(reply.lease_seconds, reply.beat_seconds)
         if reply.wants_config and held.version > 0:
             self._wants_text = True
+            self._is_asked = held.digest != self._given.digest  # a second time it can wait
         if reply.wants_hardware:
-            self._report.forget_hardware()
-            self._is_asked = bool(self._report.hardware())
+            self._is_asked |= self._report.forget_hardware()
         if reply.config and self._config.take(reply.config_version, reply.config):
             self._is_asked = True
 

@@ -72,9 +72,11 @@ class NodeReport:
         self._known_plan = self._told_plan = 0
         self._known_hardware = self._told_hardware = ""
 
-    def forget_hardware(self) -> None:
-        """The master asks for it."""
+    def forget_hardware(self) -> bool:
+        """The master asks for it: whether there is something that it was not told yet, and not only to be repeated."""
+        is_new = self.hardware() != self._known_hardware
         self._known_hardware = self._told_hardware = ""
+        return is_new
 
     # ---- workers ----
 
