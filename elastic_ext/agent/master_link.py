@@ -273,6 +273,6 @@ class MasterLink:
             time=time.time(),
         )
         try:
-            write_whole(self._run_dir / MASTER_FILE, record.to_json().encode(), durable=False)
+            write_whole(self._run_dir / MASTER_FILE, f"{record.to_json()}\n".encode(), durable=False)
         except OSError as error:
             _logger.debug("where the master is cannot be written: %s", in_words(error))
