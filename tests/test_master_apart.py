@@ -120,9 +120,9 @@ def test_a_node_that_is_cut_off_for_longer_or_shorter_than_its_lease_comes_back_
         until(lambda: in_file(node) == 1 or None)
         until(lambda: states(client) == {"node": "live"} or None)
         kinds = [each.kind for each in client.events()]
-    assert ("node-lost" in kinds) == is_long
-    if is_long:
-        until(lambda: node.told() == ["master-joined", "master-lost", "master-back"] or None)
+        assert ("node-lost" in kinds) == is_long
+        if is_long:
+            until(lambda: node.told() == ["master-joined", "master-lost", "master-back"] or None)
 
 
 def test_of_two_agents_with_one_name_the_higher_incarnation_is_the_node_and_the_other_says_no_more(
