@@ -128,7 +128,7 @@ def test_each_phase_is_found_where_it_was_planted(tmp_path: Path) -> None:
     assert total(windows, "backward") >= 5 * 3 * PLANTED
     assert total(windows, "optimizer") >= 5 * PLANTED
     assert windows[0].num_steps == 0 and windows[0].seconds["startup"] > 0.1
-    middle = windows[-1].typical
+    middle = next(each.typical for each in windows if each.num_steps)
     assert middle["forward"] >= 2 * PLANTED and middle["backward"] >= 3 * PLANTED
     assert middle["data"] >= 4 * PLANTED and middle["optimizer"] >= PLANTED
     assert sum(each.processor_seconds.get("forward", 0.0) for each in windows) < total(windows, "forward") / 2
@@ -140,7 +140,7 @@ def test_phases_add_up_to_the_time_that_training_took(tmp_path: Path) -> None:
     began = time.time()
     windows = train(tmp_path, Slow(PLANTED, PLANTED), ElasticDataLoader(data_of(40), batch_size=4))
     took = time.time() - began
-    assert windows[-1].end <= time.time() + 0.01
+    assert windows[-1].end <= time.time() + 1  # two clocks, which part by parts of a second within a long test run
     in_all = sum(sum(each.seconds.values()) for each in windows[1:])
     assert took * 1.01 >= in_all >= 10 * 2 * PLANTED
     assert windows[-1].end - windows[0].begin == pytest.approx(
