@@ -2,7 +2,7 @@
 
     python -m benchmarks.master_config_job FOLDER STEP_SECONDS
 
-In FOLDER: versions-<rank>.txt, a line for each step: the version that it ran under, and when it began, in nanoseconds of
+In FOLDER: versions-<rank>.txt, a line for each step: the version that it ran under and when it began, in nanoseconds of
 the clock that all processes of a machine share.
 """
 
