@@ -120,9 +120,9 @@ def test_a_node_that_is_cut_off_for_longer_or_shorter_than_its_lease_comes_back_
         until(lambda: in_file(node) == 1 or None)
         until(lambda: states(client) == {"node": "live"} or None)
         kinds = [each.kind for each in client.events()]
-    assert ("node-lost" in kinds) == is_long
-    if is_long:
-        until(lambda: node.told() == ["master-joined", "master-lost", "master-back"] or None)
+        assert ("node-lost" in kinds) == is_long
+        if is_long:
+            until(lambda: node.told() == ["master-joined", "master-lost", "master-back"] or None)
 
 
 def test_of_two_agents_with_one_name_the_higher_incarnation_is_the_node_and_the_other_says_no_more(
@@ -204,7 +204,9 @@ def test_one_version_with_two_contents_is_a_trouble_on_both_sides_until_the_next
 def own_master(run_dir: Path) -> tuple[OwnMaster, Journal]:
     run_dir.mkdir(exist_ok=True)
     journal = Journal(run_dir)
-    return OwnMaster(run_dir, "job", journal, Backoff(random.Random(1), first_seconds=0.1, most_seconds=0.2)), journal
+    return OwnMaster(
+        run_dir, "-- job", journal, Backoff(random.Random(1), first_seconds=0.1, most_seconds=0.2)
+    ), journal
 
 
 def kinds_of(run_dir: Path) -> str:
