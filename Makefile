@@ -1,9 +1,11 @@
 # Every target makes the environment it needs: one .venv in this folder, made anew when what it is made from changes.
-# PYTHON chooses the interpreter (3.10 or newer); ARGS goes to pytest or to the benchmarks:
-#     make test ARGS="-k watch"      make bench ARGS="--list"
+# PYTHON chooses the interpreter (3.10 or newer); ARGS goes to pytest or to the benchmarks; TEST_PROCESSES is how many
+# processes `make test` has beside each other (0: the tests run in pytest's own, as --pdb and -s need it):
+#     make test ARGS="-k watch"      make test TEST_PROCESSES=0 ARGS="--pdb"      make bench ARGS="--list"
 
 PYTHON ?= python3
 ARGS ?=
+TEST_PROCESSES ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -51,7 +53,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.live_config
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)

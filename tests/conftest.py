@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,21 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
+
+
+def pytest_configure() -> None:
+    """One thread for what is computed here and in processes begun here, as ranks have it: tensors of tests are small,
+    and threads of several test processes would wait for each other. Before torch is imported, which reads it then."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_reach_what_is_begun() -> None:
+    """A run in the background of a script ignores Ctrl-C, and one under nohup hang-ups; their tests' processes would
+    inherit that, and wait for ever for the signals that tests send. What has a handler is not inherited."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None)
 
 
 # --- fixtures of the multi-rank harness ----------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
+from tests.ports import free_port
 from tests.ranks import RankPool
 from tests.scripts import Script
 
@@ -59,7 +59,7 @@ class Job:
             environ |= {
                 "WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(_free_port()) if num_ranks > 1 else "0",
+                "MASTER_PORT": str(free_port()) if num_ranks > 1 else "0",
             }
             environs = [{**environ, "RANK": str(rank)} for rank in range(num_ranks)]
         self.processes = [
@@ -183,10 +183,3 @@ def _begun(argv: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,  # a process group of its own
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 from elastic_ext.agent.processes import Process, is_alive, process_of
 from elastic_ext.agent.records import AGENT_FILE, EVENTS_FILE, AgentRecord
 
-__all__ = ["Node", "free_port", "nodes", "samples_of_steps", "until"]
+__all__ = ["Node", "nodes", "samples_of_steps", "until"]
 
 DEADLINE_SECONDS = 60.0
 _Found = TypeVar("_Found")
@@ -147,12 +146,6 @@ def until(look: Callable[[], _Found | None], *, what: str = "") -> _Found:
         assert time.monotonic() < end, f"not in time: {what}"
         time.sleep(0.02)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
 
 
 def samples_of_steps(folder: Path) -> dict[int, list[int]]:

@@ -18,7 +18,8 @@ from elastic_ext.agent.processes import is_alive
 from elastic_ext.doctor.hardware_records import NodeHardware
 from elastic_ext.doctor.machine import check_node
 from tests.elastic_job import NUM_SAMPLES
-from tests.nodes import Node, free_port, last_step, nodes, samples_of_steps, until
+from tests.nodes import Node, last_step, nodes, samples_of_steps, until
+from tests.ports import free_port
 
 JOB = ("-m", "tests.elastic_job")
 

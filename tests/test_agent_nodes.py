@@ -19,7 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from elastic_ext.agent.processes import is_alive
 from elastic_ext.agent.records import MEMBERSHIP_FILE, MembershipPlan
 from tests.elastic_job import NUM_SAMPLES
-from tests.nodes import Node, free_port, last_step, nodes, samples_of_steps, until
+from tests.nodes import Node, last_step, nodes, samples_of_steps, until
+from tests.ports import free_port
 
 JOB = ("-m", "tests.elastic_job")
 FOR_EVER = ("--steps=1000000", "--pace=0.02", "--every=1000000")

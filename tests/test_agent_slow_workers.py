@@ -16,7 +16,8 @@ from elastic_ext.agent.slow_workers import NodeRound, Rounds, SlowNews, SlowWork
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.straggling import LocalTime
 from elastic_ext.rundir import RunDirectory
-from tests.nodes import Node, free_port, nodes, until
+from tests.nodes import Node, nodes, until
+from tests.ports import free_port
 from tests.profiles import made_window
 
 STEP = {Phase.FORWARD: 0.004, Phase.BACKWARD: 0.005, Phase.OPTIMIZER: 0.001}

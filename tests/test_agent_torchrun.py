@@ -69,6 +69,7 @@ def run(
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PET_", "ELASTIC_EXT", "TORCHELASTIC"))
+        and name != "OMP_NUM_THREADS"  # launchers set it
     }
     given |= {"OUT": str(out), "PYTHONPATH": os.pathsep.join(path for path in [*sys.path, str(folder)] if path)}
     given |= {"ELASTIC_EXT_RUN_DIR": str(folder / "node"), **environ}

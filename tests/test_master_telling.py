@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
+from elastic_ext.master.job import Job, JobSettings, Moment
+from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_message
 from elastic_ext.metrics import StepWindow
@@ -138,8 +141,20 @@ def kept_pairs(folder: Path) -> str:
         return str(text)
 
 
-def test_a_history_is_told(caller: Caller) -> None:
-    caller.join("a")
-    caller.beat("a", workers=[worker(0)])
-    points = until(lambda: caller("GetMetrics").points)
-    assert points[-1].steps_per_second == 10.0 and points[-1].num_workers == 1
+def test_a_history_is_told() -> None:
+    stored = Stored(job="j", job_id="0", epoch=1, pages=(), events=(), nodes=(), membership="", pairs="", points=())
+    job = Job(stored, JobSettings(library="1"), Moment(clock=0.0, time=1e9))
+    job.join(Moment(clock=0.0, time=1e9), join_request("a"))
+    for second in range(200):
+        now = Moment(clock=second, time=1e9 + second)
+        if second % 10 == 0:
+            job.beat(now, wire.BeatRequest(node_id="a", incarnation=1, workers=[worker(0)]))
+        job.tick(now)
+    points = job.collector.history().points
+    assert len(points) >= 15 and points[-1].steps_per_second == 10.0 and points[-1].num_workers == 1
+    rows = job.take_unsaved().points
+    assert rows and not job.take_unsaved().points, "each is stored once"
+    again = Job(
+        replace(stored, points=tuple(text for _, text in rows)), job.settings, Moment(clock=0.0, time=1e9 + 300)
+    )
+    assert [each.steps_per_second for each in again.collector.history().points][-1] == 10.0

@@ -21,6 +21,7 @@ from elastic_ext.doctor.finding import Finding
 from elastic_ext.doctor.pair_meeting import Meeting, MeetingFailed, Rendezvous, holds_store
 from elastic_ext.doctor.pair_report import CheckedNode, CheckedPair, PairReport, findings_of_report, words_of_report
 from tests.machines import GOOD_MACHINE as GOOD
+from tests.ports import free_port
 
 DEADLINE_SECONDS = 100.0
 
@@ -186,9 +187,7 @@ class _Nodes:
         victim: int | None = None,
         how: signal.Signals = signal.SIGKILL,
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        endpoint = f"127.0.0.1:{free_port()}"
         self._deadline = time.monotonic() + DEADLINE_SECONDS
         self._folder = folder
         self.processes = []

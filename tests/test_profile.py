@@ -145,7 +145,7 @@ def test_phases_add_up_to_the_time_that_training_took(tmp_path: Path) -> None:
     began = time.time()
     windows = train(tmp_path, Slow(PLANTED, PLANTED), ElasticDataLoader(data_of(40), batch_size=4))
     took = time.time() - began
-    assert windows[-1].end <= time.time() + 0.01
+    assert windows[-1].end <= time.time() + 1  # two clocks, which part by parts of a second within a long test run
     in_all = sum(sum(each.seconds.values()) for each in windows[1:])
     assert took * 1.01 >= in_all >= 10 * 2 * PLANTED
     assert windows[-1].end - windows[0].begin == pytest.approx(
