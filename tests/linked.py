@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_ext.agent.journal import Journal
-from elastic_ext.agent.master_link import GivenMaster, MasterLink
+from elastic_ext.agent.master_link import GivenMaster, MasterFinder, MasterLink
 from elastic_ext.agent.node_identity import NodeSelf
 from elastic_ext.agent.records import EVENTS_FILE
 from elastic_ext.agent.tuner import ConfigTuner
@@ -21,7 +21,15 @@ __all__ = ["LinkedNode", "config", "in_file", "linked"]
 class LinkedNode:
     """One of them."""
 
-    def __init__(self, run_dir: Path, place: MasterPlace, *, incarnation: int = 1, node_id: str = "node") -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        place: MasterPlace,
+        *,
+        incarnation: int = 1,
+        node_id: str = "node",
+        finder: MasterFinder | None = None,
+    ) -> None:
         run_dir.mkdir(exist_ok=True)
         (run_dir / "hardware.json").touch()  # what the machine has is looked for
         self.run_dir = run_dir
@@ -30,7 +38,7 @@ class LinkedNode:
         node = NodeSelf(
             node_id=node_id, incarnation=incarnation, host="here", pid=7, library="1", started_at=0.0, job="job"
         )
-        self.link = MasterLink(run_dir, node, GivenMaster(place), self.tuner, self.journal)
+        self.link = MasterLink(run_dir, node, finder or GivenMaster(place), self.tuner, self.journal)
 
     def told(self) -> list[str]:
         """The kinds of what the journal has told of the master."""

@@ -672,7 +672,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "agent.control:Control._run": "the top of a thread: logged, and its owner sees that it has ended",
     "agent.control:Control._answer_to": "whatever answers: who asked is told, and the agent goes on",
     "agent.config_watch:ConfigWatch._run": "the top of a thread: logged; configs come with answers as well",
-    "agent.master_link:MasterLink._run": "the top of a thread: logged, and the agent goes on without a master",
+    "agent.master_link:MasterLink._try_once": "the top of a thread: logged, and tried again later",
     "appliers:Appliers._check": "an applier is the user's code: what it raises is told to all ranks",
     "appliers:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
     "doctor.patience:answer_within.run": "the top of a thread: kept for the one who waits, who raises it",

@@ -204,7 +204,9 @@ def test_one_version_with_two_contents_is_a_trouble_on_both_sides_until_the_next
 def own_master(run_dir: Path) -> tuple[OwnMaster, Journal]:
     run_dir.mkdir(exist_ok=True)
     journal = Journal(run_dir)
-    return OwnMaster(run_dir, "job", journal, Backoff(random.Random(1), first_seconds=0.1, most_seconds=0.2)), journal
+    return OwnMaster(
+        run_dir, "-- job", journal, Backoff(random.Random(1), first_seconds=0.1, most_seconds=0.2)
+    ), journal
 
 
 def kinds_of(run_dir: Path) -> str:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from elastic_ext.agent.backoff import Backoff
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.link_words import LinkState, LinkStory
+from elastic_ext.agent.master_link import FoundMaster, GivenMaster
 from elastic_ext.agent.master_session import Due, beat_due
 from elastic_ext.agent.node_identity import INCARNATION_FILE, Acquaintance, next_incarnation, node_id_of
 from elastic_ext.agent.outbox import Outbox
@@ -37,7 +38,7 @@ from elastic_ext.errors import MasterAbsent
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.metrics import JobEvent, Measures, RankMetrics, StepWindow
-from tests.linked import config, in_file, linked
+from tests.linked import LinkedNode, config, in_file, linked
 from tests.nodes import free_port, until
 from tests.scripted_master import Refusal, ScriptedMaster
 
@@ -406,6 +407,28 @@ def _refuse_odd(master: ScriptedMaster, request: pb.BeatRequest, code: grpc.Stat
     if any(each.kind == "odd" for each in request.events):
         return Refusal(code, "it is odd")
     return master._beaten(request)
+
+
+class FailsOnce(GivenMaster):
+    """A master that something is amiss with that nobody has thought of."""
+
+    num_asked = 0
+
+    def find(self) -> FoundMaster | None:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise RuntimeError("can't start new thread")
+        return super().find()
+
+
+def test_what_nobody_has_thought_of_ends_no_link(tmp_path: Path) -> None:
+    with ScriptedMaster() as master:
+        node = LinkedNode(tmp_path, master.place, finder=FailsOnce(master.place))
+        node.link.start()
+        try:
+            master.wait_for("Beat")
+        finally:
+            node.link.close("the test is over")
 
 
 def test_closing_takes_no_longer_than_a_moment_while_the_master_hangs(tmp_path: Path) -> None:

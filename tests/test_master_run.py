@@ -14,6 +14,7 @@ from elastic_ext.agent.arguments import parse
 from elastic_ext.agent.master_choice import master_choice
 from elastic_ext.agent.processes import is_alive, process_of
 from elastic_ext.agent.records import MASTER_FILE, MasterRecord
+from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
@@ -105,7 +106,7 @@ def test_what_cannot_be_a_master_is_refused(arguments: list[str], words: str) ->
 
 
 def test_standalone_has_a_master_that_is_found_by_the_run_directory_and_ends_with_the_agent(
-    tmp_path: Path, script: list[str]
+    tmp_path: Path, script: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with nodes(Node(tmp_path / "node", ["--standalone", "--nproc-per-node=1", *script])) as (node,):
         record = until(lambda: record_of(node))
@@ -119,6 +120,9 @@ def test_standalone_has_a_master_that_is_found_by_the_run_directory_and_ends_wit
             assert status.nodes[0].workers[0].state == "running"
             client.set_config(pb.SetConfigRequest(changes={"user.x": "1"}))
         until(lambda: (node.run_dir / "config.json").exists() or None)
+        assert main(["status", str(node.run_dir)]) == 0
+        assert f"{record.address}    (elastic-ext status --master {node.run_dir})" in capsys.readouterr().out
+        assert main(["config", "show", "--master", str(node.run_dir)]) == 0
         (tmp_path / "go").touch()
         assert node.end() == 0, node.text
         assert not is_alive(process) and record_of(node) is None

@@ -14,6 +14,7 @@ from elastic_ext.files import read_at_most
 from elastic_ext.given import expanded
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import read_token
+from elastic_ext.wording import on_one_line
 
 from .backoff import Backoff
 from .journal import Journal
@@ -26,6 +27,7 @@ __all__ = ["MasterChoice", "link_with", "master_choice"]
 
 MasterChoice = MasterPlace | Literal["own", "none"]
 _OFF = "off"
+_MOST_NAME = 200
 _FIRST_SECONDS, _MOST_SECONDS = 0.2, 30.0
 
 
@@ -65,6 +67,7 @@ def link_with(
     """The link of an agent that begins now; None where there is to be no master."""
     if choice == "none":
         return None
+    job = on_one_line(job)[:_MOST_NAME].encode(errors="replace").decode()  # as masters know it
     node = NodeSelf(
         node_id=node_id_of(run_dir, host),
         incarnation=next_incarnation(run_dir, now_ns=time.time_ns()),

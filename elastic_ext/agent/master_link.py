@@ -154,16 +154,24 @@ class MasterLink:
         from .node_report import NodeReport
 
         report = NodeReport(self._run_dir, since=self._node.started_at)
+        self._await_hardware()
         try:
-            self._await_hardware()
             while not self._stop.is_set():
-                self._stop.wait(self._try(report))
+                self._stop.wait(self._try_once(report))
         except NodeFenced as error:
             self._tell("fenced", str(error))
-        except Exception:  # the top of a thread: the agent goes on without a master
-            _logger.exception("this agent speaks with no master any more")
         finally:
             self._answered.set()
+
+    def _try_once(self, report: NodeReport) -> float:
+        """Speak with the master, whatever may go wrong with that; how long to wait then."""
+        try:
+            return self._try(report)
+        except NodeFenced:
+            raise
+        except Exception:  # the agent goes on, and what this machine lacks now it may have later
+            _logger.exception("what an agent has to do with its master has failed, and is tried again")
+            return self._backoff.next_seconds()
 
     def _try(self, report: NodeReport) -> float:
         """Speak with the master as long as that goes well; how long to wait then. NodeFenced ends it for good."""

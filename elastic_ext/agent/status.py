@@ -16,7 +16,7 @@ from typing import Any, Literal
 from elastic_ext.metrics import Measures, ModelProfile, RankMetrics
 from elastic_ext.wording import age_in_words
 
-from .records import AgentRecord, MembershipPlan, WorkerSeen
+from .records import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
 from .status_files import EventSeen, RunFiles
 from .status_profile import ProfileStatus, profile_of
 
@@ -87,6 +87,8 @@ class NodeStatus:
     state: RunState
     agent: AgentRecord | None
     is_agent_running: bool
+    master: MasterRecord | None
+    """That the agent speaks with, or has spoken with last."""
     membership: MembershipPlan | None
     restart: int | None
     """How often the job's processes were started again."""
@@ -137,6 +139,7 @@ def status_of(files: RunFiles) -> NodeStatus:
         state="running" if is_running else "empty" if is_empty else "ended",
         agent=files.agent,
         is_agent_running=files.is_agent_running,
+        master=files.master if files.is_agent_running else None,
         membership=membership,
         restart=files.workers.restart if files.workers else newest.generation if newest else None,
         world_size=membership.world_size if membership else newest.world_size if newest else None,

@@ -25,10 +25,12 @@ from .processes import Process, is_alive, process_of
 from .records import (
     AGENT_FILE,
     EVENTS_FILE,
+    MASTER_FILE,
     MEMBERSHIP_FILE,
     MOST_BYTES,
     WORKERS_FILE,
     AgentRecord,
+    MasterRecord,
     MembershipPlan,
     WorkersRecord,
 )
@@ -73,6 +75,8 @@ class RunFiles:
     """This machine."""
     agent: AgentRecord | None = None
     is_agent_running: bool = False
+    master: MasterRecord | None = None
+    """That the agent speaks with, or has spoken with last."""
     membership: MembershipPlan | None = None
     workers: WorkersRecord | None = None
     metrics: tuple[RankMetrics, ...] = ()
@@ -117,6 +121,7 @@ def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
         host=host,
         agent=agent,
         is_agent_running=agent is not None and is_running(agent, path, host),
+        master=reader.record(MASTER_FILE, MOST_BYTES, MasterRecord.from_json),
         membership=reader.record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json),
         workers=workers,
         metrics=found,

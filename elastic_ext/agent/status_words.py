@@ -65,6 +65,8 @@ def _facts(status: NodeStatus) -> Iterator[tuple[str, str]]:
         yield "agent", _agent_in_words(status.agent, status.time, is_running=status.is_agent_running)
         if status.agent.log_folder:
             yield "logs", status.agent.log_folder
+    if status.master is not None:
+        yield "master", f"{status.master.address}    (elastic-ext status --master {status.run_dir})"
     if status.membership is not None:
         yield "nodes", _nodes_in_words(status.membership)
     if status.restart:
