@@ -96,7 +96,7 @@ class Checkpoints:
 
         One that somebody has asked for waits for another that is under way, whatever ``when_saving`` says.
         """
-        self._due, self._is_asked_for = self._state.moment(), is_asked_for
+        self._due, self._is_asked_for = self._saves.moment(), is_asked_for
 
     def tell_of_no_epoch(self) -> None:
         """A step was taken: where epochs say what is saved, it has to be one of an epoch whose end is known."""
@@ -113,7 +113,7 @@ class Checkpoints:
     def put_off_due(self) -> None:
         """What is due is to hold what is now, if anything is."""
         if self._due is not None:
-            self._due = self._state.moment()
+            self._due = self._saves.moment()
 
     @property
     def root(self) -> Path:
@@ -155,11 +155,11 @@ class Checkpoints:
     def end_epoch(self) -> None:
         """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
         if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_or_warn(f"epoch_{self._counts.epoch}", self._state.moment(), self._manner(), is_epoch=True)
+            self._save_or_warn(f"epoch_{self._counts.epoch}", self._saves.moment(), self._manner(), is_epoch=True)
 
     def moment(self) -> Moment:
         """What belongs to the boundary that was passed just now."""
-        return self._state.moment()
+        return self._saves.moment()
 
     def save_now(self, moment: Moment | None = None) -> Path:
         """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
@@ -172,12 +172,12 @@ class Checkpoints:
         saves, name = self._saves, f"step_{self._counts.global_step}"
         path = saves.path_of_now
         if path is None:
-            return saves.save_and_wait(name, moment or self._state.moment())
+            return saves.save_and_wait(name, moment or saves.moment())
         change = self._job.change_since(path, self._state.collect, PASSES_BY_ITSELF)
         if change is None:
             return path
         try:
-            return saves.save_and_wait(name, moment or self._state.moment())
+            return saves.save_and_wait(name, moment or saves.moment())
         except CheckpointExists as error:
             raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
 
@@ -189,7 +189,8 @@ class Checkpoints:
         """Make the memory for saving in the background, once, as soon as there is an interval to save at."""
         if not self.held.is_on and (self._interval.steps or self._interval.epochs):
             self.held.is_on = True
-            self._job.live.make_ready(ToSave(self._state.collect))
+            with self._pulse.during(Activity.SAVING):
+                self._job.live.make_ready(ToSave(self._state.collect))
 
     def end(self) -> None:
         """Training has ended well on all ranks: what is being saved is, or is an error; and that it went back.
@@ -202,7 +203,7 @@ class Checkpoints:
         if is_left_out or self._saves.is_back_unsaved:
             name = name if is_left_out else f"step_{self._counts.global_step}"
             with contextlib.suppress(CheckpointExists):  # what was held was written just now, at a signal
-                self._save_or_warn(name, self._state.moment(), self._manner(waits=True))
+                self._save_or_warn(name, self._saves.moment(), self._manner(waits=True))
                 self._saves.settle()
 
     def close(self) -> None:

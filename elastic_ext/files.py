@@ -264,8 +264,11 @@ def look_afresh(folder: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add one line at the end of ``path`` in a single write, so that readers see whole lines."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """Add one line at the end of ``path`` in a single write, so that readers see whole lines.
+
+    OSError where it cannot be written; also where it is a pipe that nobody reads, and waiting would never end.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         os.write(descriptor, line.encode() + b"\n")
     finally:

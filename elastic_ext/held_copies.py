@@ -27,7 +27,6 @@ class HeldCopies:
         self.is_on = False
         """There is memory for them."""
         self._job = job
-        self._state = state
         self._saves = saves
         self._counts = state.counts
         self._held_at = self._copied_at = -math.inf  # at an epoch's end, and whenever
@@ -68,7 +67,7 @@ class HeldCopies:
         name = f"step_{self._counts.global_step}"
         try:
             manner = Manner(waits=False, starts=False, on_failed=self._saves.keep_failure)
-            self._saves.save(name, moment or self._state.moment(), manner)
+            self._saves.save(name, moment or self._saves.moment(), manner)
         except CheckpointFenced:
             raise
         except CheckpointError as error:  # nobody has asked for it

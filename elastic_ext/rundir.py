@@ -20,7 +20,7 @@ import logging
 import os
 from pathlib import Path
 
-from .files import append_line, write_whole
+from .files import append_line, open_regular, write_whole
 from .metrics import JobEvent, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .record_json import JsonRecord
 
@@ -75,9 +75,9 @@ class RunDirectory:
     def profiled_until(self) -> float:
         """The end of the last window in this rank's profile; 0 where there is none that can be read."""
         try:
-            with open(self.profile_file, "rb") as file:
+            with open_regular(self.profile_file) as file:
                 file.seek(max(file.seek(0, os.SEEK_END) - _MOST_WINDOW_BYTES, 0))
-                last = file.read().decode().rstrip().rpartition("\n")[2]
+                last = file.read(_MOST_WINDOW_BYTES).decode().rstrip().rpartition("\n")[2]
             return StepWindow.from_json(last).end
         except (OSError, ValueError):
             return 0.0

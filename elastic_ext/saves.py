@@ -43,6 +43,11 @@ class Saves:
         """Of a checkpoint of this very step, if there is one."""
         return self.path if self._saved_at == self._counts.global_step else None
 
+    def moment(self) -> Moment:
+        """What belongs to now: a loader's position, for one, which may take a while to be told."""
+        with self._pulse.during(Activity.SAVING):
+            return self._state.moment()
+
     def save(self, name: str, moment: Moment, manner: Manner) -> Path | None:
         """Begin to save, where that goes on while training does; else save. None where another save is under way."""
         if not self._job.live.can_save:

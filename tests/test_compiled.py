@@ -198,6 +198,17 @@ def test_steps_that_are_looked_at_and_those_that_are_not_are_of_the_same_graphs(
         assert_same_graphs(compiled)
 
 
+class Marks:
+    """What a probe's marks are written into."""
+
+    def __init__(self, marks: list[int]) -> None:
+        self._marks = marks
+
+    def __call__(self, phase: int) -> int:
+        self._marks.append(phase)
+        return phase
+
+
 def assert_same_graphs(compiled: Compile) -> None:
     inputs, targets = make_data(4, torch.float32)
     num_graphs, marks, looks = [], list[int](), 12
@@ -207,17 +218,18 @@ def assert_same_graphs(compiled: Compile) -> None:
         graphs, model = Graphs(), TwoBlocks()
         optimizer = SGD(model.parameters(), lr=0.125)
         step = compiled(model, graphs)
-        probe = Probe(marks.append, is_on_accelerator=False)
+        probe = Probe(Marks(marks), is_on_accelerator=False)
         if is_attached:
             probe.attach(model, [optimizer])
         for number in range(2 * looks):
-            if is_looked_at := is_attached and number % 2 == 1:
+            if number % 2 == 1:
                 probe.enter_micro_step()
+            else:
+                probe.pass_micro_step()
             step(inputs, targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            if is_looked_at:
-                probe.leave_micro_step()
+            probe.leave_micro_step()
         probe.detach()
         num_graphs.append(graphs.num_compiled)
     assert not counters["graph_break"] and num_graphs[0] == num_graphs[1] > 0
@@ -251,7 +263,7 @@ def test_a_step_that_compiles_in_one_graph_does_so_with_a_profile(
         num_detailed, in_steps = sum(each.num_detailed for each in windows), windows[-1].seconds
         is_seen = compiled is itself
         assert (num_detailed >= 64) is is_seen and ("forward" in in_steps) is is_seen
-        assert in_steps["step"] > in_steps.get("other", 0.0)
+        assert is_seen or in_steps["step"] > in_steps.get("other", 0.0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,6 +131,43 @@ def test_a_step_that_is_taken_back_is_counted_as_that() -> None:
     timeline.finish()
     spent = timeline.spent()
     assert spent[Phase.ROLLED_BACK] == 8e6 and spent[Phase.FORWARD] == 2e6 and spent[Phase.BACKWARD] == 4e6
+
+
+def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it() -> None:
+    device = Device()
+    timeline = DeviceTimeline(Phase.OTHER, device.event, lambda: False)
+    timeline.enter(Phase.OTHER)
+    device.work(1.0)
+    timeline.enter(Phase.OTHER)
+    timeline.begin_step()
+    device.work(2.0)
+    timeline.enter(Phase.FORWARD)
+    device.work(4.0)
+    timeline.lose()
+    device.run()
+    timeline.finish()
+    wall = timeline.spent()
+    assert wall[Phase.OTHER] == 1e6 and wall[Phase.ROLLED_BACK] == 6e6
+
+
+def test_marks_of_another_thread_take_no_processor_time_of_its() -> None:
+    device = Device()
+    timeline = DeviceTimeline(Phase.OTHER, device.event, lambda: False)
+
+    def run_backward() -> None:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        timeline.enter(Phase.BACKWARD)
+        timeline.enter(Phase.OTHER)
+
+    for _ in range(3):
+        thread = threading.Thread(target=run_backward)
+        thread.start()
+        thread.join()
+    timeline.enter(Phase.OTHER)
+    had = timeline.spent()[len(Phase) :]
+    assert min(had) >= 0 and sum(had) < 0.05e9, "and none of the other's is taken for more or less of its own"
 
 
 def test_a_stream_that_is_captured_takes_no_marks() -> None:

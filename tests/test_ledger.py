@@ -222,6 +222,27 @@ def test_steps_that_are_taken_again_within_a_process_count_as_lost() -> None:
     assert ledger(found) == {Entry.STARTUP: 1.0, Entry.FORWARD: 15.0, Entry.AGAIN: 5.0, Entry.CHECKPOINT: 1.0}
 
 
+def test_steps_that_do_not_commit_are_not_taken_for_lost_ones() -> None:
+    """As where a loop gathers gradients over four steps by itself, or a scaler leaves steps out."""
+    parts = [window(0.0, {"forward": 4.0}, step=step, num_steps=4) for step in (1, 2, 2, 3)]
+    found = chain(first_window(START, 1.0), *parts)
+    assert ledger(found) == {Entry.STARTUP: 1.0, Entry.FORWARD: 16.0}
+    assert len(merged(found, 1e9)) == 2, "and many of them are read in little memory"
+
+
+def test_what_came_before_training_went_back_within_a_process_counts_as_lost() -> None:
+    parts = [
+        window(0.0, {"forward": 10.0}, step=10, num_steps=10),
+        window(0.0, {"checkpoint": 1.0}, step=6),
+        window(0.0, {"forward": 2.0}, step=8, num_steps=2),
+        window(0.0, {"checkpoint": 1.0}, step=0),
+        window(0.0, {"forward": 3.0}, step=3, num_steps=3),
+    ]
+    found = chain(first_window(START, 1.0), *parts)
+    assert ledger(found) == {Entry.STARTUP: 1.0, Entry.CHECKPOINT: 2.0, Entry.AGAIN: 12.0, Entry.FORWARD: 3.0}
+    assert ledger(merged(found, 1e9)) == ledger(found)
+
+
 def test_lines_that_could_not_be_read_are_time_that_nothing_is_known_of() -> None:
     found = list(life(START, START + 60.0))
     del found[20:30]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import grpc
 import pytest
 
 from elastic_ext.master.wire import master_pb2 as wire
-from tests.masters import ROOT, MasterProcess, join_request, master_in_process, until
+from tests.masters import ROOT, TOKEN, MasterProcess, join_request, master_in_process, until
 
 
 @pytest.fixture
@@ -153,6 +156,23 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
         found = started(*arguments)
         assert found.returncode == 2 and words in found.stderr, (arguments, found.stderr)
         assert "Traceback" not in found.stderr and "a-token-that" not in found.stderr
+
+
+def test_prometheus_is_answered_where_that_was_asked_for(tmp_path: Path) -> None:
+    for master in master_in_process(tmp_path, "--metrics-port", "0"):
+        caller = master.caller()
+        caller.join()
+        found = until(lambda master=master: re.search(r"at 127.0.0.1:(\d+)/metrics", master.log.read_text()))  # type: ignore[misc]
+        address = f"http://127.0.0.1:{found.group(1)}/metrics"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(address, timeout=10)
+        request = urllib.request.Request(address, headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            page = answer.read().decode()
+        assert 'elastic_ext_nodes{state="live"} 1' in page and "elastic_ext_master_joins_total 1" in page
+        assert TOKEN not in page
+        taken = started("--port", "0", "--state-dir", str(tmp_path / "other"), "--metrics-port", found.group(1))
+        assert taken.returncode == 2 and "--metrics-port 0" in taken.stderr
 
 
 def test_its_token_is_nowhere_to_be_seen(master: MasterProcess, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -47,13 +47,13 @@ class Slow(nn.Module):
     def __init__(self, forward: float = 0.0, backward: float = 0.0) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 5)
-        self._forward, self._backward = forward, backward
+        self.forward_seconds, self.backward_seconds = forward, backward
 
     def forward(self, inputs: torch.Tensor) -> Any:
-        time.sleep(self._forward)
+        time.sleep(self.forward_seconds)
         outputs = self.layer(inputs)
         if outputs.requires_grad:
-            outputs.register_hook(lambda gradient: time.sleep(self._backward))
+            outputs.register_hook(lambda gradient: time.sleep(self.backward_seconds))
         return outputs * 1.0
 
 
@@ -98,6 +98,11 @@ def total(windows: Sequence[StepWindow], phase: str) -> float:
     return sum(each.seconds.get(phase, 0.0) for each in windows)
 
 
+def last_typical(windows: Sequence[StepWindow]) -> Mapping[str, float]:
+    """Of a step in the middle of the last window that has any: a slow machine's last one may have none."""
+    return next(each.typical for each in reversed(windows) if each.num_detailed)
+
+
 def train(
     folder: Path, model: nn.Module, loader: Any, *, optimizer: Any = None, alone: bool = True, **arguments: Any
 ) -> list[StepWindow]:
@@ -128,7 +133,7 @@ def test_each_phase_is_found_where_it_was_planted(tmp_path: Path) -> None:
     assert total(windows, "backward") >= 5 * 3 * PLANTED
     assert total(windows, "optimizer") >= 5 * PLANTED
     assert windows[0].num_steps == 0 and windows[0].seconds["startup"] > 0.1
-    middle = next(each.typical for each in windows if each.num_steps)
+    middle = last_typical(windows)
     assert middle["forward"] >= 2 * PLANTED and middle["backward"] >= 3 * PLANTED
     assert middle["data"] >= 4 * PLANTED and middle["optimizer"] >= PLANTED
     assert sum(each.processor_seconds.get("forward", 0.0) for each in windows) < total(windows, "forward") / 2
@@ -154,7 +159,7 @@ def test_of_another_loader_what_lies_between_two_steps_is_waiting_for_data(tmp_p
 
 
 def test_what_lies_outside_of_epochs_is_no_part_of_steps(tmp_path: Path) -> None:
-    model, loader = make_model(torch.float32), ElasticDataLoader(data_of(12), batch_size=4)
+    model, loader = Slow(), ElasticDataLoader(data_of(12), batch_size=4)
     trainer = trainer_of(tmp_path, model, loader)
     with trainer:
         optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -164,11 +169,11 @@ def test_what_lies_outside_of_epochs_is_no_part_of_steps(tmp_path: Path) -> None
                     with trainer.step():
                         loss_of(model, inputs, targets).backward()
                         optimizer.step()
+            model.forward_seconds = 5 * PLANTED
             model(inputs)
+            model.forward_seconds = 0.0
             time.sleep(5 * PLANTED)
-    windows = windows_of(tmp_path)
-    assert total(windows, "outside") >= 10 * PLANTED
-    assert total(windows, "forward") < 5 * PLANTED, "a pass outside of steps is none of theirs"
+    assert total(windows_of(tmp_path), "outside") >= 20 * PLANTED, "a pass outside of steps is none of theirs"
 
 
 def test_evaluation_within_a_step_is_not_taken_for_training(tmp_path: Path) -> None:
@@ -191,7 +196,8 @@ def test_micro_steps_of_a_step_are_counted_together(tmp_path: Path) -> None:
     model = Slow(PLANTED, PLANTED)
     windows = train(tmp_path, model, ElasticDataLoader(data_of(24), batch_size=2), global_batch_size=8)
     assert sum(each.num_steps for each in windows) == 3
-    assert windows[-1].typical["forward"] >= 4 * PLANTED and windows[-1].typical["backward"] >= 4 * PLANTED
+    middle = last_typical(windows)
+    assert middle["forward"] >= 4 * PLANTED and middle["backward"] >= 4 * PLANTED
 
 
 def test_a_step_that_is_taken_back_is_counted_as_that(tmp_path: Path) -> None:

@@ -280,6 +280,20 @@ def test_the_verdict_is_on_all_ranks_of_the_node(tmp_path: Path, caplog: pytest.
     assert "straggler: rank 1 on node takes 22 ms for its own part of a step where 10 ms are usual" in told(caplog)[0]
 
 
+def test_what_is_of_another_rank_in_a_ranks_file_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    write(tmp_path, [window(1.1, rank=1, world_size=2)])
+    line = window(1.2, rank=7, world_size=2).to_json()
+    with open(tmp_path / "profile-1.jsonl", "a") as file:
+        file.write(line + "\n")
+    showing = shown(tmp_path, hosts=("node", "node"))
+    for at in range(1, 4):
+        showing.see(window(float(at), world_size=2))
+    assert len(told(caplog)) == 1
+
+
 def test_ranks_of_other_nodes_are_said_not_to_be_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     showing = shown(tmp_path, hosts=("node", "far", "far"))

@@ -110,7 +110,20 @@ def test_what_comes_to_nothing_is_counted_as_that_and_no_moment_is_lost(clock: C
     assert timeline.spent()[Phase.FORWARD] == 1e9, "what was told before is not taken back"
 
 
-@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**9), st.sampled_from("elt"))))
+def test_what_the_loop_did_besides_within_a_step_comes_to_nothing_with_it(clock: Clock) -> None:
+    timeline = Timeline(Phase.OTHER)
+    clock.go(1.0)
+    timeline.enter(Phase.OTHER)
+    timeline.begin_step()
+    clock.go(2.0)
+    timeline.enter(Phase.FORWARD)
+    clock.go(4.0)
+    timeline.lose()
+    wall = timeline.spent()[: len(Phase)]
+    assert wall[Phase.OTHER] == 1e9 and wall[Phase.ROLLED_BACK] == 6e9
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.integers(0, 10**9), st.sampled_from("eltb"))))
 def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, str]]) -> None:
     found = Clock()
     with pytest.MonkeyPatch.context() as patch:
@@ -123,6 +136,8 @@ def test_phases_add_up_to_the_time_that_has_passed(told: list[tuple[Phase, int, 
                 timeline.enter(phase)
             elif kind == "l":
                 timeline.lose()
+            elif kind == "b":
+                timeline.begin_step()
             else:
                 assert min(timeline.spent()) >= 0
         assert sum(timeline.spent()[: len(Phase)]) == found.nanoseconds

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.cli import main
+from elastic_ext.metrics import Measures, RankMetrics
 from elastic_ext.profile.ledger import ENTRIES, Entry
 from elastic_ext.report.bins import Bins
 from elastic_ext.report.effects import Period, Spread
@@ -32,6 +33,8 @@ from elastic_ext.report.page import MARK, page
 from elastic_ext.report.places import find_places
 from elastic_ext.report.record import Remark, RunRecord
 from elastic_ext.report.scales import AmountScale, TimeScale, nice_top
+from elastic_ext.rundir import RunDirectory
+from tests.profiles import calibration, census
 
 from .run_profiles import START, agent_event, event, first_window, life, window, write_events, write_job, write_windows
 
@@ -215,6 +218,54 @@ def test_each_config_has_a_verdict_on_all_ranks(tmp_path: Path) -> None:
     assert "data-bound" in check_page(shown(gathered(tmp_path))).words
 
 
+def write_arithmetic(folder: Path, num_ranks: int, *, host: str = "node") -> None:
+    """Two configs of ten seconds each, under the second of which models are given twice as much."""
+    for rank in range(num_ranks):
+        rows = [first_window(START, 5.0, rank=rank)]
+        for index in range(20):
+            given = {"version": 1 + index // 10, "world_size": num_ranks, "num_samples": 160 * num_ranks}
+            phases = {"forward": 0.5, "backward": 0.3, "checkpoint": 0.2}
+            row = window(rows[-1].end, phases, step=10 * (index + 1), num_steps=10, rank=rank, **given)  # type: ignore[arg-type]
+            larger = 1 + index // 10
+            rows.append(replace(row, num_samples=row.num_samples * larger, num_tokens=40_000 * larger, num_detailed=5))
+        write_windows(folder, rank, rows)
+        directory = RunDirectory(folder, rank=rank)
+        directory.write_census(census(num_flops=10**9))  # of 16 samples
+        metrics = RankMetrics(
+            time=START, job="made", generation=0, rank=rank, world_size=num_ranks, host=host, pid=1, step=200,
+            config_version=2, config_revision=0, agree_every_steps=1, measures=Measures(num_replicas=num_ranks),
+        )  # fmt: skip
+        directory.write_metrics(metrics)
+    RunDirectory(folder, rank=0).write_calibration(calibration())
+
+
+def test_tokens_and_arithmetic_are_told_as_the_log_tells_them(tmp_path: Path) -> None:
+    write_arithmetic(tmp_path, 2)
+    record = gathered(tmp_path)
+    assert record.tokens_per_second is not None
+    assert record.mfu is not None
+    tokens = [each.tokens_per_second.middle for each in record.periods if each.tokens_per_second]
+    assert tokens == pytest.approx([160_000.0, 320_000.0]), "of both ranks, and of the steps that were not looked at"
+    shares = [each.mfu.middle for each in record.periods if each.mfu]
+    assert shares == pytest.approx([0.1, 0.2]), "10 GFLOP of a rank in a second, checkpoints included, of 100 GFLOP/s"
+    assert [each.mfu.high for each in record.ranks if each.mfu] == pytest.approx([0.2, 0.2])
+    source = shown(record)
+    found = check_page(source)
+    assert {"tokens", "mfu"} <= set(found.ids)
+    assert "MFU20.0%10.0% to 20.0% of the device" in re.sub(r"\s+", " ", found.words)
+    assert "320,000 (320,000 to 320,000)" in found.words and "20.0% (20.0% to 20.0%)" in found.words
+    told = record.to_dict()
+    assert told["mfu"] == {"low": 0.1, "median": 0.2, "high": 0.2, "windows": 20}
+    assert told["config"][1]["tokens_per_second"]["median"] == 320_000.0  # type: ignore[index]
+
+
+def test_arithmetic_is_compared_with_the_best_of_the_same_machine_alone(tmp_path: Path) -> None:
+    write_arithmetic(tmp_path, 1, host="another")
+    record = gathered(tmp_path)
+    assert record.mfu is None and record.tokens_per_second is not None
+    assert not {"mfu"} & set(check_page(shown(record)).ids)
+
+
 def test_page_reads_without_scripts_and_says_so_to_those_who_cannot_see_it(tmp_path: Path) -> None:
     write_job(tmp_path, 2, 600.0)
     source = re.sub(r"<script.*?</script>", "", shown(gathered(tmp_path)), flags=re.DOTALL)
@@ -260,6 +311,53 @@ def test_broken_half_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) 
     record = gathered(tmp_path)
     assert f"{read.num_lines} lines of its files are broken" in record.notes[0]
     check_page(shown(record))
+
+
+def changed(path: Path, **values: object) -> None:
+    """Write this into every record of a file, or into its measures; after the first of a profile."""
+    first, *lines = path.read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines or [first]]
+    for each in records:
+        each.get("measures", each).update(values)
+    made = "".join(json.dumps(each) + "\n" for each in records)
+    path.write_text(first + made if lines else made)
+
+
+MANY, TINY = 10**400, 5e-324
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("census-0.json", {"num_flops": MANY}),
+        ("census-0.json", {"num_samples": MANY}),
+        ("calibration.json", {"flops_per_second": TINY}),
+        ("metrics-0.json", {"num_replicas": MANY}),
+        ("metrics-0.json", {"num_replicas": -1, "num_micro_steps": MANY}),
+        ("profile-0.jsonl", {"seconds": {"forward": TINY}, "num_tokens": 2**53 - 1}),
+        ("profile-0.jsonl", {"seconds": {"forward": 1e-300}, "num_steps": 2**53 - 1, "step_seconds": [TINY] * 4}),
+        ("profile-0.jsonl", {"seconds": {HOSTILE: 1.0, "forward": 1.0}, "typical": {HOSTILE: 1.0}, "world_size": 0}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "-".join(name.replace(HOSTILE, "hostile") for name in each),
+)
+def test_whatever_the_files_say_there_is_a_page_and_a_status(
+    tmp_path: Path, name: str, values: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_arithmetic(tmp_path, 2)
+    changed(tmp_path / name, **values)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.html"), "--json"]) == 0
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    check_page((tmp_path / "r.html").read_text())
+    assert main(["status", str(tmp_path)]) == 0
+
+
+def test_what_cannot_be_opened_is_left_out_and_named(tmp_path: Path) -> None:
+    write_arithmetic(tmp_path, 2)
+    (tmp_path / "profile-2.jsonl").symlink_to("nowhere")
+    (tmp_path / "profile-3.jsonl").symlink_to("profile-3.jsonl")
+    record = gathered(tmp_path)
+    assert find_places(tmp_path).num_bytes > 0
+    assert [each.rank for each in record.ranks] == [0, 1] and len(record.notes) == 2
 
 
 @given(st.lists(st.one_of(st.binary(max_size=80), st.sampled_from([b'{"begin":1,', b'"step":1}', b"\n"])), max_size=8))

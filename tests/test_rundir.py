@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.profile.phases import Phase
 from elastic_ext.rundir import RunDirectory
+from tests.profiles import made_window
 from tests.test_metrics import EVENT, METRICS
 
 
@@ -50,6 +52,17 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_no_error(
     (record,) = caplog.records
     assert str(file) in record.getMessage() and "ELASTIC_EXT_RUN_DIR" in record.getMessage()
     assert file.read_bytes() == b"in the way"
+
+
+def test_a_pipe_that_nobody_reads_is_waited_for_never(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = RunDirectory(tmp_path, rank=0)
+    os.mkfifo(directory.profile_file)
+    os.mkfifo(directory.events_file)
+    with caplog.at_level(logging.WARNING):
+        assert directory.profiled_until() == 0.0
+        directory.add_window(made_window({Phase.FORWARD: 0.01}))
+        directory.add_event(EVENT)
+    assert len(caplog.records) == 1
 
 
 def test_a_directory_that_goes_away_under_way_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

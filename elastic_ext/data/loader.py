@@ -359,6 +359,8 @@ class _Loop:
         if loader._following is not None:
             loader._following.look()
         timeline = loader.timeline
+        if timeline is not None and not timeline.is_here:  # a thread that loads ahead: training does not wait for it
+            timeline = None
         before = None if timeline is None else timeline.enter(Phase.DATA)
         try:
             return next(running)

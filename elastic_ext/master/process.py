@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +20,13 @@ from .arguments import MasterOptions
 from .guard import Guard
 from .health import Health
 from .job import Job, JobSettings
+from .metrics_server import MetricsServer
+from .prometheus import exposition
 from .service import MasterService, moment
+from .status import job_status
 from .store import Store, StoreError, Superseded
 from .tokens import read_token
+from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import add_MasterServicer_to_server
 
 __all__ = ["NotStarted", "serve"]
@@ -95,7 +100,7 @@ async def _serve(
     guard = Guard(token, loop.time)
     service = MasterService(job, store, executor, guard)
     health = Health()
-    async with _listening(options, service, health) as port:
+    async with _listening(options, service, health) as port, _metrics(options, job, service, guard, token):
         job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
         _write_port(options.port_file, port)
         _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
@@ -133,6 +138,38 @@ async def _listening(options: MasterOptions, service: MasterService, health: Hea
         yield port
     finally:
         await server.stop(_GRACE_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def _metrics(
+    options: MasterOptions, job: Job, service: MasterService, guard: Guard, token: str | None
+) -> AsyncIterator[None]:
+    """What Prometheus asks, while it is answered; nothing where no port is named for it."""
+    if options.metrics_port is None:
+        yield
+        return
+
+    def render() -> str:
+        status = job_status(job, moment(), wire.GetStatusRequest())
+        return exposition(status, {**service.counts, "events": job.log.number}, guard.refusals)
+
+    tls = None
+    server = MetricsServer(render, lambda: True, token=token)
+    try:
+        if options.tls_cert is not None and options.tls_key is not None:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(options.tls_cert, options.tls_key)
+        port = await server.start(options.bind, options.metrics_port, tls=tls)
+    except OSError as error:
+        raise NotStarted(
+            f"{options.bind}:{options.metrics_port} cannot be listened at for Prometheus: {in_words(error)}; "
+            "--metrics-port 0 takes any port that is free"
+        ) from error
+    _logger.info("Prometheus is answered at %s:%d/metrics", options.bind, port)
+    try:
+        yield
+    finally:
+        await server.close()
 
 
 async def _keep_going(

@@ -42,7 +42,7 @@ class Event(Protocol):
 class DeviceTimeline(Timeline):
     """One thread's, of one device. Where events fail it goes on by the host's clock, and says so."""
 
-    __slots__ = ("_device", "_free", "_is_captured", "_is_lost", "_last", "_make", "_marks", "_steps")
+    __slots__ = ("_begun", "_device", "_free", "_is_captured", "_is_lost", "_last", "_make", "_marks", "_steps")
 
     def __init__(self, phase: Phase, make: Callable[[], Event], is_captured: Callable[[], bool]) -> None:
         """``make`` gives a new event. ``is_captured`` says whether the stream takes no marks now."""
@@ -50,14 +50,15 @@ class DeviceTimeline(Timeline):
         self._make, self._is_captured = make, is_captured
         self._device = [0] * NUM_PHASES  # nanoseconds by phase, as far as they are read
         self._free: list[Event] = []
-        self._marks: _Marks = []  # of the step under way
+        self._marks: _Marks = []  # since the last step
+        self._begun: int | None = None  # how many of them came before the step under way
         self._steps: deque[_Marks] = deque()  # that have ended, and are not read
         self._last: Event | None = None  # the mark before all of these
         self._is_lost = False
         """Whether the device's clock cannot be read any more."""
 
     def enter(self, phase: int) -> int:
-        before = super().enter(phase)
+        before = super().enter(phase) if self.is_here else super().enter_elsewhere(phase)
         if self._is_lost:
             return before
         try:
@@ -73,9 +74,17 @@ class DeviceTimeline(Timeline):
         super().add_past(phase, nanoseconds)
         self._device[phase] += nanoseconds
 
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._begun = len(self._marks)
+
     def lose(self) -> None:
         super().lose()
-        self._marks = [(Phase.ROLLED_BACK if phase in LOST else phase, event) for phase, event in self._marks]
+        begun, self._begun = self._begun, None
+        self._marks = [
+            (Phase.ROLLED_BACK if phase in LOST or _is_within(number, begun, phase) else phase, event)
+            for number, (phase, event) in enumerate(self._marks)
+        ]
 
     def spent(self) -> Spent:
         host = super().spent()
@@ -86,7 +95,7 @@ class DeviceTimeline(Timeline):
             return super().end_step()
         before = self.spent()
         self._steps.append(self._marks)
-        self._marks = []
+        self._marks, self._begun = [], None
         found = []
         try:
             while self._steps and (not self._steps[0] or self._steps[0][-1][1].query()):
@@ -129,3 +138,8 @@ class DeviceTimeline(Timeline):
         self._steps.clear()
         self._free.clear()
         _logger.warning("the profile goes on by the host's clock, since the device's cannot be read: %s", error)
+
+
+def _is_within(number: int, begun: int | None, phase: int) -> bool:
+    """Whether it is something that the loop did besides, within the step that has begun."""
+    return phase == Phase.OTHER and begun is not None and number >= begun

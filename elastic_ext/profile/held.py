@@ -14,7 +14,8 @@ __all__ = ["Memory", "memory_held"]
 class Memory:
     """In bytes; None for an accelerator where there is none in use."""
 
-    process: int
+    process: int | None
+    """None where the system does not say, as where this process may open no more files."""
     accelerator: int | None = None
     """What tensors hold,"""
     accelerator_peak: int | None = None
@@ -23,7 +24,10 @@ class Memory:
 
 def memory_held() -> Memory:
     """As it is now."""
-    held = psutil.Process().memory_info().rss
+    try:
+        held: int | None = psutil.Process().memory_info().rss
+    except (OSError, psutil.Error):
+        held = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return Memory(
             process=held,

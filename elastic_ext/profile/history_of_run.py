@@ -62,6 +62,8 @@ class Piece:
     life: Life
     begin: float
     end: float
+    first_step: int
+    """The step that training stood at as the window began: later than at its end where it went back."""
 
 
 def lives_of(windows: Iterable[StepWindow]) -> list[Life]:
@@ -100,7 +102,8 @@ def merged(windows: Sequence[StepWindow], longest: float) -> list[StepWindow]:
     """The same with neighbours of one config made one, where they are no longer than this together."""
     kept: list[StepWindow] = []
     for window in windows:
-        if kept and _can_be_one(kept[-1], window) and window.end - kept[-1].begin <= longest:
+        goes_back = len(kept) > 1 and kept[-1].step < kept[-2].step
+        if kept and not goes_back and _can_be_one(kept[-1], window) and window.end - kept[-1].begin <= longest:
             kept[-1] = _one(kept[-1], window)
         else:
             kept.append(window)
@@ -117,16 +120,20 @@ def pieces_of(lives: Sequence[Life]) -> list[Piece]:
 
     Where two processes have written for the same time, the one whose window began first counts.
     """
-    every = [(window.begin + life.shift_seconds, window, life) for life in lives for window in life.windows]
+    every = [
+        (window.begin + life.shift_seconds, window, life, first_step)
+        for life in lives
+        for window, first_step in zip(life.windows, _first_steps(life), strict=True)
+    ]
     every.sort(key=lambda each: each[0])
     pieces: list[Piece] = []
     told = float("-inf")
-    for begin, window, life in every:
+    for begin, window, life, first_step in every:
         end = window.end + life.shift_seconds
         if begin < told + _TOUCHING_SECONDS:
             begin = told
         if end > begin:
-            pieces.append(Piece(window=window, life=life, begin=begin, end=end))
+            pieces.append(Piece(window=window, life=life, begin=begin, end=end, first_step=first_step))
             told = end
     return pieces
 
@@ -154,6 +161,11 @@ def within(lives: Iterable[Life], begin: float, end: float) -> list[Life]:
     return [each for each in lives if begin <= _begun(each) < end]
 
 
+def _first_steps(life: Life) -> list[int]:
+    """Where training stood as each window began. Not every step that has ended in it has committed."""
+    return [max(life.first_step, 0), *(each.step for each in life.windows[:-1])]
+
+
 def _begun(life: Life) -> float:
     """When its first step began: later than what differs between the starts of ranks that belong together."""
     return life.windows[0].end + life.shift_seconds if life.is_whole else life.begin
@@ -172,7 +184,7 @@ def _is_first(window: StepWindow) -> bool:
 
 def _can_be_one(first: StepWindow, second: StepWindow) -> bool:
     return (
-        first.step == second.step - second.num_steps
+        first.step <= second.step
         and first.config_version == second.config_version
         and first.config_revision == second.config_revision
         and not _is_first(first)

@@ -16,7 +16,7 @@ from enum import Enum
 from elastic_ext.metrics import StepWindow
 
 from .history_of_run import Life, Piece, pieces_of
-from .phases import IN_STEPS, Phase
+from .phases import IN_STEPS, LEAST_SECONDS, Phase
 
 __all__ = [
     "ENTRIES",
@@ -75,8 +75,6 @@ USEFUL = frozenset(
 )
 _OF_PHASE = {phase.label: Entry(phase.label) for phase in Phase}
 _STEP = Phase.STEP.label
-_LEAST_SECONDS = 1e-9
-"""Less is nothing: no clock tells it."""
 _REPEATED = frozenset(Entry(phase.label) for phase in IN_STEPS)
 """What of a step is lost with it."""
 _LOOKED_AT = tuple(
@@ -199,14 +197,15 @@ def _kept(pieces: Sequence[Piece], happened: Happened) -> list[float]:
     begun = sorted(happened.begun, reverse=True)
     number = 0
     for index in range(len(pieces) - 1, -1, -1):
-        window, life = pieces[index].window, pieces[index].life
+        window, life, first = pieces[index].window, pieces[index].life, pieces[index].first_step
         while number < len(begun) and begun[number][0] > life.end:
             lowest = min(lowest, begun[number][1])
             number += 1
-        first = window.step - window.num_steps
-        if window.num_steps > 0:
-            kept[index] = min(max((lowest - first) / window.num_steps, 0.0), 1.0)
-        lowest = min(lowest, first)
+        if window.step > first:
+            kept[index] = min(max((lowest - first) / (window.step - first), 0.0), 1.0)
+        elif window.step == first and lowest < first:
+            kept[index] = 0.0
+        lowest = min(lowest, first, window.step)
     return kept
 
 
@@ -222,7 +221,7 @@ def _told(piece: Piece, kept: float, division: Mapping[str, float], *, is_again:
     length = piece.end - piece.begin
     phases = {label: spent for label, spent in piece.window.seconds.items() if label in _OF_PHASE and spent > 0}
     total = sum(phases.values())
-    if total < _LEAST_SECONDS:
+    if total < LEAST_SECONDS:
         return Slice(begin=piece.begin, end=piece.end, seconds={Entry.UNSEEN: length}, piece=piece, kept=kept)
     seconds: dict[Entry, float] = {}
 

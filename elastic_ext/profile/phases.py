@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["COMPUTING", "IN_STEPS", "Phase"]
+__all__ = ["COMPUTING", "IN_STEPS", "LEAST_SECONDS", "Phase"]
+
+LEAST_SECONDS = 1e-9
+"""Less is nothing: no clock tells it."""
 
 
 class Phase(IntEnum):

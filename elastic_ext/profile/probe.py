@@ -11,14 +11,17 @@ such a graph is not seen.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from elastic_ext.engine import at_end_of_pass
 from elastic_ext.hooks import Hook
@@ -27,10 +30,11 @@ from .phases import Phase
 
 __all__ = ["Probe"]
 
-_DEPTH = 3  # of containers in which an output is looked for
+_DEPTH = 3  # of containers in which tensors are looked for
+_MOST_TENSORS = 16  # of an output
 
-Mark = Callable[[int], object]
-"""Called with a phase as it begins."""
+Mark = Callable[[int], int]
+"""Called with a phase as it begins; gives the one before."""
 
 
 class Probe:
@@ -40,15 +44,20 @@ class Probe:
         self.num_tokens = self.num_bytes = 0
         """What the model was given in forward passes: whole numbers in tables of two dimensions or more, and bytes."""
         self.num_rows = 0
-        """Of the first tensor in each: samples, as a rule; since the probe was made."""
+        """Of the first tensor in the first pass of each micro-step: samples, as a rule; since the probe was made."""
         self.has_seen = False
         """Whether the model was ever called in a micro-step that it was told of."""
         self._mark = mark
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
-        self._is_inside = False  # a micro-step
+        self._is_inside = False  # a micro-step that is looked at
+        self._is_passed = False  # inside of one that is not
         self._depth = 0  # calls of the model within one another
         self._is_in_pass = False  # a backward pass
+        self._has_rows = False  # of this micro-step
+        self._thread = 0  # that trains
+        self._besides = self._between = Phase.OTHER.value  # passes, and steps
+        self._leaves: list[RemovableHandle] = []  # hooks on what outlives its step
 
     def attach(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """See the passes of ``model``, which is what the loop calls, and the steps of ``optimizers``, from here on."""
@@ -67,19 +76,30 @@ class Probe:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._forget_leaves()
 
     def enter_micro_step(self) -> None:
         """The loop is within a micro-step, and has its batch."""
-        self._is_inside = True
+        self._thread = get_ident()
+        self._is_inside, self._is_passed = True, False
         self._depth, self._is_in_pass = 0, False  # whatever became of the one before
+        self._has_rows = False
+        self._besides = Phase.OTHER
         if not self.has_seen:
             self._mark(Phase.STEP)  # nobody knows whether the model will be
         else:
             self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
 
+    def pass_micro_step(self) -> None:
+        """The loop is within a micro-step that is not looked at."""
+        self._is_passed = True
+
     def leave_micro_step(self) -> None:
         """What comes is no part of a step."""
-        self._is_inside = False
+        self._is_inside = self._is_passed = False
+        self._depth = 0
+        if self._leaves:
+            self._forget_leaves()
 
     def take_counts(self) -> tuple[int, int]:
         """Tokens and bytes since the last call."""
@@ -88,13 +108,13 @@ class Probe:
         return found
 
     def _unless_compiled(self, act: Callable[..., None]) -> Callable[..., None]:
-        """``act`` as a hook: called within micro-steps, and not by what a compiler makes a graph of."""
+        """``act`` as a hook: not in micro-steps that are not looked at, and no part of what a compiler makes."""
         dynamo: Any = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             act = dynamo.disable(act)  # called beside a graph, its frames are none of the compiler's
 
         def hook(*arguments: Any) -> None:
-            if is_compiling() or not self._is_inside:  # a compiler reads no further than to the first
+            if is_compiling() or self._is_passed:  # a compiler reads no further than to the first
                 return
             act(*arguments)
 
@@ -104,25 +124,55 @@ class Probe:
         return hook
 
     def _before_forward(self, module: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        if get_ident() != self._thread:  # which may be at anything
+            return
         self._depth += 1
         if self._depth > 1 or self._is_in_pass:  # or activations are computed again
             return
-        self._mark(Phase.FORWARD)
-        self.has_seen = True
-        self._count(arguments)
-        if options:
-            self._count(options.values())
+        if self._is_inside:
+            self._mark(Phase.FORWARD)
+            self.has_seen = True
+            self._count((*arguments, *options.values()) if options else arguments)
+        else:
+            self._begin_evaluation()
 
     def _after_forward(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if get_ident() != self._thread:
+            return
         self._depth = max(self._depth - 1, 0)
         if self._depth > 0 or self._is_in_pass:
             return
-        found = _first_with_gradient(output, _DEPTH)
-        if found is None:
-            self._mark(Phase.OTHER)  # an evaluation
-        else:
-            found.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+        if not self._is_inside:
+            self._mark(self._between)
+        elif not self._await_backward(output):
+            self._mark(self._besides)  # an evaluation
 
+    def _begin_evaluation(self) -> None:
+        """Between two steps the model is called: whatever that is for, it is no waiting for data."""
+        self._between = self._mark(Phase.OTHER)
+        if self._between != Phase.DATA:
+            self._mark(self._between)
+
+    def _await_backward(self, output: Any) -> bool:
+        """Have a backward pass from any of these tell of its beginning; whether one can come to them.
+
+        Any: the first may be one that no loss is made of.
+        """
+        found = (output,) if isinstance(output, torch.Tensor) else islice(_tensors_in(output, _DEPTH), _MOST_TENSORS)
+        is_awaited = False
+        for each in found:
+            if each.requires_grad:
+                is_awaited = True
+                handle = each.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+                if each.is_leaf:  # which is there in the next step too
+                    self._leaves.append(handle)
+        return is_awaited
+
+    def _forget_leaves(self) -> None:
+        while self._leaves:
+            self._leaves.pop().remove()
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         if not self._is_inside:
             return
@@ -136,35 +186,60 @@ class Probe:
 
     def _end_backward(self) -> None:
         self._is_in_pass = False
-        self._mark(Phase.OTHER)
+        self._mark(self._besides)
 
     def _before_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        self._mark(Phase.OPTIMIZER)
+        if self._is_inside:
+            self._besides = Phase.OPTIMIZER  # also after passes that it asks for
+            self._mark(Phase.OPTIMIZER)
 
     def _after_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        self._mark(Phase.OTHER)
+        if self._is_inside:
+            self._besides = Phase.OTHER
+            self._mark(Phase.OTHER)
 
-    def _count(self, values: Iterable[Any]) -> None:
+    def _count(self, given: Iterable[Any]) -> None:
         is_first = True
-        for value in values:
+        for value in given:
             if isinstance(value, torch.Tensor):
-                size = value.numel()
-                self.num_bytes += size * value.element_size()
-                if is_first and value.dim() > 0:
-                    self.num_rows += value.shape[0]
-                if is_first and value.dim() > 1 and not value.is_floating_point():
-                    self.num_tokens += size
+                self._count_tensor(value, is_first=is_first)
                 is_first = False
+            else:
+                for each in _tensors_in(value, _DEPTH):
+                    self._count_tensor(each, is_first=is_first)
+                    is_first = False
+
+    def _count_tensor(self, value: torch.Tensor, *, is_first: bool) -> None:
+        try:
+            size, num_dims = value.numel(), value.dim()
+            num_rows = value.size(0) if num_dims > 0 else 0
+        except (RuntimeError, TypeError):  # a kind of tensor that tells no size
+            return
+        if type(size) is not int or type(num_rows) is not int:  # one that stands for others, while a graph is made
+            return
+        self.num_bytes += size * value.element_size()
+        if is_first:
+            if not self._has_rows:
+                self._has_rows = True
+                self.num_rows += num_rows
+            if num_dims > 1 and not value.is_floating_point():
+                self.num_tokens += size
 
 
-def _first_with_gradient(value: Any, depth: int) -> torch.Tensor | None:
-    """The first tensor in it that a backward pass comes to."""
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Those in containers, and in containers within these."""
     if isinstance(value, torch.Tensor):
-        return value if value.requires_grad else None
-    if depth > 0:
-        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-        for part in parts:
-            found = _first_with_gradient(part, depth - 1)
-            if found is not None:
-                return found
-    return None
+        yield value
+    elif depth > 0:
+        for part in _parts_of(value):
+            yield from _tensors_in(part, depth - 1)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, each.name, None) for each in fields(value)]
+    return ()

@@ -17,7 +17,7 @@ from elastic_ext.files import open_regular, read_at_most
 from elastic_ext.metrics import Measures, NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .phases import Phase
-from .weighed import RankView, merged
+from .weighed import RankView, merged, replicas_of
 
 __all__ = [
     "NodeProfiles",
@@ -87,8 +87,9 @@ def tail_of(path: Path, num_windows: int) -> tuple[StepWindow, ...]:
 
 
 def tails_of(folder: Path, ranks: Iterable[int], num_windows: int) -> dict[int, tuple[StepWindow, ...]]:
-    """The last windows of several ranks."""
-    return {rank: tail_of(profile_file(folder, rank), num_windows) for rank in ranks}
+    """The last windows of several ranks; what is in a rank's file and not of that rank is passed over."""
+    found = {rank: tail_of(profile_file(folder, rank), num_windows) for rank in ranks}
+    return {rank: tuple(each for each in row if each.rank == rank) for rank, row in found.items()}
 
 
 def read_profiles(folder: Path, *, most_ranks: int, num_windows: int) -> NodeProfiles:
@@ -184,10 +185,11 @@ def view_of(
 ) -> RankView:
     """One rank by its windows, of one config, and by what its metrics say of how it trains."""
     window = merged(windows)
-    num_micro_steps = measures.num_micro_steps or 1
+    told = measures.num_micro_steps
+    num_micro_steps = told if told is not None and 0 < told <= _MOST else 1
     micro_batch = None
     if window.num_samples > 0 and window.num_steps > 0:
-        num_replicas = measures.num_replicas or max(window.world_size, 1)
+        num_replicas = replicas_of(window, measures.num_replicas)
         micro_batch = round(window.num_samples / window.num_steps / num_replicas / num_micro_steps) or None
     return RankView(
         host=host,

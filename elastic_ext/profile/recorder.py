@@ -32,6 +32,8 @@ _PHASES = {
     Activity.CHANGING: Phase.CHANGE,
     Activity.ENDED: Phase.OUTSIDE,
 }
+_OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
+"""After which steps are of another window."""
 _SURVEY_AFTER = 16  # steps: by then they are as they will be
 
 
@@ -79,19 +81,23 @@ class Recorder(Pulse):
         self._pulse.enter(micro_step)
         if not self._has_begun:
             self._begin()
+        elif self._is_changed and micro_step == 0:  # since the last step has ended: the next is none of its window
+            self._close()
         if not self._is_detailed:
+            self._probe.pass_micro_step()
             self._timeline.enter(Phase.STEP)
         else:
             self._probe.enter_micro_step()
             if self._surveyor is not None and self._num_boundaries >= _SURVEY_AFTER:
                 self._surveyor.enter(micro_step)
+        if micro_step == 0:
+            self._timeline.begin_step()
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._pulse.leave(step, num_boundaries, micro_step)
-        if self._is_detailed:
-            self._probe.leave_micro_step()
-            if self._surveyor is not None:
-                self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
+        self._probe.leave_micro_step()
+        if self._is_detailed and self._surveyor is not None:
+            self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
         if num_boundaries != self._num_boundaries:
             self._num_boundaries = num_boundaries
             self._end_step()
@@ -101,9 +107,11 @@ class Recorder(Pulse):
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
+        if activity is Activity.RESUMING and self._has_begun:
+            self._close()  # training goes back: what it has come to is told before
         with self._pulse.during(activity), self.spending(self._phase_of(activity)):
             yield
-        if activity is Activity.CHANGING:
+        if activity in _OTHER_STEPS:
             self._is_changed = True
 
     def note(self, activity: Activity) -> None:
@@ -177,6 +185,7 @@ class Recorder(Pulse):
     def _begin(self) -> None:
         """The first step begins."""
         self._has_begun = True
+        self._timeline.take_thread()  # a loop may run on another thread than what has prepared it
         self._stepped_at = time.perf_counter_ns()
         self._close()
         self._probe.attach(self._model, self._optimizers)
@@ -187,11 +196,11 @@ class Recorder(Pulse):
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
         self._is_detailed = self._is_detailed and self._probe.has_seen  # else it cannot look into this model
         if self._windows.end_step(is_detailed=self._is_detailed) or self._is_changed:
-            self._is_changed = False
             self._close()
         if self._pace.end_step(seconds):
             self._is_detailed = self._pace.is_detailed
 
     def _close(self) -> None:
+        self._is_changed = False
         self._windows.count(*self._probe.take_counts())
         self._windows.close(self._stand())

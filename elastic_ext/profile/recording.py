@@ -39,7 +39,7 @@ def record(
     device = next((part.device for part in model.parameters()), torch.device("cpu"))
     timeline = _timeline_of(device)
     now, reports = time.time(), follower.reports
-    begin = min(max(psutil.Process().create_time(), reports.profiled_until()), now)
+    begin = min(max(_started_at(now), reports.profiled_until()), now)
     timeline.add_past(Phase.STARTUP, round((now - begin) * 1e9))
 
     def stand() -> Standing:
@@ -70,6 +70,14 @@ def record(
     )
     follower.take_pulse(recorder)
     return recorder
+
+
+def _started_at(now: float) -> float:
+    """When this process was; ``now`` where the system does not say."""
+    try:
+        return psutil.Process().create_time()
+    except (OSError, psutil.Error):
+        return now
 
 
 def _timeline_of(device: torch.device) -> Timeline:

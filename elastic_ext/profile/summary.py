@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
 
-from .phases import Phase
-from .weighed import RankView, merged, weigh
+from .phases import LEAST_SECONDS, Phase
+from .weighed import RankView, is_usable, merged, replicas_of, weigh
 
-__all__ = ["StepProfile", "flops_share", "summary_of"]
+__all__ = ["StepProfile", "flops_share", "num_tokens", "summary_of", "training_seconds"]
 
 _MIDDLE, _NINE_TENTHS = 1, 2  # of a window's quantiles
 
@@ -51,7 +51,7 @@ def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None
     window = merged(windows)
     if window.num_steps == 0:
         return None
-    training = _training_seconds(window)
+    training = training_seconds(window)
     return StepProfile(
         time=window.end,
         step=window.step,
@@ -63,7 +63,7 @@ def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None
         step_seconds=_quantile(windows, _MIDDLE),
         slow_step_seconds=_quantile(windows, _NINE_TENTHS),
         samples_per_second=_rate(window.num_samples, training),
-        tokens_per_second=_rate(_num_tokens(window) * (num_replicas or window.world_size), training),
+        tokens_per_second=_rate(num_tokens(window, num_replicas=num_replicas), training),
         memory_bytes=window.memory_bytes,
         accelerator_bytes=window.accelerator_bytes,
         accelerator_peak_bytes=window.accelerator_peak_bytes,
@@ -74,23 +74,26 @@ def flops_share(
     window: StepWindow, census: StepCensus | None, best: NodeCalibration | None, *, num_replicas: int | None = None
 ) -> float | None:
     """Which part of the arithmetic that its device could have done the model did (MFU); None where it is not known."""
-    training = _training_seconds(window)
+    training = training_seconds(window)
     if census is None or best is None or min(census.num_flops, census.num_samples, window.num_samples) <= 0:
         return None
-    if training <= 0 or best.flops_per_second <= 0:
+    if training <= 0 or not is_usable(census, best):
         return None
-    own_samples = window.num_samples / (num_replicas or max(window.world_size, 1))
+    own_samples = window.num_samples / replicas_of(window, num_replicas)
     return census.num_flops * own_samples / census.num_samples / (training * best.flops_per_second)
 
 
-def _training_seconds(window: StepWindow) -> float:
+def training_seconds(window: StepWindow) -> float:
+    """What rates are of: all of its time but for what came before the first step, and outside of epochs."""
     left_out = (Phase.STARTUP.label, Phase.OUTSIDE.label)
-    return sum(spent for label, spent in window.seconds.items() if label not in left_out)
+    found = sum(spent for label, spent in window.seconds.items() if label not in left_out)
+    return found if found >= LEAST_SECONDS else 0.0
 
 
-def _num_tokens(window: StepWindow) -> float:
-    """What this rank's model was given in all steps, by those that were looked at."""
-    return window.num_tokens * window.num_steps / window.num_detailed if window.num_detailed else 0.0
+def num_tokens(window: StepWindow, *, num_replicas: int | None = None) -> float:
+    """What the models of all ranks were given in all steps, by those of this rank that were looked at."""
+    own = window.num_tokens * window.num_steps / window.num_detailed if window.num_detailed else 0.0
+    return own * replicas_of(window, num_replicas)
 
 
 def _rate(number: float, seconds: float) -> float | None:

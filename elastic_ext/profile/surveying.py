@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from .timeline import Timeline
 from .tracing import Trace, can_trace
 
 __all__ = ["Found", "Surveyor"]
+
+_logger = logging.getLogger(__name__)
 
 _TRACE_SECONDS = 600.0
 
@@ -86,7 +89,7 @@ class Surveyor:
             self._keep_census(self._census)
             self._census = None
             if self._found.calibration is not None:
-                self._found.calibration(calibrate(self._device, host=self._host))
+                self._measure_machine(self._found.calibration)
 
     def close(self) -> None:
         """Training ends, perhaps within a step."""
@@ -94,6 +97,12 @@ class Surveyor:
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.end()
+
+    def _measure_machine(self, found: Callable[[NodeCalibration], None]) -> None:
+        try:
+            found(calibrate(self._device, host=self._host))
+        except (RuntimeError, MemoryError) as error:  # it asks for memory, which a training may have taken up
+            _logger.debug("what this machine does at best is not measured: %s", error)
 
     def _begin(self) -> None:
         """The first micro-step of a step: one that is taken again is looked at again."""

@@ -14,7 +14,7 @@ from elastic_ext.metrics import NodeCalibration, StepCensus, StepTrace, StepWind
 
 from .phases import COMPUTING, IN_STEPS, Phase
 
-__all__ = ["RankView", "Roofline", "Weighed", "merged", "weigh", "why_not"]
+__all__ = ["RankView", "Roofline", "Weighed", "is_usable", "merged", "replicas_of", "weigh", "why_not"]
 
 _LEAST_STEPS = 3
 _MOST = 1e12  # of anything that is counted or timed: beyond it numbers are taken for broken
@@ -152,6 +152,11 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         num_detailed=sum(each.num_detailed for each in ordered),
         accelerator_peak_bytes=max(peaks, default=None),
     )
+
+
+def replicas_of(window: StepWindow, told: int | None) -> int:
+    """How many replicas of the model take samples of their own: ``told``, or as many as there are ranks."""
+    return told if told is not None and 0 < told <= _MOST else max(window.world_size, 1)
 
 
 def why_not(views: Sequence[RankView], *, is_partial: bool) -> str | None:
@@ -311,7 +316,7 @@ def _is_on_accelerator(view: RankView) -> bool:
 
 def _roofline(view: RankView) -> Roofline | None:
     census, best = view.census, view.calibration
-    if census is None or best is None or not _is_usable(census, best) or not 0 < view.num_micro_steps <= _MOST:
+    if census is None or best is None or not is_usable(census, best) or not 0 < view.num_micro_steps <= _MOST:
         return None
     num, larger = view.num_micro_steps, 1.0
     if view.micro_batch is not None and 0 < view.micro_batch <= _MOST and census.num_samples > 0:
@@ -325,11 +330,13 @@ def _roofline(view: RankView) -> Roofline | None:
     )
 
 
-def _is_usable(census: StepCensus, best: NodeCalibration) -> bool:
+def is_usable(census: StepCensus, best: NodeCalibration) -> bool:
+    """Whether they hold what can be counted and measured: files are not to be trusted."""
     counts = (census.num_ops, census.num_bytes, census.num_flops, census.optimizer_ops, census.optimizer_bytes)
     speeds = (best.flops_per_second, best.bytes_per_second)
     return (
         all(0 <= each <= 1e24 for each in counts)
+        and 0 <= census.num_samples <= _MOST
         and census.optimizer_ops <= census.num_ops
         and census.optimizer_bytes <= census.num_bytes
         and all(1e-12 <= each <= 1e24 for each in speeds)

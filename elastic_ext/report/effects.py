@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from elastic_ext.metrics import JobEvent, StepWindow
 from elastic_ext.profile.ledger import Slice
-from elastic_ext.profile.phases import IN_STEPS
+from elastic_ext.profile.phases import IN_STEPS, LEAST_SECONDS
+
+from .speeds import Speeds
 
 __all__ = ["Period", "Spread", "in_step_seconds", "periods_of", "spread_of"]
 
@@ -48,6 +50,9 @@ class Period:
     samples_per_second: Spread | None
     """In steps, of all ranks together."""
     step_seconds: Spread | None
+    tokens_per_second: Spread | None = None
+    """Over the time of training, as the next."""
+    mfu: Spread | None = None
 
     @property
     def name(self) -> str:
@@ -77,10 +82,12 @@ class Period:
             "text": self.text,
             "samples_per_second": self.samples_per_second and self.samples_per_second.to_dict(),
             "step_seconds": self.step_seconds and self.step_seconds.to_dict(),
+            "tokens_per_second": self.tokens_per_second and self.tokens_per_second.to_dict(),
+            "mfu": self.mfu and self.mfu.to_dict(),
         }
 
 
-def periods_of(slices: Iterable[Slice], events: Sequence[JobEvent]) -> list[Period]:
+def periods_of(slices: Iterable[Slice], events: Sequence[JobEvent], speeds: Speeds) -> list[Period]:
     """Which config was in force when, by one rank's time and all ranks' events."""
     groups: list[list[Slice]] = []
     for each in slices:
@@ -90,19 +97,20 @@ def periods_of(slices: Iterable[Slice], events: Sequence[JobEvent]) -> list[Peri
             groups.append([])
         groups[-1].append(each)
     applied = [each for each in events if each.kind == "config-applied"]
-    return [_period(group, applied) for group in groups]
+    return [_period(group, applied, speeds) for group in groups]
 
 
 def in_step_seconds(window: StepWindow) -> float:
     """How long a window's steps took, without what comes between them."""
-    return sum(spent for label, spent in window.seconds.items() if label in _LABELS)
+    found = sum(spent for label, spent in window.seconds.items() if label in _LABELS)
+    return found if found >= LEAST_SECONDS else 0.0
 
 
-def spread_of(values: Sequence[float]) -> Spread | None:
-    """None of nothing."""
-    if not values:
+def spread_of(values: Iterable[float | None]) -> Spread | None:
+    """Of those that are known; None of nothing."""
+    ordered = sorted(each for each in values if each is not None)
+    if not ordered:
         return None
-    ordered = sorted(values)
     low, middle, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.25, 0.5, 0.75))
     return Spread(low=low, middle=middle, high=high, count=len(ordered))
 
@@ -112,7 +120,7 @@ def _config_of(each: Slice) -> tuple[int, int]:
     return each.piece.window.config_version, each.piece.window.config_revision
 
 
-def _period(group: Sequence[Slice], applied: Sequence[JobEvent]) -> Period:
+def _period(group: Sequence[Slice], applied: Sequence[JobEvent], speeds: Speeds) -> Period:
     version, revision = _config_of(group[0])
     begin, end = group[0].begin, group[-1].end
     windows = [each.piece.window for each in group[-_MOST_WINDOWS:] if each.piece is not None]
@@ -127,6 +135,8 @@ def _period(group: Sequence[Slice], applied: Sequence[JobEvent]) -> Period:
         text=max(told, key=lambda each: each.time).text if told else "",
         samples_per_second=spread_of([each.num_samples / in_step_seconds(each) for each in steady if each.num_samples]),
         step_seconds=spread_of([in_step_seconds(each) / each.num_steps for each in steady]),
+        tokens_per_second=spread_of(map(speeds.tokens_per_second, steady)),
+        mfu=spread_of(map(speeds.mfu, steady)),
     )
 
 

@@ -18,11 +18,13 @@ from elastic_ext.profile.weighed import RankView, merged
 from .bins import Bins
 from .effects import in_step_seconds, periods_of, spread_of
 from .happenings import happened_of, happenings_of, last_word, launches_of, within
-from .judging import Judging, known_of
+from .judging import Judging
+from .known import known_of, speeds_of
 from .lines import Broken, events_in, windows_in
 from .places import RunPlaces
 from .ranks import MOST_BINS, rank_record
 from .record import RankRecord, RunRecord
+from .speeds import Speeds
 
 __all__ = ["gather"]
 
@@ -65,6 +67,7 @@ class _Gathering:
     judging: Judging = field(default_factory=Judging)
     witness: list[Slice] = field(default_factory=list)
     """The time of the first rank that there is, by which the job's steps and samples are counted."""
+    witness_speeds: Speeds = field(default_factory=Speeds)
     num_restarts: int = 0
     num_failures: int = 0
     chosen: _Chosen | None = None
@@ -110,13 +113,14 @@ class _Gathering:
             return
         is_in_last = lives[-1].end >= self.chosen.last_life_begin
         slices = slices_of(lives, self.chosen.happened, until=self.chosen.last_word if is_in_last else 0.0)
-        self.ranks.append(rank_record(rank, lives, slices))
+        speeds = self._speeds(rank)
+        self.ranks.append(rank_record(rank, lives, slices, speeds))
         self.judging.take(rank, [each.piece.window for each in slices if each.piece is not None])
         self._num_shifted += sum(each.shift_seconds > 0 for each in lives)
         for each in slices:
             self.spent.add(each.begin, each.end, [each.seconds.get(entry, 0.0) for entry in ENTRIES])
         if is_first:
-            self.witness = slices
+            self.witness, self.witness_speeds = slices, speeds
             self.num_restarts = sum(each.is_whole for each in lives[1:])
             self.num_failures = len(self.chosen.happened.failures) or max(each.restart for each in lives)
 
@@ -125,9 +129,8 @@ class _Gathering:
         chosen = self.chosen
         assert chosen is not None
         begin, end = min(each.begin for each in self.ranks), max(each.end for each in self.ranks)
-        pieces = [(each.piece.window, each.kept) for each in self.witness if each.piece is not None]
-        steady = [each for each, _ in pieces if each.num_steps and in_step_seconds(each) > 0]
-        steps = [each.step for each, _ in pieces]
+        pieces = [(each.piece, each.piece.window, each.kept) for each in self.witness if each.piece is not None]
+        steady = [each for _, each, _ in pieces if each.num_steps and in_step_seconds(each) > 0]
         told = [*chosen.events, *(event for journal in chosen.journals for event in journal)]
         return RunRecord(
             path=str(self.places.path),
@@ -138,16 +141,19 @@ class _Gathering:
             end=end,
             ledger=ledger_of_job([each.ledger for each in self.ranks], [(each.begin, each.end) for each in self.ranks]),
             ranks=tuple(self.ranks),
-            first_step=min((each.step - each.num_steps for each, _ in pieces), default=0),
-            last_step=steps[-1] if steps else 0,
-            num_steps_again=round(sum(each.num_steps * (1 - kept) for each, kept in pieces)),
-            num_samples=round(sum(each.num_samples * kept for each, kept in pieces)),
+            first_step=min((each.first_step for each, _, _ in pieces), default=0),
+            last_step=pieces[-1][1].step if pieces else 0,
+            num_steps_again=round(sum(each.num_steps * (1 - kept) for _, each, kept in pieces)),
+            num_samples=round(sum(each.num_samples * kept for _, each, kept in pieces)),
             samples_per_second=spread_of([each.num_samples / in_step_seconds(each) for each in steady]),
+            tokens_per_second=spread_of(map(self.witness_speeds.tokens_per_second, steady)),
             step_seconds=spread_of([in_step_seconds(each) / each.num_steps for each in steady]),
             num_restarts=self.num_restarts,
             num_failures=self.num_failures,
             spent=self.spent,
-            periods=tuple(periods_of(self.witness, within(chosen.events, chosen.begin, chosen.end))),
+            periods=tuple(
+                periods_of(self.witness, within(chosen.events, chosen.begin, chosen.end), self.witness_speeds)
+            ),
             happenings=tuple(happenings_of(within(told, chosen.begin, chosen.end))),
             notes=tuple(self._notes()),
             remarks=tuple(self.judging.remarks(self._view)),
@@ -158,6 +164,12 @@ class _Gathering:
             if (found := known_of(path.parent, rank, windows)) is not None:
                 return found
         return RankView(host="?", window=merged(windows))
+
+    def _speeds(self, rank: int) -> Speeds:
+        for path in reversed(self.places.profiles[rank]):
+            if (found := speeds_of(path.parent, rank)) is not None:
+                return found
+        return Speeds()
 
     def _lives(self, rank: int) -> list[Life]:
         paths = self.places.profiles[rank]

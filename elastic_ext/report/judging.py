@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from elastic_ext.files import read_at_most
-from elastic_ext.metrics import RankMetrics, StepWindow
+from elastic_ext.metrics import StepWindow
 from elastic_ext.profile.bottleneck import verdict
-from elastic_ext.profile.reading import read_calibration, read_census, read_trace, view_of
 from elastic_ext.profile.weighed import RankView
 
 from .record import Remark
 
-__all__ = ["Judging", "known_of"]
+__all__ = ["Judging"]
 
 _MOST_PERIODS = 24
 _MOST_WINDOWS = 64  # of a rank under one config, the last
-_MOST_JSON_BYTES = 1 << 16
 _Config = tuple[int, int, int, int]
 View = Callable[[int, list[StepWindow]], RankView]
 
@@ -48,22 +44,6 @@ class Judging:
                 begin, end = min(each.window.begin for each in views), max(each.window.end for each in views)
                 found.append(Remark(begin=begin, end=end, kind=judged.kind, text=judged.text))
         return sorted(found)[-_MOST_PERIODS:]
-
-
-def known_of(folder: Path, rank: int, windows: list[StepWindow]) -> RankView | None:
-    """A rank, with what else lies in its run directory; None where nobody says on which machine it was."""
-    try:
-        metrics = RankMetrics.from_json(read_at_most(folder / f"metrics-{rank}.json", _MOST_JSON_BYTES).decode())
-    except (OSError, ValueError):
-        return None
-    return view_of(
-        windows,
-        host=metrics.host,
-        measures=metrics.measures,
-        census=read_census(folder, rank),
-        calibration=read_calibration(folder),
-        trace=read_trace(folder, rank),
-    )
 
 
 def _config_of(window: StepWindow) -> _Config:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from elastic_ext.profile.line import number_in_words
 from elastic_ext.wording import size_in_words
 
 from .columns import Column, Columns, middle
 from .frame import LEFT, RIGHT, WIDTH, amount_axis, time_axis, verticals
 from .markup import path_of, svg, tag, text
-from .numbers import amount
+from .numbers import amount, percent
 from .record import RankSums, RunRecord
 from .scales import AmountScale, TimeScale, nice_top
 
-__all__ = ["memory_chart", "speed_chart"]
+__all__ = ["arithmetic_chart", "memory_chart", "speed_chart", "token_chart"]
 
-_TOP, _BOTTOM = 10.0, 170.0
+_TOP, _BOTTOM, _LOW_BOTTOM = 10.0, 170.0, 110.0
 _MOST_BANDS = 120
 
 
@@ -43,6 +44,22 @@ def speed_chart(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
         height=_BOTTOM + 26,
         class_="over-time",
     )
+
+
+def token_chart(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
+    """Tokens per second of training; empty where none is known."""
+    first = record.ranks[0].rank
+    points = _points(columns, lambda column: _tokens(column.sums.get(first)))
+    return _rate_chart(
+        "tokens", "Tokens per second, over time", "A line of the speed", points, number_in_words, record, scale
+    )
+
+
+def arithmetic_chart(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
+    """The part that models did of what their devices could have done at best, in the rank in the middle."""
+    points = _points(columns, lambda column: middle(list(_arithmetic(column))))
+    about = "A line of the arithmetic that was done, as a part of what the device does at best"
+    return _rate_chart("mfu", "MFU, over time", about, points, percent, record, scale)
 
 
 def memory_chart(columns: Columns, scale: TimeScale, *, of_accelerator: bool) -> str:
@@ -74,6 +91,34 @@ def memory_chart(columns: Columns, scale: TimeScale, *, of_accelerator: bool) ->
     )
 
 
+def _rate_chart(
+    name: str,
+    title: str,
+    about: str,
+    points: _Points,
+    words: Callable[[float], str],
+    record: RunRecord,
+    scale: TimeScale,
+) -> str:
+    values = sorted(value for _, _, value in points if value is not None)
+    if not values:
+        return ""
+    amounts = _scale(values[round(0.99 * (len(values) - 1))] * 1.1, _LOW_BOTTOM)
+    changes = [scale.x(each.begin) for each in record.periods[1:]]
+    return svg(
+        name,
+        title,
+        f"{about}. Dashed lines are where another config came into force.",
+        amount_axis(amounts, words, left=LEFT, right=RIGHT),
+        time_axis(scale, _LOW_BOTTOM, top=_TOP),
+        verticals(changes, "change", top=_TOP, bottom=_LOW_BOTTOM),
+        _line(points, "line-a", scale, amounts),
+        width=WIDTH,
+        height=_LOW_BOTTOM + 26,
+        class_="over-time",
+    )
+
+
 _Points = list[tuple[float, float, float | None]]
 
 
@@ -101,8 +146,20 @@ def _speed(sums: RankSums | None) -> float | None:
     return sums.num_samples / sums.step_seconds
 
 
-def _scale(most: float) -> AmountScale:
-    return AmountScale(most=nice_top(most), bottom=_BOTTOM, top=_TOP)
+def _tokens(sums: RankSums | None) -> float | None:
+    if sums is None or sums.training_seconds <= 0 or sums.num_tokens <= 0:
+        return None
+    return sums.num_tokens / sums.training_seconds
+
+
+def _arithmetic(column: Column) -> Iterator[float]:
+    for sums in column.sums.values():
+        if sums.training_seconds > 0 and sums.ideal_seconds > 0:
+            yield sums.ideal_seconds / sums.training_seconds
+
+
+def _scale(most: float, bottom: float = _BOTTOM) -> AmountScale:
+    return AmountScale(most=nice_top(most), bottom=bottom, top=_TOP)
 
 
 def _highest(record: RunRecord) -> float:

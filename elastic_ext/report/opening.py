@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from elastic_ext.profile.ledger import USEFUL, Entry
+from elastic_ext.profile.line import number_in_words
 from elastic_ext.wording import counted
 
 from .entries import LABELS, ORDER
@@ -34,6 +37,8 @@ def tiles(record: RunRecord) -> str:
         ("Steps", f"{steps:,}", f"to step {record.last_step:,}; {again}"),
         ("Samples/s", amount(speed.middle) if speed else "?", samples),
         ("Samples/s overall", amount(per_wall), f"{record.num_samples:,} samples by the wall clock"),
+        *_of_tokens(record),
+        *_of_arithmetic(record),
         ("Step time", seconds_in_words(step.middle) if step else "?", spread),
         ("Restarts", str(record.num_restarts), failures),
     )
@@ -50,6 +55,19 @@ def tiles(record: RunRecord) -> str:
         ),
         class_="tiles",
     )
+
+
+def _of_tokens(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    tokens = record.tokens_per_second
+    if tokens is not None:
+        small = f"{number_in_words(tokens.low)} to {number_in_words(tokens.high)}, all ranks"
+        yield "Tokens/s", number_in_words(tokens.middle), small
+
+
+def _of_arithmetic(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    mfu = record.mfu
+    if mfu is not None:
+        yield "MFU", percent(mfu.middle), f"{percent(mfu.low)} to {percent(mfu.high)} of the device's best"
 
 
 def summary(record: RunRecord) -> str:

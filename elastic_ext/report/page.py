@@ -8,7 +8,7 @@ from .columns import Columns, columns_of
 from .frame import LEFT, RIGHT
 from .heat_chart import busy_map, step_map
 from .lanes import event_key, lanes
-from .line_charts import memory_chart, speed_chart
+from .line_charts import arithmetic_chart, memory_chart, speed_chart, token_chart
 from .markup import tag, text
 from .numbers import elapsed_in_words, moment, percent
 from .opening import notes, summary, tiles
@@ -64,9 +64,12 @@ def page(record: RunRecord, *, made_at: float, version: str) -> str:
 
 _BUSY_WORDS = """What a rank does by itself for a step: data, forward, backward, optimizer, without waiting for others.
 Step times are alike on ranks that wait for one another; this is where a slow one stands out."""
+_RATE_WORDS = "Of all ranks, over the time of training: checkpoints and changes count."
+_MFU_WORDS = """The model's matrix products, convolutions and attention, as a part of what its device could have done in
+that time at best: in the rank in the middle, over the time of training."""
 _CONFIG_WORDS = """Speed is counted in steps, without startup, checkpoints and changes: the window in the middle, and in
 brackets those at a quarter and three quarters. An effect is told where these do not overlap with those of the config
-before."""
+before. Tokens and MFU are of all the time of training."""
 
 
 def _name(record: RunRecord) -> str:
@@ -105,6 +108,8 @@ def _over_time(record: RunRecord, columns: Columns, scale: TimeScale) -> str:
             "Bands are the middle half of each config's windows.",
             speed_chart(record, columns, scale),
         ),
+        _drawing("Tokens per second", _RATE_WORDS, token_chart(record, columns, scale)),
+        _drawing("MFU", _MFU_WORDS, arithmetic_chart(record, columns, scale)),
         _drawing("Memory of the host", "", memory_chart(columns, scale, of_accelerator=False), _memory_key(record)),
         _drawing(
             "Memory of the accelerator",

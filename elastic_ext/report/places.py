@@ -30,7 +30,7 @@ class RunPlaces:
     @property
     def num_bytes(self) -> int:
         """Of all profiles."""
-        return sum(each.stat().st_size for paths in self.profiles.values() for each in paths)
+        return sum(_size_of(each) for paths in self.profiles.values() for each in paths)
 
 
 def find_places(path: Path) -> RunPlaces:
@@ -60,6 +60,14 @@ def find_places(path: Path) -> RunPlaces:
         events=tuple(events),
         journals=tuple(journals),
     )
+
+
+def _size_of(path: Path) -> int:
+    """0 where it cannot be told: what cannot be read is left out, and named, by whoever reads it."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _candidates(path: Path) -> list[Path]:

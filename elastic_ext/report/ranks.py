@@ -8,10 +8,12 @@ from elastic_ext.metrics import StepWindow
 from elastic_ext.profile.history_of_run import Life
 from elastic_ext.profile.ledger import Slice, ledger_of_slices
 from elastic_ext.profile.phases import Phase
+from elastic_ext.profile.summary import training_seconds
 
 from .bins import Bins
 from .effects import in_step_seconds, spread_of
 from .record import RankRecord, RankSums
+from .speeds import Speeds
 
 __all__ = ["MOST_BINS", "busy_seconds", "rank_record"]
 
@@ -27,7 +29,7 @@ def busy_seconds(window: StepWindow) -> float | None:
     return found if found > 0 else None
 
 
-def rank_record(rank: int, lives: Sequence[Life], slices: Sequence[Slice]) -> RankRecord:
+def rank_record(rank: int, lives: Sequence[Life], slices: Sequence[Slice], speeds: Speeds) -> RankRecord:
     """What is shown of a rank, whose time ``slices`` are."""
     windows = [each.piece.window for each in slices if each.piece is not None]
     bins = Bins(len(RankSums._fields), MOST_BINS)
@@ -36,7 +38,7 @@ def rank_record(rank: int, lives: Sequence[Life], slices: Sequence[Slice]) -> Ra
     for each in slices:
         if each.piece is None:
             continue
-        sums = _sums(each.piece.window, each.end - each.begin)
+        sums = _sums(each.piece.window, each.end - each.begin, speeds)
         bins.add(each.begin, each.end, sums)
         if sums.num_steps and sums.step_seconds > 0:
             steps.append(sums.step_seconds / sums.num_steps)
@@ -51,13 +53,14 @@ def rank_record(rank: int, lives: Sequence[Life], slices: Sequence[Slice]) -> Ra
         num_steps=sum(each.num_steps for each in windows),
         step_seconds=spread_of(steps),
         busy_seconds=spread_of(busy),
+        mfu=spread_of(map(speeds.mfu, windows)),
         most_host_bytes=_most(each.memory_bytes for each in windows),
         most_accelerator_bytes=_most(each.accelerator_peak_bytes or each.accelerator_bytes for each in windows),
         bins=bins,
     )
 
 
-def _sums(window: StepWindow, length: float) -> RankSums:
+def _sums(window: StepWindow, length: float, speeds: Speeds) -> RankSums:
     busy = busy_seconds(window)
     weight = float(window.num_steps) if busy is not None else 0.0
     return RankSums(
@@ -66,6 +69,9 @@ def _sums(window: StepWindow, length: float) -> RankSums:
         step_seconds=in_step_seconds(window),
         num_looked_at=weight,
         busy_seconds=weight * (busy or 0.0),
+        num_tokens=speeds.num_tokens(window),
+        training_seconds=training_seconds(window),
+        ideal_seconds=speeds.ideal_seconds(window),
         known_seconds=length,
         host_byte_seconds=length * (window.memory_bytes or 0),
         accelerator_byte_seconds=length * (window.accelerator_bytes or 0),

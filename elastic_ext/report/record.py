@@ -26,6 +26,12 @@ class RankSums(NamedTuple):
     num_looked_at: float
     busy_seconds: float
     """... and, of those that were looked at closely, what they would have taken without waiting for other ranks."""
+    num_tokens: float
+    """Of all ranks together, as far as this one tells,"""
+    training_seconds: float
+    """... in so long, checkpoints and changes included;"""
+    ideal_seconds: float
+    """... in which its device, at its best, would have done the arithmetic; 0 where that is not known."""
     known_seconds: float
     host_byte_seconds: float
     accelerator_byte_seconds: float
@@ -55,6 +61,8 @@ class RankRecord:
     """Of its windows."""
     busy_seconds: Spread | None
     """A step without waiting for other ranks."""
+    mfu: Spread | None
+    """The part that the model did of what its device could have done at best; of its windows."""
     most_host_bytes: int | None
     most_accelerator_bytes: int | None
     bins: Bins
@@ -82,6 +90,8 @@ class RunRecord:
     num_samples: int
     """Of steps that did not."""
     samples_per_second: Spread | None
+    tokens_per_second: Spread | None
+    """Of all ranks together, over the time of training; None where samples are no rows of tokens."""
     step_seconds: Spread | None
     num_restarts: int
     num_failures: int
@@ -92,6 +102,12 @@ class RunRecord:
     notes: tuple[str, ...]
     """What could not be read, or was made sense of."""
     remarks: Sequence[Remark] = ()
+
+    @property
+    def mfu(self) -> Spread | None:
+        """That of the rank in the middle."""
+        known = sorted((each.mfu for each in self.ranks if each.mfu is not None), key=lambda each: each.middle)
+        return known[(len(known) - 1) // 2] if known else None
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
@@ -109,6 +125,8 @@ class RunRecord:
             "steps_again": self.num_steps_again,
             "samples": self.num_samples,
             "samples_per_second": self.samples_per_second and self.samples_per_second.to_dict(),
+            "tokens_per_second": self.tokens_per_second and self.tokens_per_second.to_dict(),
+            "mfu": self.mfu and self.mfu.to_dict(),
             "step_seconds": self.step_seconds and self.step_seconds.to_dict(),
             "restarts": self.num_restarts,
             "failures": self.num_failures,
@@ -133,6 +151,7 @@ def _of_rank(rank: RankRecord) -> dict[str, object]:
         "steps": rank.num_steps,
         "step_seconds": rank.step_seconds and rank.step_seconds.to_dict(),
         "busy_seconds": rank.busy_seconds and rank.busy_seconds.to_dict(),
+        "mfu": rank.mfu and rank.mfu.to_dict(),
         "most_host_bytes": rank.most_host_bytes,
         "most_accelerator_bytes": rank.most_accelerator_bytes,
         "ledger": rank.ledger.to_dict(),

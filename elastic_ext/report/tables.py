@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from elastic_ext.profile.ledger import USEFUL, Entry
+from elastic_ext.profile.line import number_in_words
 from elastic_ext.wording import size_in_words
 
 from .effects import Spread
@@ -37,6 +38,8 @@ def config_table(record: RunRecord) -> str:
     """Which config was in force when, and what it has brought; empty where only one was."""
     rows = []
     before = None
+    has_tokens = any(each.tokens_per_second for each in record.periods)
+    has_mfu = any(each.mfu for each in record.periods)
     for period in record.periods:
         rows.append(
             _row(
@@ -44,13 +47,20 @@ def config_table(record: RunRecord) -> str:
                 elapsed_in_words(period.begin - record.begin),
                 f"{period.num_steps:,}",
                 _spread(period.samples_per_second),
-                _spread(period.step_seconds, is_time=True),
+                _spread(period.step_seconds, seconds_in_words),
+                *([_spread(period.tokens_per_second, number_in_words)] if has_tokens else ()),
+                *([_spread(period.mfu, percent)] if has_mfu else ()),
                 period.compared_with(before),
                 period.text or "as training began",
             )
         )
         before = period
-    head = ("config", "from", "steps", "samples/s in steps", "step time", "against the one before", "what changed")
+    head = (
+        *("config", "from", "steps", "samples/s in steps", "step time"),
+        *(("tokens/s",) if has_tokens else ()),
+        *(("MFU",) if has_mfu else ()),
+        *("against the one before", "what changed"),
+    )
     return _table("Configs in force", head, _shortened(rows, len(head)), class_="wide")
 
 
@@ -81,6 +91,7 @@ def rank_table(record: RunRecord) -> str:
         "rank",
         "busy for a step",
         "step time",
+        "MFU",
         "steps",
         "waiting for data",
         "exposed communication",
@@ -125,8 +136,9 @@ def _sum_row(name: str, spent: float, record: RunRecord) -> str:
 def _rank_row(rank: RankRecord) -> str:
     return _row(
         str(rank.rank),
-        _spread(rank.busy_seconds, is_time=True),
-        _spread(rank.step_seconds, is_time=True),
+        _spread(rank.busy_seconds, seconds_in_words),
+        _spread(rank.step_seconds, seconds_in_words),
+        "" if rank.mfu is None else percent(rank.mfu.middle),
         f"{rank.num_steps:,}",
         percent(_share_of(rank, Entry.DATA)),
         percent(_share_of(rank, Entry.COMMUNICATION)),
@@ -144,10 +156,9 @@ def _part(spent: float, record: RunRecord) -> float:
     return spent / record.ledger.wall_seconds if record.ledger.wall_seconds > 0 else 0.0
 
 
-def _spread(spread: Spread | None, *, is_time: bool = False) -> str:
+def _spread(spread: Spread | None, words: Callable[[float], str] = amount) -> str:
     if spread is None:
         return ""
-    words = seconds_in_words if is_time else amount
     return f"{words(spread.middle)} ({words(spread.low)} to {words(spread.high)})"
 
 
