@@ -99,7 +99,7 @@ class LoadTable:
 def main() -> list[Result]:
     """A table for each number of nodes, one at ten times the rate, and one for as many beats as an hour has."""
     rare = [Load(num_agents=num, every_seconds=10.0, num_beats=2) for num in (200, 1000, 2000)]
-    often = Load(num_agents=2000, every_seconds=1.0, num_beats=20, num_pushes=3)
+    often = Load(num_agents=1000, every_seconds=1.0, num_beats=30, num_pushes=3)
     long = Load(num_agents=200, every_seconds=0.25, num_beats=360, num_pushes=3)
     return [
         *(table_of(load, measured(load)) for load in rare),

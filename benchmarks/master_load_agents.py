@@ -127,14 +127,14 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
-async def run(address: str, num: int, every: float, num_beats: int, num_pushes: int) -> None:
+async def run(address: str, num: int, per_channel: int, every: float, num_beats: int, num_pushes: int) -> None:
     """All of it, told on the way."""
     seen = Seen()
     hardware = look()
     options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(-(-num // AGENTS_PER_CHANNEL))]
+    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(-(-num // per_channel))]
     stubs = [MasterStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-    agents = [Agent(number, num, stubs[number // AGENTS_PER_CHANNEL], seen, hardware) for number in range(num)]
+    agents = [Agent(number, num, stubs[number // per_channel], seen, hardware) for number in range(num)]
     begin = time.monotonic()
     await _at_most(_AT_ONCE, [agent.join for agent in agents])
     watching = [asyncio.ensure_future(agent.watch()) for agent in agents]
@@ -207,8 +207,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--every", type=float, required=True, help="seconds between an agent's beats")
     parser.add_argument("--beats", type=int, required=True, help="of each agent")
     parser.add_argument("--pushes", type=int, default=10)
+    parser.add_argument("--per-channel", type=int, default=AGENTS_PER_CHANNEL, help="agents to each connection")
     given = parser.parse_args(arguments)
-    asyncio.run(run(given.address, given.agents, given.every, given.beats, given.pushes))
+    asyncio.run(run(given.address, given.agents, given.per_channel, given.every, given.beats, given.pushes))
     return 0
 
 
