@@ -9,6 +9,7 @@
     elastic-ext config undo                    the content before this one, as a new version
 
     elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
+    elastic-ext events [RUN_DIR] --follow      what has happened, and what does
 
     elastic-ext report [RUN] --out FILE        where the time of a training went, on one page
 
@@ -23,43 +24,41 @@
     elastic-ext doctor --rdzv-endpoint HOST:PORT --nnodes N    ... and with pairs of nodes; this imports torch
 
 The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR. Where an
-agent runs, `set` and `undo` have it write the file.
+agent runs, `set` and `undo` have it write the file. With --master ADDR, or ELASTIC_EXT_MASTER, a job's master is asked
+instead, from any machine: by `config`, `status` and `events`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
-import socket
 import sys
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Sequence
 
 from .agent.asking import AgentFailed, AgentRefused, ControlError
-from .agent.contact import AgentsConfig, living_agent_of
+from .agent.events_command import add_arguments as add_arguments_of_events
+from .agent.events_command import run as run_events
 from .agent.status_command import add_arguments as add_arguments_of_status
 from .agent.status_command import run as run_status
 from .ckpt.commands import add_commands
 from .ckpt.taking import path_of
 from .ckpt.terminal import Terminal
-from .config import ElasticConfig
+from .config_command import COMMANDS, ConfigPlace, FilesConfig, parse_assignment
 from .doctor.command import add_doctor
-from .errors import ConfigError, Refusal, in_words
-from .given import expanded
-from .history import ConfigHistory, Entry
+from .errors import ConfigError, MasterError, MasterRefused, in_words
 from .keys import KEYS
+from .master.named import add_ways, named_master
+from .master.places import MasterPlace
 from .report.command import add_report
 from .report.command import run as run_report
-from .strict_json import read_value, shown
 from .wording import on_one_line
 
 __all__ = ["main", "parse_assignment"]
 
 _LAUNCHER = "run"  # imports torch
-_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
+_INTERRUPTED = 130  # as of a program that SIGINT ends
+_BROKEN_PIPE = 141  # ... SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,18 +83,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_config(options: argparse.Namespace) -> int:
     try:
-        history = ConfigHistory(_file(options.file, os.environ))
-        output = _COMMANDS[options.command](history, options)
-    except ConfigError as error:
-        print(f"elastic-ext: refused: {error}", file=sys.stderr)
-        return 2
-    except AgentRefused as error:
+        master = named_master(options, os.environ, is_other=options.file is not None)
+        if master is None:
+            place: ConfigPlace = FilesConfig(options.file, os.environ, is_forced=getattr(options, "force", False))
+        else:
+            place = _masters_config(master)
+        output = COMMANDS[options.command](place, options)
+    except (ConfigError, AgentRefused, MasterRefused, ValueError) as error:
         print(f"elastic-ext: refused: {on_one_line(str(error))}", file=sys.stderr)
         return 2
     except (OSError, AgentFailed) as error:
         print(f"elastic-ext: {on_one_line(str(error))}; the config file is as it was", file=sys.stderr)
         return 1
-    except ControlError as error:
+    except (ControlError, MasterError) as error:
         print(f"elastic-ext: {on_one_line(str(error))}", file=sys.stderr)
         return 1
     encoding = sys.stdout.encoding or "utf-8"  # what the terminal cannot show is escaped
@@ -103,28 +103,52 @@ def _run_config(options: argparse.Namespace) -> int:
     return 0
 
 
+def _masters_config(place: MasterPlace) -> ConfigPlace:
+    _quiet_grpc()
+    from .master.configs_of_master import MastersConfig
+
+    return MastersConfig(place)
+
+
 def _run_status(options: argparse.Namespace) -> int:
-    return run_status(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+    terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    try:
+        master = named_master(options, os.environ, is_other=options.run_dir is not None or options.job is not None)
+    except ValueError as error:
+        terminal.complain(str(error))
+        return 2
+    if master is None:
+        return run_status(options, os.environ, terminal)
+    _quiet_grpc()
+    from .master.commands import run_status as run_status_of_master
+
+    return run_status_of_master(master, terminal)
+
+
+def _run_events(options: argparse.Namespace) -> int:
+    terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    try:
+        master = named_master(options, os.environ, is_other=options.run_dir is not None or options.job is not None)
+        if master is None:
+            return run_events(options, os.environ, terminal)
+        _quiet_grpc()
+        from .master.commands import run_events as run_events_of_master
+
+        return run_events_of_master(master, terminal, most=options.last, follow=options.follow)
+    except ValueError as error:
+        terminal.complain(str(error))
+        return 2
+    except KeyboardInterrupt:  # who follows has seen enough
+        return _INTERRUPTED
+
+
+def _quiet_grpc() -> None:
+    """What it would print of connections, commands say themselves."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def _run_report(options: argparse.Namespace) -> int:
     return run_report(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
-
-
-def parse_assignment(text: str) -> tuple[str, object]:
-    """``KEY=VALUE`` as key and value: JSON where it is JSON, else text; None where the value is empty.
-
-    ConfigError if it is neither, or JSON that a config cannot hold.
-    """
-    path, equals, value = text.partition("=")
-    if not equals or not path:
-        raise _refused(shown(text), "KEY=VALUE, such as optimizer.learning_rate=0.001")
-    if value == "":
-        return path, None
-    try:
-        return path, read_value(value)
-    except json.JSONDecodeError:
-        return path, value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     status = groups.add_parser("status", help="how a job does on this machine", description=_STATUS)
     add_arguments_of_status(status)
     status.set_defaults(run=_run_status)
+    events = groups.add_parser("events", help="what has happened to a job", description=_EVENTS)
+    add_arguments_of_events(events)
+    events.set_defaults(run=_run_events)
     report = groups.add_parser("report", help="where the time of a training went, on one page")
     add_report(report)
     report.set_defaults(run=_run_report)
@@ -145,94 +172,21 @@ def _parser() -> argparse.ArgumentParser:
     by_name: dict[str, argparse.ArgumentParser] = {}
     for name, words in _HELP.items():
         by_name[name] = commands.add_parser(name, help=words, description=words)
-        by_name[name].add_argument("--file", type=path_of, help="the config file")
+        which = by_name[name].add_mutually_exclusive_group()
+        which.add_argument("--file", type=path_of, help="the config file")
+        add_ways(by_name[name], which)
     by_name["set"].add_argument("assignments", nargs="+", metavar="KEY=VALUE", help="KEY= takes the key out")
     by_name["set"].add_argument("--reason", default="", help="why, for the log and the history")
     by_name["set"].add_argument("--at-step", type=int, help="the first step that runs under this version")
     for name in ("set", "undo"):
         by_name[name].add_argument("--force", action="store_true", help="write the file even where an agent has it")
     by_name["diff"].add_argument("versions", nargs="*", type=int, metavar="VERSION", help="from, and to")
+    for name in ("set", "undo", "diff"):
+        by_name[name].add_argument("--json", action="store_true", help="a JSON object")
     by_name["history"].add_argument("--json", action="store_true", help="one JSON object per version")
     return parser
 
 
-def _file(given: Path | None, environ: Mapping[str, str]) -> Path:
-    if given is not None:
-        return given
-    if environ.get("ELASTIC_EXT_CONFIG_FILE"):
-        return _path_in(environ, "ELASTIC_EXT_CONFIG_FILE")
-    if environ.get("ELASTIC_EXT_RUN_DIR"):
-        return _path_in(environ, "ELASTIC_EXT_RUN_DIR") / "config.json"
-    raise _refused("no config file is named", "--file FILE, or ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR set")
-
-
-def _path_in(environ: Mapping[str, str], name: str) -> Path:
-    try:
-        return expanded(environ[name])
-    except ValueError:
-        raise _refused(f"{name} is {shown(environ[name])}", "a path, with ~ for a home folder that exists") from None
-
-
-def _show(history: ConfigHistory, options: argparse.Namespace) -> str:
-    return _existing(history).to_json()
-
-
-def _set(history: ConfigHistory, options: argparse.Namespace) -> str:
-    pairs = dict(parse_assignment(text) for text in options.assignments)
-    for path, value in pairs.items():
-        if value is None and f"{path}=" not in options.assignments:
-            raise _refused(f"{path} is null", f"a value, or {path}= to take the key out")
-    new = _writer(history, options).set(
-        {path: value for path, value in pairs.items() if value is not None},
-        remove=[path for path, value in pairs.items() if value is None],
-        reason=options.reason,
-        at_step=options.at_step,
-    )
-    return _written(history, new)
-
-
-def _diff(history: ConfigHistory, options: argparse.Namespace) -> str:
-    _existing(history)
-    entries = history.entries()
-    if len(options.versions) > 2:
-        raise _refused(f"{len(options.versions)} versions are given", "at most two: from, and to")
-    given = [_version(entries, version) for version in options.versions]
-    first = given[0] if given else entries[-2 if len(entries) > 1 else -1].config
-    second = given[1] if len(given) > 1 else entries[-1].config
-    return _changes(first, second)
-
-
-def _history(history: ConfigHistory, options: argparse.Namespace) -> str:
-    entries = history.entries()
-    if options.json:
-        return "".join(entry.to_json() + "\n" for entry in entries)
-    lines = []
-    previous = ElasticConfig(version=0)
-    for entry in entries:
-        when = datetime.fromtimestamp(entry.time).strftime("%Y-%m-%d %H:%M:%S")
-        reason = f": {on_one_line(entry.config.reason)}" if entry.config.reason else ""
-        lines.append(f"version {entry.config.version}, {when}{reason}\n")
-        lines += [f"  {line}\n" for line in _changes(previous, entry.config).splitlines()]
-        previous = entry.config
-    return "".join(lines)
-
-
-def _undo(history: ConfigHistory, options: argparse.Namespace) -> str:
-    return _written(history, _writer(history, options).undo())
-
-
-def _writer(history: ConfigHistory, options: argparse.Namespace) -> ConfigHistory | AgentsConfig:
-    """Who is to write the file: the agent that has it, where one runs."""
-    if options.force:
-        return history
-    folders = [history.path.parent]
-    if os.environ.get("ELASTIC_EXT_RUN_DIR"):
-        folders.append(_path_in(os.environ, "ELASTIC_EXT_RUN_DIR"))
-    agent = living_agent_of(history.path, folders, host=socket.gethostname())
-    return history if agent is None else AgentsConfig(agent)
-
-
-_COMMANDS = {"show": _show, "set": _set, "diff": _diff, "history": _history, "undo": _undo}
 _HELP = {
     "show": "what the file holds",
     "set": f"write the next version; keys: {', '.join(path for path in KEYS if '.' in path)}, user.NAME",
@@ -242,43 +196,10 @@ _HELP = {
 }
 
 
+_EVENTS = """Show what has happened to a job, oldest first: from the files of its run directory, or from its master."""
 _STATUS = """Say how a job does on this machine: who runs, how far it is, and what is wrong; without an argument the job
 of ELASTIC_EXT_RUN_DIR, or all that have their run directory where it is by default. Exit status: 0 healthy, 1 trouble,
 2 there is no such job."""
-
-
-def _existing(history: ConfigHistory) -> ElasticConfig:
-    current = history.current()
-    if current is None:
-        raise _refused(f"{history.path} does not exist", "a config file; `config set` makes one")
-    return current
-
-
-def _version(entries: Sequence[Entry], version: int) -> ElasticConfig:
-    found = [entry.config for entry in entries if entry.config.version == version]
-    if not found:
-        known = ", ".join(str(entry.config.version) for entry in entries)
-        raise _refused(f"version {version} is not in the history", f"one of {known}")
-    return found[-1]
-
-
-def _changes(old: ElasticConfig, new: ElasticConfig) -> str:
-    lines = (f"{path}: {_value(before)} -> {_value(after)}\n" for path, (before, after) in old.differences(new).items())
-    return "".join(lines)
-
-
-def _value(value: object) -> str:
-    return "absent" if value is None else shown(value, 200)
-
-
-def _written(history: ConfigHistory, new: ElasticConfig) -> str:
-    earlier = [entry.config for entry in history.entries() if entry.config.version < new.version]
-    before = earlier[-1] if earlier else ElasticConfig(version=0)
-    return f"version {new.version} written\n{_changes(before, new)}"
-
-
-def _refused(given: str, allowed: str) -> ConfigError:
-    return ConfigError([Refusal(key="", given=given, allowed=allowed)])
 
 
 if __name__ == "__main__":

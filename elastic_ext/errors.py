@@ -10,6 +10,12 @@ ElasticError
 │   └── CheckpointFenced     another run of this job has taken its folder over
 ├── StepError            the loop used a step in a way that cannot be right; the step was rolled back
 │   └── TornStepError        an optimizer failed halfway: parameters may be half updated: resume from a checkpoint
+├── MasterError          a master could not be asked, or has no answer
+│   ├── MasterAbsent         nobody answers there in time, or another master does than the one that is meant
+│   ├── MasterBusy           it has as much to do as it takes on: to be asked again later
+│   ├── NodeUnknown          it knows nothing of this node, which has to join again
+│   └── MasterRefused        it says that this cannot be; .about says whether that is the token, the place or the words
+│       └── NodeFenced           another agent has taken this node's place
 ├── WorkerDiedError      worker processes that load data die, again and again on the same samples; .indices names them
 └── RanksError           something happened on one or more ranks; every rank raises
     ├── RanksFailedError     ranks raised while working together; holds each one's traceback
@@ -23,6 +29,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = [
     "ApplyError",
@@ -34,6 +41,12 @@ __all__ = [
     "CheckpointNotFound",
     "ConfigError",
     "ElasticError",
+    "MasterAbsent",
+    "MasterBusy",
+    "MasterError",
+    "MasterRefused",
+    "NodeFenced",
+    "NodeUnknown",
     "PeerLostError",
     "RanksDisagreeError",
     "RanksError",
@@ -143,6 +156,38 @@ class StepUndone(BaseException):
     def __init__(self, failures: Mapping[int, str]) -> None:
         self.failures = dict(failures)
         super().__init__("; ".join(f"rank {rank} {text}" for rank, text in self.failures.items()))
+
+
+class MasterError(ElasticError):
+    """A master that could not be asked, or had no answer; training does not depend on it."""
+
+
+class MasterAbsent(MasterError):
+    """Nobody answers there in time, or another master does than the one that is meant."""
+
+
+class MasterBusy(MasterError):
+    """A master that has as much to do as it takes on, and may be asked again later."""
+
+
+class NodeUnknown(MasterError):
+    """A master that knows nothing of a node, which has to join again."""
+
+
+class MasterRefused(MasterError):
+    """A master says that something cannot be: ``about`` is the token, the place (another job, protocol or machine than
+    it takes), or the words of the request."""
+
+    def __init__(self, message: str, *, about: Literal["token", "place", "words"]) -> None:
+        self.about = about
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial(type(self), about=self.about), self.args
+
+
+class NodeFenced(MasterRefused):
+    """Another agent has taken the place of this node, and is the node from now on."""
 
 
 class WorkerDiedError(ElasticError):

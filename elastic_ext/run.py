@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logging.getLogger(_OF_TORCH).addFilter(lambda record: not str(record.msg).startswith(_SAID_HERE))
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # of a master that comes and goes the journal tells
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # workers have a new store in each round
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle  # torch takes it from there
     try:

@@ -59,7 +59,13 @@ def parser() -> argparse.ArgumentParser:
         help="A step that takes longer is a hang, and workers are restarted: seconds, off, or auto (the default): ten "
         "times what the slowest steps took, and no less than 30.",
     )
-    own.add_argument("--master", action=env, type=str, default=None, help="HOST:PORT of a master, where there is one.")
+    own.add_argument(
+        "--master",
+        action=env,
+        type=str,
+        default=None,
+        help="HOST:PORT of the job's master, or off. By default there is none, and with --standalone one is started.",
+    )
     own.add_argument(
         "--token-file",
         "--token_file",
@@ -67,6 +73,14 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=None,
         help="The file with the token that the master wants; readable by its owner alone.",
+    )
+    own.add_argument(
+        "--master-ca",
+        "--master_ca",
+        action=env,
+        type=Path,
+        default=None,
+        help="What the master's certificate is checked by, where it has one: a file in PEM.",
     )
     with contextlib.suppress(argparse.ArgumentError):  # torch 2.13 has it, 2.11 has not
         found.add_argument(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ext.files import write_whole
 from elastic_ext.peers import ended_file
@@ -44,7 +44,10 @@ class Duties:
         slow_workers: SlowWorkers,
         *,
         py_spy: str | None,
+        on_begun: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_begun`` is called each time that nodes have met, once this node's config is the job's."""
+        self._on_begun = on_begun
         self._folders = folders
         self._journal = journal
         self._tuner = tuner
@@ -75,6 +78,7 @@ class Duties:
         if is_new:
             self._set_config_aside()
         self._hand_config(offers=not is_new)
+        self._on_begun()
 
     def look(self, workers: Sequence[Watched]) -> Hang | None:
         """See to everything that it is time for; a hang, if there is one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastic_ext.files import append_line
@@ -28,6 +28,11 @@ class Journal:
         self._has_warned = False
         self.restart = 0
         """How many failures were counted so far."""
+        self._listener: Callable[[JobEvent], None] | None = None
+
+    def listen(self, listener: Callable[[JobEvent], None]) -> None:
+        """Have ``listener`` called with each event from now on, on the thread that tells it."""
+        self._listener = listener
 
     def tell(self, kind: str, text: str, *, is_bad: bool = False, **details: object) -> None:
         """An event, and a line of the log."""
@@ -49,6 +54,8 @@ class Journal:
         event = JobEvent(
             time=time.time(), generation=self.restart, rank=OF_AGENT, step=-1, kind=kind, text=text, details=details
         )
+        if self._listener is not None:
+            self._listener(event)
         try:
             append_line(self._file, event.to_json())
         except OSError as error:

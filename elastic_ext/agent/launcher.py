@@ -44,6 +44,8 @@ from .failures import Failure, first_of, told
 from .folder import NodeFolders
 from .hanging import HangLimits
 from .journal import Journal
+from .master_choice import link_with, master_choice
+from .master_link import MasterLink
 from .monitor import Monitor
 from .persisting import persist
 from .places import folders_of, is_in_worker, settings_of
@@ -70,6 +72,7 @@ _SOCKET = "socket"
 _LAST_EXCHANGE_SECONDS = 20.0
 _PART_SECONDS = 5.0
 _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
+_FIRST_WORD_SECONDS = 3.0  # for a master that keeps this node out to say so
 
 
 def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -119,6 +122,7 @@ class _Node:
         *,
         host: str,
     ) -> None:
+        self._started_at = time.time()
         self._environ = environ
         self._settings = settings
         self._folders = folders
@@ -134,8 +138,7 @@ class _Node:
             options.log_dir = str(folders.run_dir / "logs")
             _keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
         self._is_checked = bool(options.node_check)
-        if options.master is not None:
-            _logger.warning("--master %s is not spoken to: this version has no master", options.master)
+        self._master = master_choice(options)
         self._hang_limits = HangLimits.of(options.hang_seconds)
         options = with_rendezvous(options)
         self._launch, self._entrypoint, self._arguments = config_from_args(options)
@@ -144,15 +147,32 @@ class _Node:
         self._is_python = isinstance(self._entrypoint, str) and not options.no_python
         self._node_id = f"{host}-{os.getpid()}-{secrets.token_hex(2)}"
         self._journal = Journal(folders.run_dir)
+        self._tuner = ConfigTuner(self._config_file, on_foreign=self._note_foreign)
 
     def run(self) -> int:
-        folders = self._folders
+        """All of it, in its order; the exit status."""
         self._introduce()
         if (why_not := self._check_machine()) is not None:
             self._journal.tell("refused", why_not, is_bad=True)
             return 2
+        link = self._link()
+        if link is not None and (why_not := link.refusal_within(_FIRST_WORD_SECONDS)) is not None:
+            self._journal.tell("refused", why_not, is_bad=True)
+            link.close("the master refuses it")
+            return 2
+        status = 1
+        try:
+            status = self._start(link)
+        finally:
+            if link is not None:
+                link.close("its workers have ended well" if status == 0 else f"it ends with status {status}")
+        return status
+
+    def _start(self, link: MasterLink | None) -> int:
+        """Run the workers, from here to their end."""
+        folders = self._folders
         warden = Warden(folders.memory, folders.memory_lock, patience_seconds=self._shutdown_seconds)
-        duties = self._duties()
+        duties = self._duties(link)
         agent: ElasticAgent | None = None
         status = 1
         try:
@@ -251,9 +271,26 @@ class _Node:
             words += f"\n  and then: {'; '.join(others)}"
         self._journal.tell("failed", words, is_bad=True)
 
-    def _duties(self) -> Duties:
+    def _link(self) -> MasterLink | None:
+        """The link with the master, which is looked for from now on."""
+        library = version_of("elastic-ext") or "not installed"
+        link = link_with(
+            self._master,
+            self._folders.run_dir,
+            self._tuner,
+            self._journal,
+            job=self._settings.job,
+            host=self._host,
+            library=library,
+            started_at=self._started_at,
+        )
+        if link is not None:
+            link.start()
+        return link
+
+    def _duties(self, link: MasterLink | None) -> Duties:
         folders, run_dir = self._folders, self._folders.run_dir
-        tuner = ConfigTuner(self._config_file, on_foreign=self._note_foreign)
+        tuner = self._tuner
 
         def status(request: Mapping[str, Any]) -> Mapping[str, Any]:
             return status_of(read_run_directory(run_dir, now=time.time(), host=self._host)).to_dict()
@@ -261,7 +298,9 @@ class _Node:
         monitor = Monitor(run_dir=run_dir, pulse_dir=folders.pulses, limits=self._hang_limits, gpus=NvidiaGpus.open())
         control = Control(folders.memory / _SOCKET, {**config_requests(tuner), "status": status})
         slow = SlowWorkers(run_dir, host=self._host)
-        return Duties(folders, self._journal, tuner, control, monitor, slow, py_spy=shutil.which("py-spy"))
+        on_begun = (lambda: None) if link is None else link.begin_configs
+        py_spy = shutil.which("py-spy")
+        return Duties(folders, self._journal, tuner, control, monitor, slow, py_spy=py_spy, on_begun=on_begun)
 
     def _note_foreign(self, write: ForeignWrite) -> None:
         self._journal.note("config-foreign", write.words, version=write.version, digest=write.digest, valid=write.valid)
@@ -321,7 +360,7 @@ class _Node:
             host=self._host,
             pid=process.pid,
             start_ticks=process.start_ticks,
-            time=time.time(),
+            time=self._started_at,
             version=version_of("elastic-ext") or "not installed",
             config_file=str(self._config_file),
             memory_folder=str(folders.memory),

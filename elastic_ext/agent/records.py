@@ -3,6 +3,7 @@
     agent.json         AgentRecord        who the agent of this node is, and where its things lie
     membership.json    MembershipPlan     which nodes the job runs on, and since when
     hardware.json      NodeHardware       what the machine has, as the doctor knows it
+    master.json        MasterRecord       the master that the agent speaks with, if there is one
     workers.json       WorkersRecord      what the agent sees of its workers, every few seconds
 
 A node is one agent with its workers, whatever machine it is on; a round is the time between two meetings of all nodes.
@@ -19,10 +20,12 @@ __all__ = [
     "AGENT_FILE",
     "EVENTS_FILE",
     "HARDWARE_FILE",
+    "MASTER_FILE",
     "MEMBERSHIP_FILE",
     "MOST_BYTES",
     "WORKERS_FILE",
     "AgentRecord",
+    "MasterRecord",
     "MembershipPlan",
     "NodeShare",
     "WorkerSeen",
@@ -32,6 +35,7 @@ __all__ = [
 
 AGENT_FILE = "agent.json"
 HARDWARE_FILE = "hardware.json"
+MASTER_FILE = "master.json"
 MEMBERSHIP_FILE = "membership.json"
 WORKERS_FILE = "workers.json"
 EVENTS_FILE = "events-agent.jsonl"
@@ -64,6 +68,24 @@ class AgentRecord(JsonRecord):
     """Where the agent is spoken to; empty where it listens to nobody."""
     log_folder: str
     """What workers print, where it is redirected; empty where it is not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MasterRecord(JsonRecord):
+    """The master that an agent speaks with, or has spoken with last."""
+
+    address: str
+    """HOST:PORT."""
+    token_file: str
+    """Where the token lies that it wants; empty where it wants none."""
+    ca_file: str
+    """What its certificate is checked by; empty where it has none."""
+    pid: int
+    """Its process, where the agent has started it; 0 where somebody else has."""
+    job_id: str
+    epoch: int
+    time: float
+    """When the agent joined, seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.errors import in_words
 from elastic_ext.given import expanded
+from elastic_ext.master.named import add_ways
 from elastic_ext.settings import Settings
 
 from .contact import agent_in
@@ -19,7 +20,7 @@ from .status import NodeStatus, status_of
 from .status_files import is_run_directory, read_run_directory
 from .status_words import line_of, words
 
-__all__ = ["HEALTHY", "REFUSED", "TROUBLE", "add_arguments", "run"]
+__all__ = ["HEALTHY", "REFUSED", "TROUBLE", "add_arguments", "add_places", "folders_of_one_job", "run"]
 
 HEALTHY = 0
 TROUBLE = 1
@@ -30,10 +31,16 @@ _MOST_JOBS = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which job, and how it is shown."""
+    add_ways(parser, add_places(parser))
+    parser.add_argument("--json", action="store_true", help="one JSON object per run directory")
+
+
+def add_places(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Where the job's files are; the group of these arguments, of which one is given."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("run_dir", nargs="?", type=_path, metavar="RUN_DIR", help="the run directory of a job")
     which.add_argument("--job", help="the name of a job whose run directory is where it is by default")
-    parser.add_argument("--json", action="store_true", help="one JSON object per run directory")
+    return which
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str], terminal: Terminal) -> int:
@@ -58,6 +65,14 @@ def run(options: argparse.Namespace, environ: Mapping[str, str], terminal: Termi
             terminal.tell(status.to_dict(), ("\n" if number else "") + words(status))
     counted = [each for each in found if not is_list or each.state == "running"]
     return TROUBLE if any(each.troubles for each in counted) else HEALTHY
+
+
+def folders_of_one_job(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -> list[Path]:
+    """The run directories of the job that is meant; ValueError where there is none, or no telling which."""
+    folders, is_list = _folders(run_dir, job, environ)
+    if is_list:
+        raise ValueError(f"there are {len(folders)} run directories; give one: RUN_DIR, or --job NAME")
+    return folders
 
 
 def _folders(run_dir: Path | None, job: str | None, environ: Mapping[str, str]) -> tuple[list[Path], bool]:

@@ -52,8 +52,8 @@ class ForeignWrite:
 class ConfigTuner:
     """The config file at ``path``, written by this object and looked at by it.
 
-    Of its two callers one, the agent's loop, calls ``look`` and ``take`` at every turn, and neither waits there for the
-    other one, nor for another process: what cannot be done now is done at the next turn. ``settle_seconds`` is how long
+    Of its callers one, the agent's loop, calls ``look`` and ``take`` at every turn, and does not wait there for the
+    others, nor for another process: what cannot be done now is done at the next turn. ``settle_seconds`` is how long
     bad contents must stay before they are told of; ``patience_seconds`` how long ``set`` and ``undo`` wait.
     ``on_foreign`` is called on the thread that found the write.
     """
@@ -108,13 +108,13 @@ class ConfigTuner:
         """The newest version with its text, for other nodes to take; None before the first. It waits for nobody."""
         return self._newest
 
-    def take(self, text: str) -> bool:
-        """Whether another node's version was higher than the newest here, and is in the file now.
+    def take(self, text: str, *, whose: str = "another node", waits: bool = False) -> bool:
+        """Whether a version of ``whose`` was higher than the newest here, and is in the file now.
 
         One that could not be written now is written when it is given again.
         """
-        with self._turn(waits=False) as has_it:
-            return has_it and self._take(text)
+        with self._turn(waits=waits) as has_it:
+            return has_it and self._take(text, whose)
 
     def set_aside(self) -> Path | None:
         """Begin without a file: what there is is of another time, and is kept under another name; which, if any.
@@ -238,17 +238,17 @@ class ConfigTuner:
         self._has_written(new)
         return new
 
-    def _take(self, text: str) -> bool:
+    def _take(self, text: str, whose: str) -> bool:
         self._look()
         try:
             config = ElasticConfig.parse(text.encode(errors="surrogatepass"))
         except ConfigError as error:
-            self._be_in_trouble(f"the config of another node is refused here: {error}")
+            self._be_in_trouble(f"the config of {whose} is refused here: {error}")
             return False
         if self._newest is not None and config.version <= self._newest[0]:
             if config.version == self._newest[0] and config.digest != self._digest:
                 self._be_in_trouble(
-                    f"version {config.version} has other contents on another node than here, and no rank takes either; "
+                    f"version {config.version} of {whose} has other contents than here, and no rank takes either; "
                     f"put one content under version {config.version + 1}"
                 )
             return False
@@ -258,7 +258,7 @@ class ConfigTuner:
         except TimeoutError:
             return False
         except OSError as error:
-            self._be_in_trouble(f"version {config.version} of another node could not be written: {in_words(error)}")
+            self._be_in_trouble(f"version {config.version} of {whose} could not be written: {in_words(error)}")
             return False
         self._has_written(config)
         return True

@@ -35,6 +35,10 @@ class Terminal:
         self._out.flush()
         self._err.write(_printable(f"elastic-ext: {words}\n", self._err))
 
+    def flush(self) -> None:
+        """Have all that was said seen, as of what goes on."""
+        self._out.flush()
+
     @contextlib.contextmanager
     def bar(self, description: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
         """A bar of so many bytes while a ``with`` lasts, on a terminal alone; what it gives is told of bytes done."""

@@ -1,0 +1,81 @@
+"""Which master an agent is to have, as its command line says: one that runs somewhere, its own, or none."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from pathlib import Path
+from typing import Literal
+
+from elastic_ext.errors import in_words
+from elastic_ext.files import read_at_most
+from elastic_ext.given import expanded
+from elastic_ext.master.places import Address, MasterPlace
+from elastic_ext.master.tokens import read_token
+
+from .backoff import Backoff
+from .journal import Journal
+from .master_link import GivenMaster, MasterLink
+from .node_identity import NodeSelf, next_incarnation, node_id_of
+from .own_master import OwnMaster
+from .tuner import ConfigTuner
+
+__all__ = ["MasterChoice", "link_with", "master_choice"]
+
+MasterChoice = MasterPlace | Literal["own", "none"]
+_OFF = "off"
+_FIRST_SECONDS, _MOST_SECONDS = 0.2, 30.0
+
+
+def master_choice(options: argparse.Namespace) -> MasterChoice:
+    """What ``options`` ask for; ValueError for an address, a token or a certificate that cannot be used."""
+    if options.master is None:
+        return "own" if options.standalone else "none"
+    if options.master.strip().lower() == _OFF:
+        return "none"
+    try:
+        address = Address.parse(options.master)
+    except ValueError as error:
+        raise ValueError(f"--master: {error}; and off, for none") from None
+    token_file = None if options.token_file is None else expanded(options.token_file).absolute()
+    ca_file = None if options.master_ca is None else expanded(options.master_ca).absolute()
+    if token_file is not None:
+        read_token(token_file)
+    if ca_file is not None:
+        try:
+            read_at_most(ca_file, 0)
+        except OSError as error:
+            raise ValueError(f"--master-ca cannot be read: {in_words(error)}") from None
+    return MasterPlace(address=address, token_file=token_file, ca_file=ca_file)
+
+
+def link_with(
+    choice: MasterChoice,
+    run_dir: Path,
+    tuner: ConfigTuner,
+    journal: Journal,
+    *,
+    job: str,
+    host: str,
+    library: str,
+    started_at: float,
+) -> MasterLink | None:
+    """The link of an agent that begins now; None where there is to be no master."""
+    if choice == "none":
+        return None
+    node = NodeSelf(
+        node_id=node_id_of(run_dir, host),
+        incarnation=next_incarnation(run_dir, now_ns=time.time_ns()),
+        host=host,
+        pid=os.getpid(),
+        library=library,
+        started_at=started_at,
+        job=job,
+    )
+    if choice == "own":
+        chance = random.Random(f"{node.node_id}/{node.incarnation}/own")
+        backoff = Backoff(chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
+        return MasterLink(run_dir, node, OwnMaster(run_dir, job, journal, backoff), tuner, journal)
+    return MasterLink(run_dir, node, GivenMaster(choice), tuner, journal)

@@ -1,0 +1,278 @@
+"""MasterLink: an agent's link with its master, on a thread of its own: made, lost, made anew, each told of once.
+
+Training never waits for it: nothing here is asked by the agent's loop but whether the master has refused this node
+before anything was started. Without a master the agent does its work as if it had never had one, and keeps what the
+master is to hear of, as much as there is room for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from elastic_ext.errors import MasterError, MasterRefused, NodeFenced, NodeUnknown, in_words
+from elastic_ext.files import write_whole
+from elastic_ext.master.places import MasterPlace
+from elastic_ext.metrics import JobEvent
+
+from .backoff import Backoff
+from .event_files import EventFiles
+from .held_config import HeldConfig
+from .journal import Journal
+from .link_words import LinkState, LinkStory
+from .node_identity import Acquaintance, NodeSelf
+from .outbox import Outbox
+from .records import HARDWARE_FILE, MASTER_FILE, MasterRecord
+from .tuner import ConfigTuner
+
+if TYPE_CHECKING:  # what speaks gRPC is loaded on the thread, where nobody waits for it
+    from elastic_ext.master.client import MasterClient
+
+    from .master_session import MasterSession
+    from .node_report import NodeReport
+
+__all__ = ["FoundMaster", "GivenMaster", "MasterFinder", "MasterLink"]
+
+_logger = logging.getLogger(__name__)
+
+_MOST_EVENTS = 1000
+_MOST_EVENT_BYTES = 256 << 10
+_FIRST_SECONDS, _MOST_SECONDS = 0.5, 15.0
+_REFUSED_SECONDS = 60.0
+_LOOK_SECONDS = 1.0  # whether the config was changed by somebody here
+_FIND_SECONDS = 0.05
+_HARDWARE_SECONDS = 1.5
+_END_SECONDS = 2.5
+_HANG_UP_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundMaster:
+    """Where a master is to be asked."""
+
+    place: MasterPlace
+    pid: int = 0
+    """Where this agent has started it; else 0."""
+
+
+class MasterFinder(Protocol):
+    """What knows where the master is; used by the link's thread alone."""
+
+    is_own: bool
+    """Whether the agent starts it, so that there is nothing to wait for before workers are."""
+
+    def find(self) -> FoundMaster | None:
+        """Where it is now; None where it is still coming up, and is asked for again at once."""
+
+    def close(self) -> None:
+        """It is needed no more."""
+
+
+class GivenMaster:
+    """One whose place somebody has named."""
+
+    is_own = False
+
+    def __init__(self, place: MasterPlace) -> None:
+        self._found = FoundMaster(place=place)
+
+    def find(self) -> FoundMaster | None:
+        return self._found
+
+    def close(self) -> None:
+        return
+
+
+class MasterLink:
+    """The link of one agent, from ``start`` to ``close``."""
+
+    def __init__(
+        self, run_dir: Path, node: NodeSelf, finder: MasterFinder, tuner: ConfigTuner, journal: Journal
+    ) -> None:
+        self._run_dir = run_dir
+        self._node = node
+        self._finder = finder
+        self._journal = journal
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._answered = threading.Event()
+        self._config = HeldConfig(tuner, self._stop)
+        self._outbox = Outbox(most=_MOST_EVENTS)
+        self._rank_events = EventFiles(run_dir, most_bytes=_MOST_EVENT_BYTES, of_agent=False)
+        self._chance = random.Random(f"{node.node_id}/{node.incarnation}")
+        self._backoff = Backoff(self._chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
+        self._slow = Backoff(self._chance, first_seconds=_REFUSED_SECONDS / 4, most_seconds=_REFUSED_SECONDS)
+        self._known = Acquaintance()
+        self._story = LinkStory()
+        self._refusal: str | None = None
+        self._reason = ""
+        self._client: MasterClient | None = None
+        self._session: MasterSession | None = None
+        self._thread = threading.Thread(target=self._run, name="elastic_ext master", daemon=True)
+
+    def start(self) -> None:
+        """Look for the master."""
+        self._rank_events.skip()
+        self._journal.listen(self._note)
+        self._thread.start()
+
+    def begin_configs(self) -> None:
+        """Nodes have met: from now on this node's config is the job's, and newer ones of the master are taken."""
+        if not self._config.is_in_use:
+            self._config.begin()
+            self._hurry()
+
+    def refusal_within(self, seconds: float) -> str | None:
+        """Why the master does not want this node, if it says so to the first word in that time."""
+        if self._finder.is_own:
+            return None
+        self._answered.wait(seconds)
+        return self._refusal
+
+    def close(self, reason: str) -> None:
+        """Tell the master that this node leaves, and why, as far as it listens; soon over in any case."""
+        self._reason = reason
+        self._stop.set()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_END_SECONDS)
+            client = self._client
+            if self._thread.is_alive() and client is not None:
+                client.close()
+                self._thread.join(_HANG_UP_SECONDS)
+        self._finder.close()
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        from .node_report import NodeReport
+
+        report = NodeReport(self._run_dir, since=self._node.started_at)
+        try:
+            self._await_hardware()
+            while not self._stop.is_set():
+                self._stop.wait(self._try(report))
+        except NodeFenced as error:
+            self._tell("fenced", str(error))
+        except Exception:  # the top of a thread: the agent goes on without a master
+            _logger.exception("this agent speaks with no master any more")
+        finally:
+            self._answered.set()
+
+    def _try(self, report: NodeReport) -> float:
+        """Speak with the master as long as that goes well; how long to wait then. NodeFenced ends it for good."""
+        from elastic_ext.master.client import MasterClient
+
+        found = self._finder.find()
+        if found is None:
+            return _FIND_SECONDS
+        try:
+            with MasterClient(found.place) as client:
+                self._client = client
+                self._speak(client, found, report)
+            return 0.0
+        except NodeFenced:
+            raise
+        except NodeUnknown as error:
+            _logger.debug("joining again: %s", error)
+        except ValueError as error:  # the token, or what the certificate is checked by
+            self._tell("refused", str(error))
+            return self._slow.next_seconds()
+        except MasterRefused as error:
+            if error.about != "place" or not self._known.job_id:
+                if error.about == "place" and not self._answered.is_set():
+                    self._refusal = str(error)
+                self._tell("refused", str(error))
+                return self._slow.next_seconds()
+            self._tell("absent", str(error))  # the one that has let this node in is another
+        except MasterError as error:
+            self._tell("absent", str(error))
+        finally:
+            self._client = self._session = None
+            self._answered.set()
+        return self._backoff.next_seconds()
+
+    def _speak(self, client: MasterClient, found: FoundMaster, report: NodeReport) -> None:
+        """One connection, until the agent ends."""
+        from .config_watch import ConfigWatch
+        from .master_session import MasterSession
+
+        watch = ConfigWatch(
+            self._config,
+            node_id=self._node.node_id,
+            incarnation=self._node.incarnation,
+            epoch=lambda: self._known.epoch,
+            wake=self._hurry,
+            chance=self._chance,
+        )
+        session = MasterSession(
+            client, self._node, self._known, self._config, report, self._outbox, self._rank_events, watch
+        )
+        try:
+            reply = session.join()
+            self._session = session
+            self._answered.set()
+            self._write_record(found, job_id=reply.job_id, epoch=reply.epoch)
+            session.beat()
+            self._backoff.forget()
+            self._slow.forget()
+            self._tell("joined", f"master {found.place.address}: this node has joined (epoch {reply.epoch})")
+            while not self._stop.is_set():
+                self._wake.clear()
+                seconds = session.due_at() - time.monotonic()
+                if seconds > 0:
+                    self._wake.wait(min(seconds, _LOOK_SECONDS))
+                else:
+                    session.beat()
+            session.end(self._reason)
+        finally:
+            watch.close()
+
+    def _await_hardware(self) -> None:
+        """So that a master which keeps out bad machines can tell at the first word; it is looked at meanwhile."""
+        deadline = time.monotonic() + (0.0 if self._finder.is_own else _HARDWARE_SECONDS)
+        while time.monotonic() < deadline and not self._stop.is_set():
+            with contextlib.suppress(OSError):
+                if (self._run_dir / HARDWARE_FILE).stat().st_mtime >= self._node.started_at:
+                    return
+            self._stop.wait(_FIND_SECONDS)
+
+    def _hurry(self) -> None:
+        """Have the thread say the next thing at once."""
+        session = self._session
+        if session is not None:
+            session.hurry()
+        self._wake.set()
+
+    def _note(self, event: JobEvent) -> None:
+        """Something has happened on this node."""
+        self._outbox.put([event])
+        self._wake.set()
+
+    def _tell(self, state: LinkState, words: str) -> None:
+        news = self._story.see(state, words, now=time.monotonic())
+        if news is not None and not self._stop.is_set():
+            self._journal.tell(news.kind, news.text, is_bad=news.is_bad)
+
+    def _write_record(self, found: FoundMaster, *, job_id: str, epoch: int) -> None:
+        """Have those who look into the run directory find the master as well."""
+        place = found.place
+        record = MasterRecord(
+            address=str(place.address),
+            token_file="" if place.token_file is None else str(place.token_file),
+            ca_file="" if place.ca_file is None else str(place.ca_file),
+            pid=found.pid,
+            job_id=job_id,
+            epoch=epoch,
+            time=time.time(),
+        )
+        try:
+            write_whole(self._run_dir / MASTER_FILE, f"{record.to_json()}\n".encode(), durable=False)
+        except OSError as error:
+            _logger.debug("where the master is cannot be written: %s", in_words(error))

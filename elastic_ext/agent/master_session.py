@@ -1,0 +1,216 @@
+"""MasterSession: what one agent and one master say to one another, from joining to the end of their connection.
+
+A session ends with an error. What is done then, and when the next one begins, is up to master_link.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+from elastic_ext.errors import MasterBusy, MasterError, MasterRefused
+from elastic_ext.master.client import OLDEST_PROTOCOL, PROTOCOL, MasterClient
+from elastic_ext.master.wire import master_pb2 as pb
+
+from .config_watch import ConfigWatch
+from .event_files import EventFiles
+from .held_config import Held, HeldConfig
+from .node_identity import Acquaintance, NodeSelf
+from .node_report import NodeReport, event_message, wire_text
+from .outbox import Outbox
+
+__all__ = ["Due", "MasterSession", "beat_due"]
+
+_logger = logging.getLogger(__name__)
+
+_MOST_EVENTS = 200
+"""In one message."""
+_LEAST_BEAT_SECONDS, _MOST_BEAT_SECONDS = 0.02, 60.0
+"""Whatever a master asks for."""
+_MOST_BYTES = 1 << 20
+"""A larger message is not sent a second time to a master that did not take it."""
+_EVENT_SECONDS = 0.25
+"""Between two messages that only events call for."""
+_CALL_SECONDS = 10.0
+_JOIN_SECONDS = 5.0
+_LAST_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Due:
+    """Why something is to be said."""
+
+    acknowledges: bool = False
+    """A config was taken, or the master has asked for something."""
+    has_events: bool = False
+
+
+def beat_due(*, said_at: float, beat_seconds: float, due: Due) -> float:
+    """When the next message is to go, by the clock that ``said_at`` is of: when the last one went."""
+    if due.acknowledges:
+        return said_at + _LEAST_BEAT_SECONDS
+    return said_at + (min(_EVENT_SECONDS, beat_seconds) if due.has_events else beat_seconds)
+
+
+class MasterSession:
+    """One connection; used by one thread but for ``config``, which has its own."""
+
+    def __init__(
+        self,
+        client: MasterClient,
+        node: NodeSelf,
+        known: Acquaintance,
+        config: HeldConfig,
+        report: NodeReport,
+        outbox: Outbox,
+        rank_events: EventFiles,
+        watch: ConfigWatch,
+    ) -> None:
+        self._client = client
+        self._node = node
+        self._known = known
+        self._config = config
+        self._report = report
+        self._outbox = outbox
+        self._rank_events = rank_events
+        self._watch = watch
+        self._told = Held()
+        self._given = Held()  # whose text was
+        self._wants_text = self._is_asked = False
+        self._lease_seconds = self._beat_seconds = 1.0
+        self._said_at = 0.0
+        self._num_dropped = 0
+
+    def join(self) -> pb.JoinReply:
+        """Begin; MasterError where that cannot be."""
+        node = self._node
+        reply = self._client.join(
+            pb.JoinRequest(
+                protocol=PROTOCOL,
+                oldest_protocol=OLDEST_PROTOCOL,
+                job=wire_text(node.job),
+                job_id=self._known.job_id,
+                epoch=self._known.epoch,
+                node=pb.Node(
+                    node_id=wire_text(node.node_id),
+                    incarnation=node.incarnation,
+                    host=wire_text(node.host),
+                    pid=node.pid,
+                    library=node.library,
+                    started_at=node.started_at,
+                ),
+                hardware=self._report.hardware(),
+            ),
+            timeout_seconds=_JOIN_SECONDS,
+        )
+        self._known.check(reply.epoch, reply.job_id)
+        self._report.forget()
+        self._set_times(reply.lease_seconds, reply.beat_seconds)
+        self._is_asked = True  # the first message goes at once
+        return reply
+
+    def hurry(self) -> None:
+        """Say the next thing at once; from any thread."""
+        self._is_asked = True
+
+    def due_at(self) -> float:
+        """When there is something to say, by ``time.monotonic``."""
+        acknowledges = self._is_asked or self._config.now().version != self._told.version
+        return beat_due(
+            said_at=self._said_at,
+            beat_seconds=self._beat_seconds,
+            due=Due(acknowledges=acknowledges, has_events=len(self._outbox) > 0),
+        )
+
+    def beat(self) -> None:
+        """Say what there is to say, and do what the answer asks for; MasterError ends the session."""
+        if self._config.is_in_use:
+            self._watch.start(self._client)
+        if self._watch.error is not None:
+            raise self._watch.error
+        found = self._rank_events.look()
+        self._outbox.put(found.events, num_dropped=found.num_dropped)
+        held = self._config.now()
+        request = self._request(held)
+        self._said_at, self._is_asked = time.monotonic(), False
+        try:
+            reply = self._client.beat(request, timeout_seconds=self._call_seconds)
+        except MasterError as error:
+            if _is_for_good(error, request.ByteSize()):
+                self._confirm(held)
+            raise
+        self._confirm(held)
+        self._known.check(reply.epoch)
+        self._take(reply, held)
+
+    def end(self, reason: str) -> None:
+        """Say the last things, as far as that can be done quickly."""
+        try:
+            self._client.beat(self._request(self._config.now()), timeout_seconds=_LAST_SECONDS)
+            self._outbox.confirm()
+            last = pb.LeaveRequest(
+                node_id=wire_text(self._node.node_id), incarnation=self._node.incarnation, reason=wire_text(reason)
+            )
+            last.events.extend(self._events())
+            self._client.leave(last, timeout_seconds=_LAST_SECONDS)
+        except MasterError as error:
+            _logger.debug("the master does not hear that this node leaves: %s", error)
+
+    @property
+    def _call_seconds(self) -> float:
+        """How long a master may take to answer: one that is stopped must not look alive until the lease runs out."""
+        return min(max(self._lease_seconds / 3, 1.0), _CALL_SECONDS)
+
+    def _request(self, held: Held) -> pb.BeatRequest:
+        request = pb.BeatRequest(
+            node_id=wire_text(self._node.node_id),
+            incarnation=self._node.incarnation,
+            epoch=self._known.epoch,
+            held=pb.ConfigHeld(
+                version=held.version,
+                digest=held.digest,
+                text=wire_text(held.text, len(held.text)) if self._wants_text else "",
+            ),
+            trouble=wire_text(self._config.trouble),
+        )
+        self._report.fill(request)
+        request.events.extend(self._events())
+        request.num_events_dropped = self._num_dropped
+        return request
+
+    def _events(self) -> list[pb.JobEvent]:
+        events, self._num_dropped = self._outbox.lend(_MOST_EVENTS)
+        found = (event_message(each, wire_text(self._node.node_id)) for each in events)
+        return [each for each in found if each is not None]
+
+    def _confirm(self, held: Held) -> None:
+        self._outbox.confirm()
+        self._report.confirm()
+        self._told = held
+        if self._wants_text:
+            self._given, self._wants_text = held, False
+
+    def _take(self, reply: pb.BeatReply, held: Held) -> None:
+        self._set_times(reply.lease_seconds, reply.beat_seconds)
+        if reply.wants_config and held.version > 0:
+            self._wants_text = True
+            self._is_asked = held.digest != self._given.digest  # a second time it can wait
+        if reply.wants_hardware:
+            self._is_asked |= self._report.forget_hardware()
+        if reply.config and self._config.take(reply.config_version, reply.config):
+            self._is_asked = True
+
+    def _set_times(self, lease_seconds: float, beat_seconds: float) -> None:
+        if math.isfinite(lease_seconds) and lease_seconds > 0:
+            self._lease_seconds = lease_seconds
+        if math.isfinite(beat_seconds) and beat_seconds > 0:
+            self._beat_seconds = min(max(beat_seconds, _LEAST_BEAT_SECONDS), _MOST_BEAT_SECONDS)
+
+
+def _is_for_good(error: MasterError, num_bytes: int) -> bool:
+    """Whether the same message would come to the same end another time."""
+    if isinstance(error, MasterRefused):
+        return error.about == "words"
+    return type(error) is MasterError or (isinstance(error, MasterBusy) and num_bytes > _MOST_BYTES)

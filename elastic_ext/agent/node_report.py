@@ -1,0 +1,182 @@
+"""NodeReport: what the files of a node's run directory say of it, as a master is told: its workers, how far they are,
+where their time goes, who belongs to the job, what the machine has.
+
+Each file has one writer, which is not here. What is of an earlier agent in the same place is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from elastic_ext.files import read_at_most
+from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.master.wire.plain import filled, window_message
+from elastic_ext.metrics import JobEvent, RankMetrics, StepWindow
+from elastic_ext.profile.reading import tails_of
+
+from .processes import process_of
+from .records import HARDWARE_FILE, MEMBERSHIP_FILE, MOST_BYTES, WORKERS_FILE, MembershipPlan, WorkerSeen, WorkersRecord
+
+__all__ = ["NodeReport", "event_message", "wire_text"]
+
+_MOST_METRICS_BYTES = 64 << 10
+_MOST_HARDWARE_BYTES = 256 << 10
+_MOST_WINDOWS = 512
+"""Of all workers of a node, in one message."""
+_MOST_WINDOWS_OF_RANK = 16
+_MOST_TEXT = 2000
+_MOST_WORD = 200
+_MOST_DETAILS = 4000
+_Record = TypeVar("_Record")
+
+
+class NodeReport:
+    """What there is to tell of one node; ``since`` is when its agent was started, in seconds since 1970."""
+
+    def __init__(self, run_dir: Path, *, since: float) -> None:
+        self._run_dir = run_dir
+        self._since = since
+        self._known_plan = self._told_plan = 0
+        self._known_hardware = self._told_hardware = ""
+        self._known_windows: dict[int, float] = {}  # rank -> when the last one has ended that the master has
+        self._told_windows: dict[int, float] = {}
+
+    def hardware(self) -> str:
+        """What the machine has, as JSON; empty where it is not known yet."""
+        data = self._data(HARDWARE_FILE, _MOST_HARDWARE_BYTES)
+        return "" if data is None else data.decode(errors="replace")
+
+    def fill(self, request: pb.BeatRequest) -> None:
+        """Put into ``request`` what there is now; what the master has is left out."""
+        record = self._record(WORKERS_FILE, MOST_BYTES, WorkersRecord.from_json)
+        if record is not None and record.time >= self._since:
+            request.workers.extend(self._workers(record))
+        plan = self._record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json)
+        if plan is not None and plan.time >= self._since and plan.version != self._known_plan:
+            request.membership.CopyFrom(_membership_message(plan))
+            self._told_plan = plan.version
+        hardware = self.hardware()
+        if hardware != self._known_hardware:
+            request.hardware = self._told_hardware = hardware
+
+    def confirm(self) -> None:
+        """The master has what was filled in last."""
+        self._known_plan, self._known_hardware = self._told_plan, self._told_hardware
+        self._known_windows.update(self._told_windows)
+
+    def forget(self) -> None:
+        """A master answers that may know nothing of this node; windows that one had are not told again."""
+        self._known_plan = self._told_plan = 0
+        self._known_hardware = self._told_hardware = ""
+
+    def forget_hardware(self) -> bool:
+        """The master asks for it: whether there is something that it was not told yet, and not only to be repeated."""
+        is_new = self.hardware() != self._known_hardware
+        self._known_hardware = self._told_hardware = ""
+        return is_new
+
+    # ---- workers ----
+
+    def _workers(self, record: WorkersRecord) -> list[pb.Worker]:
+        ranks = [each.rank for each in record.workers]
+        windows = self._new_windows(ranks)
+        found = (
+            _worker_message(each, self._metrics_of(each, record.restart), windows.get(each.rank, ()))
+            for each in record.workers
+        )
+        return [each for each in found if each is not None]
+
+    def _new_windows(self, ranks: Sequence[int]) -> Mapping[int, Sequence[StepWindow]]:
+        """Those that have ended since the last ones that the master has, the newest where there are too many."""
+        most = max(min(_MOST_WINDOWS_OF_RANK, _MOST_WINDOWS // max(len(ranks), 1)), 1)
+        found = {}
+        for rank, windows in tails_of(self._run_dir, ranks, most).items():
+            since = max(self._known_windows.get(rank, 0.0), self._since)
+            found[rank] = [each for each in windows if each.end > since]
+        self._told_windows = {rank: windows[-1].end for rank, windows in found.items() if windows}
+        return found
+
+    def _metrics_of(self, worker: WorkerSeen, restart: int) -> RankMetrics | None:
+        """What the worker has written of itself; None where that is of another process that had its rank before."""
+        metrics = self._record(f"metrics-{worker.rank}.json", _MOST_METRICS_BYTES, RankMetrics.from_json)
+        if metrics is None or metrics.generation != restart or metrics.time < self._since:
+            return None
+        is_its = metrics.pid == worker.pid or (0 < metrics.pid < 1 << 31 and process_of(metrics.pid) is not None)
+        return metrics if is_its else None
+
+    # ---- files ----
+
+    def _record(self, name: str, most_bytes: int, parse: Callable[[str], _Record]) -> _Record | None:
+        data = self._data(name, most_bytes)
+        try:
+            return None if data is None else parse(data.decode())
+        except ValueError:
+            return None
+
+    def _data(self, name: str, most_bytes: int) -> bytes | None:
+        try:
+            data = read_at_most(self._run_dir / name, most_bytes)
+        except OSError:
+            return None
+        return data if len(data) <= most_bytes else None
+
+
+def event_message(event: JobEvent, node_id: str) -> pb.JobEvent | None:
+    """``event`` for the wire, cut to what is allowed there; None where a number in it is none that can be sent."""
+    try:
+        return pb.JobEvent(
+            time=event.time,
+            node_id=node_id,
+            rank=event.rank,
+            step=event.step,
+            kind=wire_text(event.kind, _MOST_WORD),
+            text=wire_text(event.text, _MOST_TEXT),
+            details=_details(event),
+            restart=event.generation,
+        )
+    except ValueError:
+        return None
+
+
+def wire_text(text: str, most: int = _MOST_TEXT) -> str:
+    """``text`` as protobuf allows it, not longer than ``most`` characters."""
+    return text[:most].encode(errors="replace").decode()
+
+
+def _details(event: JobEvent) -> str:
+    text = json.dumps(dict(event.details))
+    return text if len(text) <= _MOST_DETAILS else "{}"
+
+
+def _membership_message(plan: MembershipPlan) -> pb.Membership:
+    message = pb.Membership(version=plan.version, reason=wire_text(plan.reason), time=plan.time)
+    message.nodes.extend(
+        pb.NodeShare(
+            node_id=wire_text(each.node_id),
+            host=wire_text(each.host),
+            first_rank=each.first_rank,
+            num_workers=each.num_workers,
+        )
+        for each in plan.nodes
+    )
+    return message
+
+
+def _worker_message(worker: WorkerSeen, metrics: RankMetrics | None, windows: Sequence[StepWindow]) -> pb.Worker | None:
+    """One worker as its agent sees it, and where that tells nothing as it sees itself; None for what cannot be sent."""
+    message = pb.Worker()
+    try:
+        if metrics is not None:
+            filled(message, metrics.measures)
+            message.step, message.config_version = metrics.step, metrics.config_version
+            message.config_revision = metrics.config_revision
+        filled(message, worker)
+        if worker.gpu_memory_bytes is not None:
+            message.accelerator_bytes = worker.gpu_memory_bytes
+        message.windows.extend(window_message(each) for each in windows)
+    except ValueError:  # a number that is too large, as in a damaged file
+        return None
+    return message

@@ -1,0 +1,247 @@
+"""MasterClient: a master spoken to over gRPC, by agents and by people: one call each, and errors in words.
+
+What to do about an error, and when to ask again, is up to who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from elastic_ext.errors import (
+    MasterAbsent,
+    MasterBusy,
+    MasterError,
+    MasterRefused,
+    NodeFenced,
+    NodeUnknown,
+    in_words,
+)
+from elastic_ext.files import read_at_most
+from elastic_ext.wording import on_one_line
+
+from .places import MasterPlace
+from .tokens import read_token
+from .wire import master_pb2 as pb
+from .wire.master_pb2_grpc import MasterStub
+
+__all__ = ["OLDEST_PROTOCOL", "PROTOCOL", "MasterClient", "MasterStream"]
+
+PROTOCOL = 1
+OLDEST_PROTOCOL = 1
+_MOST_REPLY_BYTES = 64 << 20  # the status of a thousand nodes, with their workers
+_MOST_REQUEST_BYTES = 4 << 20  # what gRPC takes where nobody says otherwise
+_MOST_CA_BYTES = 1 << 20
+_MOST_WORDS = 1000
+_CALL_SECONDS = 10.0
+_OPTIONS = (
+    ("grpc.max_receive_message_length", _MOST_REPLY_BYTES),
+    ("grpc.max_send_message_length", _MOST_REQUEST_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),  # for streams, on which nothing may come for hours
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, however often others have tried
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_retries", 0),  # who asks knows what may be asked twice
+    ("grpc.enable_http_proxy", 0),  # a proxy for the web leads to no master
+)
+_Reply = TypeVar("_Reply", bound=Message)
+
+
+class MasterStream(Generic[_Reply]):
+    """What a master sends as it comes, until it or ``close`` ends that."""
+
+    def __init__(self, call: Any, name: Callable[[grpc.RpcError], MasterError]) -> None:
+        self._call = call
+        self._name = name
+
+    def __iter__(self) -> Iterator[_Reply]:
+        """Messages, to the end of the stream; MasterError where that is not the master's own."""
+        try:
+            yield from self._call
+        except grpc.RpcError as error:
+            raise self._name(error) from None
+
+    def close(self) -> None:
+        """End it; from any thread."""
+        self._call.cancel()
+
+
+class MasterClient:
+    """A connection with the master at ``place``, made by the first call and anew after each that failed.
+
+    ValueError if the token or the certificate cannot be used; they are read once. Calls raise MasterError. Any thread
+    may call.
+    """
+
+    def __init__(self, place: MasterPlace) -> None:
+        self._address = str(place.address)
+        token = None if place.token_file is None else read_token(place.token_file)
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._is_encrypted = place.ca_file is not None
+        self._channel = _channel(place)
+        self._stub = MasterStub(self._channel)  # type: ignore[no-untyped-call]
+
+    # ---- agents ----
+
+    def join(self, request: pb.JoinRequest, *, timeout_seconds: float = _CALL_SECONDS) -> pb.JoinReply:
+        """Begin; what is spoken is checked."""
+        reply: pb.JoinReply = self._ask(self._stub.Join, request, timeout_seconds)
+        if not OLDEST_PROTOCOL <= reply.protocol <= PROTOCOL:
+            raise MasterRefused(
+                f"the master at {self._address} speaks protocol {reply.protocol}; allowed: {OLDEST_PROTOCOL} to "
+                f"{PROTOCOL}; have both sides use one version of this library",
+                about="place",
+            )
+        return reply
+
+    def beat(self, request: pb.BeatRequest, *, timeout_seconds: float = _CALL_SECONDS) -> pb.BeatReply:
+        """Say what there is to say of a node."""
+        reply: pb.BeatReply = self._ask(self._stub.Beat, request, timeout_seconds)
+        return reply
+
+    def watch(self, request: pb.WatchRequest) -> MasterStream[pb.ConfigPush]:
+        """Configs as they come."""
+        return self._listen(self._stub.Watch, request)
+
+    def leave(self, request: pb.LeaveRequest, *, timeout_seconds: float = _CALL_SECONDS) -> None:
+        """The node's part is over."""
+        self._ask(self._stub.Leave, request, timeout_seconds)
+
+    # ---- people ----
+
+    def status(self, *, without_workers: bool = False, num_events: int = 0) -> pb.JobStatus:
+        """How the job does."""
+        request = pb.GetStatusRequest(without_workers=without_workers, num_events=num_events)
+        reply: pb.JobStatus = self._ask(self._stub.GetStatus, request, _CALL_SECONDS)
+        return reply
+
+    def events(self, *, after: int = 0, most: int = 0, follow: bool = False) -> MasterStream[pb.JobEvent]:
+        """Events after the one of that number, the newest ``most`` of them; and those to come."""
+        return self._listen(self._stub.ReadEvents, pb.ReadEventsRequest(after=after, most=most, follow=follow))
+
+    def set_config(self, request: pb.SetConfigRequest) -> pb.ConfigWritten:
+        """Write the next version of the config."""
+        reply: pb.ConfigWritten = self._ask(self._stub.SetConfig, request, _CALL_SECONDS)
+        return reply
+
+    def undo_config(self, *, job: str = "") -> pb.ConfigWritten:
+        """Write the content before the newest one as a new version."""
+        reply: pb.ConfigWritten = self._ask(self._stub.UndoConfig, pb.UndoConfigRequest(job=job), _CALL_SECONDS)
+        return reply
+
+    def configs(self) -> tuple[pb.ConfigEntry, ...]:
+        """Every version that is kept, the oldest first."""
+        reply: pb.ConfigHistory = self._ask(self._stub.GetConfigs, pb.GetConfigsRequest(), _CALL_SECONDS)
+        return tuple(reply.entries)
+
+    def report_pairs(self, report: str) -> tuple[str, ...]:
+        """Hand in what pairs of nodes have measured, as JSON; what follows from it."""
+        reply: pb.ReportPairsReply = self._ask(
+            self._stub.ReportPairs, pb.ReportPairsRequest(report=report), _CALL_SECONDS
+        )
+        return tuple(reply.recommendations)
+
+    def metrics(self, *, since: float = 0.0) -> tuple[pb.MetricPoint, ...]:
+        """How fast training went, from ``since`` on, in seconds since 1970."""
+        reply: pb.MetricHistory = self._ask(self._stub.GetMetrics, pb.GetMetricsRequest(since=since), _CALL_SECONDS)
+        return tuple(reply.points)
+
+    def close(self) -> None:
+        """Hang up; calls under way end with MasterAbsent."""
+        self._channel.close()
+
+    def __enter__(self) -> MasterClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, call: Any, request: Message, timeout_seconds: float) -> Any:
+        try:
+            return call(request, timeout=timeout_seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._named(error, timeout_seconds) from None
+        except ValueError:  # so gRPC says that the channel is closed
+            raise MasterAbsent(f"the connection with the master at {self._address} was closed") from None
+
+    def _listen(self, call: Any, request: Message) -> MasterStream[Any]:
+        try:
+            return MasterStream(call(request, metadata=self._metadata), self._named)
+        except ValueError:
+            raise MasterAbsent(f"the connection with the master at {self._address} was closed") from None
+
+    def _named(self, error: grpc.RpcError, timeout_seconds: float = 0.0) -> MasterError:
+        said = on_one_line(error.details() or "")[:_MOST_WORDS]
+        return _error_of(
+            error.code(), said, self._address, is_encrypted=self._is_encrypted, timeout_seconds=timeout_seconds
+        )
+
+
+def _error_of(
+    code: grpc.StatusCode, said: str, address: str, *, is_encrypted: bool, timeout_seconds: float
+) -> MasterError:
+    """What an answer that is none means."""
+    codes = grpc.StatusCode
+    if code == codes.DEADLINE_EXCEEDED and timeout_seconds:
+        return MasterAbsent(f"the master at {address} has not answered within {timeout_seconds:g} seconds")
+    if code == codes.UNAVAILABLE:
+        return MasterAbsent(f"no master answers at {address}: {_cause_in(said)}{_hint(said, is_encrypted)}")
+    if code == codes.CANCELLED:
+        return MasterAbsent(f"the connection with the master at {address} was closed")
+    if code == codes.UNIMPLEMENTED:
+        return MasterAbsent(f"what answers at {address} is no master, or one of another version: {said}")
+    if code in (codes.RESOURCE_EXHAUSTED, codes.DEADLINE_EXCEEDED):  # of a stream: the master has ended it
+        return MasterBusy(f"the master at {address} takes no more for now: {said}")
+    if code == codes.NOT_FOUND:
+        return NodeUnknown(f"the master at {address} does not know this node: {said}")
+    if code == codes.ABORTED:
+        return NodeFenced(f"the master at {address} has fenced this node: {said}", about="place")
+    if code == codes.UNAUTHENTICATED:
+        return MasterRefused(f"the master at {address} refuses: {said}", about="token")
+    if code == codes.FAILED_PRECONDITION:
+        return MasterRefused(f"the master at {address} refuses: {said}", about="place")
+    if code == codes.INVALID_ARGUMENT:
+        return MasterRefused(said, about="words")
+    return MasterError(f"the master at {address} could not do it ({code.name}): {said}")
+
+
+def _cause_in(said: str) -> str:
+    """The end of gRPC's words for a connection that cannot be made, which says why."""
+    for mark in ("Failed to connect to remote host: ", "last error: "):
+        said = said.rpartition(mark)[2]
+    return said.removeprefix("connect: ") or "it says nothing"
+
+
+def _hint(said: str, is_encrypted: bool) -> str:
+    if is_encrypted and ("handshake" in said.lower() or "certificate" in said.lower() or "tsi" in said.lower()):
+        return "; its certificate, and the file that it is checked by, do not go together, or it has none"
+    if not is_encrypted and ("Socket closed" in said or "reset" in said):
+        return "; if it wants TLS, give the file that its certificate is checked by"
+    return ""
+
+
+def _channel(place: MasterPlace) -> grpc.Channel:
+    if place.ca_file is None:
+        return grpc.insecure_channel(place.address.target, options=_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(root_certificates=_certificates_in(place.ca_file))
+    return grpc.secure_channel(place.address.target, credentials, options=_OPTIONS)
+
+
+def _certificates_in(path: Path) -> bytes:
+    try:
+        data = read_at_most(path, _MOST_CA_BYTES)
+    except OSError as error:
+        raise ValueError(
+            f"the file {path}, which a master's certificate is to be checked by: {in_words(error)}"
+        ) from None
+    if b"-----BEGIN CERTIFICATE-----" not in data or len(data) > _MOST_CA_BYTES:
+        raise ValueError(f"the file {path} holds no certificate; allowed: some in PEM, as openssl writes them")
+    return data
