@@ -301,6 +301,8 @@ def test_the_command_says_what_it_found_and_whether_something_is_wrong(
             ["--rdzv-endpoint", "127.0.0.1:1", "--nnodes", "2", "--rdzv-conf", "join_timeout=soon"],
             "join_timeout is 'soon'; allowed: seconds",
         ),
+        (["--master", "127.0.0.1:1"], "--master is given and --rdzv-endpoint is not"),
+        (["--master", "nowhere"], "is no address of a master"),
         (["--path", ""], "it is ''"),
     ],
 )

@@ -587,6 +587,7 @@ USES_TORCH = frozenset(
 HEAVY = frozenset({"torch", "numpy", "accelerate"})  # accelerate imports torch
 USES_GRPC = frozenset(
     {
+        "doctor.pair_command",
         "agent.config_watch",
         "cli",
         "master.commands",

@@ -21,6 +21,7 @@ from elastic_ext.doctor.finding import Finding
 from elastic_ext.doctor.pair_meeting import Meeting, MeetingFailed, Rendezvous, holds_store
 from elastic_ext.doctor.pair_report import CheckedNode, CheckedPair, PairReport, findings_of_report, words_of_report
 from tests.machines import GOOD_MACHINE as GOOD
+from tests.masters import master_on_thread
 from tests.ports import free_port
 
 DEADLINE_SECONDS = 100.0
@@ -241,6 +242,16 @@ def _is_measured(pair: dict[str, Any]) -> bool:
 
 
 slow = pytest.mark.slow
+
+
+def test_a_master_that_is_named_is_told_what_was_measured(start: Any, tmp_path: Path) -> None:
+    for master in master_on_thread(tmp_path):
+        ways = ["--master", master.address, "--token-file", str(master.token_file)]
+        nodes = start(2, *ways)
+        for index in range(2):
+            nodes.end_of(index)
+        kinds = [each.kind for each in master.caller()("ReadEvents")]
+        assert kinds.count("pairs") == 1, "the first node tells of it"
 
 
 @pytest.mark.parametrize("num_nodes", [2, pytest.param(3, marks=slow)])

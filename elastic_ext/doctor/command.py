@@ -15,6 +15,7 @@ from pathlib import Path
 from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.given import expanded
+from elastic_ext.master.named import add_ways, named_master
 
 __all__ = ["FINE", "WRONG", "add_doctor"]
 
@@ -64,6 +65,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     pairs.add_argument(
         "--node-rank", "--node_rank", type=_count, metavar="N", help="of this node, where the backend is static"
     )
+    add_ways(pairs, reads_environment=False)
     pairs.add_argument("--local-addr", "--local_addr", metavar="ADDRESS", help="of this node, as others reach it")
     pairs.add_argument(
         "--pair-backend",
@@ -81,6 +83,12 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    try:
+        options.place = named_master(options, {}, is_other=False)
+    except ValueError as error:
+        options.refuse(str(error))
+    if options.place is not None and options.rdzv_endpoint is None:
+        options.refuse("--master is given and --rdzv-endpoint is not: it is told what pairs of nodes have measured")
     if options.rdzv_endpoint is None:
         for name in _RENDEZVOUS:
             if getattr(options, name) is not None:

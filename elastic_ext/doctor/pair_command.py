@@ -8,6 +8,8 @@ import sys
 from dataclasses import asdict
 
 from elastic_ext.ckpt.terminal import Terminal
+from elastic_ext.errors import MasterError
+from elastic_ext.master.places import MasterPlace
 
 from .finding import Finding, is_wrong, sorted_findings, tell_findings
 from .hardware import NodeHardware
@@ -42,7 +44,24 @@ def run(options: argparse.Namespace, terminal: Terminal, hardware: NodeHardware)
     tell_findings(terminal, together, "pairs")
     others = _of_others(report, own)
     tell_findings(terminal, others, "other node")
-    return is_wrong(together) or is_wrong(others)
+    is_handed_in = options.place is None or own != 0 or _hand_in(options.place, report, terminal)
+    return is_wrong(together) or is_wrong(others) or not is_handed_in
+
+
+def _hand_in(place: MasterPlace, report: PairReport, terminal: Terminal) -> bool:
+    """Tell the master what was measured, and say what it recommends; whether it has heard it."""
+    from elastic_ext.master.client import MasterClient  # imports gRPC
+
+    try:
+        with MasterClient(place) as client:
+            recommendations = client.report_pairs(report.to_json())
+    except (MasterError, ValueError) as error:
+        terminal.complain(str(error))
+        return False
+    terminal.say(f"the master at {place.address} knows of it")
+    for each in recommendations:
+        terminal.say(f"  {each}")
+    return True
 
 
 def _of_others(report: PairReport, own: int) -> tuple[Finding, ...]:

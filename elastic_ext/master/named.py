@@ -18,14 +18,20 @@ __all__ = ["add_ways", "named_master"]
 _MASTER, _TOKEN_FILE = "ELASTIC_EXT_MASTER", "ELASTIC_EXT_TOKEN_FILE"
 
 
-def add_ways(parser: argparse.ArgumentParser, group: argparse._MutuallyExclusiveGroup | None = None) -> None:
+def add_ways(
+    parser: argparse._ActionsContainer,
+    group: argparse._MutuallyExclusiveGroup | None = None,
+    *,
+    reads_environment: bool = True,
+) -> None:
     """The arguments; ``group`` is what ``--master`` is one of."""
+    master, token_file = (f" (default: {name})" if reads_environment else "" for name in (_MASTER, _TOKEN_FILE))
     (group or parser).add_argument(
         "--master",
         metavar="ADDR",
-        help=f"HOST:PORT of a job's master, or the run directory of one of its agents (default: {_MASTER})",
+        help=f"HOST:PORT of a job's master, or the run directory of one of its agents{master}",
     )
-    parser.add_argument("--token-file", help=f"the file with the token that it wants (default: {_TOKEN_FILE})")
+    parser.add_argument("--token-file", help=f"the file with the token that it wants{token_file}")
     parser.add_argument("--tls-ca", metavar="FILE", help="what its certificate is checked by, where it has one")
 
 
