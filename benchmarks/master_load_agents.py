@@ -1,8 +1,8 @@
 """Agents of a master, made up, in a process of their own: they join, watch, and beat with what eight workers tell.
 
-Each line that it prints is a JSON object; it is started by master_load.py, which reads them. Agents share connections,
-a few to each, as a machine has not ports for all; each has a stream of configs of its own, says at once that it holds
-what it was sent, and beats at its own times, evenly spread.
+Each line that it prints is a JSON object; it is started by master_load.py, which reads them. Each agent has a
+connection and a stream of configs of its own, says at once that it holds what it was sent, and beats at its own times,
+evenly spread.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import random
+import resource
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 
 __all__ = ["AGENTS_PER_CHANNEL", "main", "quantile"]
 
-AGENTS_PER_CHANNEL = 8
+AGENTS_PER_CHANNEL = 1
 _AT_ONCE = 64  # that join
 _PUSH_SECONDS = 20.0  # to wait for the last agent
 _BETWEEN_PUSHES_SECONDS = 1.0
@@ -127,14 +128,14 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
-async def run(address: str, num: int, every: float, num_beats: int, num_pushes: int) -> None:
+async def run(address: str, num: int, per_channel: int, every: float, num_beats: int, num_pushes: int) -> None:
     """All of it, told on the way."""
     seen = Seen()
     hardware = look()
     options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(-(-num // AGENTS_PER_CHANNEL))]
+    channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(-(-num // per_channel))]
     stubs = [MasterStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-    agents = [Agent(number, num, stubs[number // AGENTS_PER_CHANNEL], seen, hardware) for number in range(num)]
+    agents = [Agent(number, num, stubs[number // per_channel], seen, hardware) for number in range(num)]
     begin = time.monotonic()
     await _at_most(_AT_ONCE, [agent.join for agent in agents])
     watching = [asyncio.ensure_future(agent.watch()) for agent in agents]
@@ -207,8 +208,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--every", type=float, required=True, help="seconds between an agent's beats")
     parser.add_argument("--beats", type=int, required=True, help="of each agent")
     parser.add_argument("--pushes", type=int, default=10)
+    parser.add_argument("--per-channel", type=int, default=AGENTS_PER_CHANNEL, help="agents to each connection")
     given = parser.parse_args(arguments)
-    asyncio.run(run(given.address, given.agents, given.every, given.beats, given.pushes))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    asyncio.run(run(given.address, given.agents, given.per_channel, given.every, given.beats, given.pushes))
     return 0
 
 

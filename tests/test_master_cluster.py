@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from elastic_ext.doctor.matching import matching
 from elastic_ext.doctor.pair_report import CheckedNode, CheckedPair, PairReport
-from elastic_ext.master.cluster import Cluster, cluster_of
-from elastic_ext.master.links import Measured, measured_in
+from elastic_ext.master.cluster import Cluster, Judged, cluster_of, judged
+from elastic_ext.master.links import measured_in
 from elastic_ext.master.machines import NodeFacts, facts_of, why_refused
 from elastic_ext.profile.straggling import Straggler
 from tests.machines import GOOD_MACHINE, gpu, gpus
@@ -98,8 +98,8 @@ def _facts(num: int, changed: Mapping[int, Any] | None = None) -> list[NodeFacts
     ]
 
 
-def _measured(report: PairReport) -> Measured:
-    return measured_in(json.dumps({"record": "pairs", **dataclasses.asdict(report)}))
+def _measured(report: PairReport) -> Judged:
+    return judged(measured_in(json.dumps({"record": "pairs", **dataclasses.asdict(report)})))
 
 
 def _cluster(racks: Sequence[int], slow_ranks: Sequence[Straggler] = (), **planted: Any) -> Cluster:
@@ -186,7 +186,7 @@ def test_nodes_of_one_machine_are_near_each_other_whatever_was_measured() -> Non
 def test_processes_of_one_machine_that_measured_each_other_are_one_machine() -> None:
     report = _report([0, 0, 0])
     nodes = tuple(dataclasses.replace(each, hardware=_machine(7)) for each in report.nodes)
-    measured = _measured(dataclasses.replace(report, nodes=nodes))
+    measured = _measured(dataclasses.replace(report, nodes=nodes)).measured
     assert len(measured.machines) == 1 and measured.links == ()
 
 
@@ -367,7 +367,7 @@ def test_whatever_stands_in_a_report_it_is_refused_in_words_or_something_is_made
     except ValueError as refused:
         reason = str(refused)
     else:
-        reason = cluster_of(_facts(2), measured).topology
+        reason = cluster_of(_facts(2), judged(measured)).topology
     assert reason and "\n" not in reason
 
 

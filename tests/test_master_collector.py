@@ -84,6 +84,7 @@ def test_a_node_that_is_forgotten_is_gone() -> None:
     _beat(collector, BEGIN)
     collector.forget("node-0")
     collector.forget("node-0")
+    assert collector.num_ranks == NUM_WORKERS
     assert collector.workers("node-0") == []
     assert len(collector.workers("node-1")) == NUM_WORKERS
     collector.forget("node-1")

@@ -142,6 +142,15 @@ def test_of_very_many_ranks_there_are_series_of_some_and_of_all_nodes() -> None:
     assert len(found["elastic_ext_node_up"].series) == 100
 
 
+def test_a_job_of_very_many_ranks_may_be_told_of_without_them() -> None:
+    status = _status(3)
+    for node in status.nodes:
+        del node.workers[:]
+    found = parsed(exposition(status, num_ranks=16_000))
+    assert found["elastic_ext_ranks"].series == found["elastic_ext_ranks_left_out"].series == {(): 16_000}
+    assert "elastic_ext_rank_running" not in found
+
+
 def test_nodes_that_are_gone_have_no_ranks() -> None:
     status = _status()
     status.nodes[0].state = "lost"

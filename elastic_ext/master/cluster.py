@@ -19,7 +19,7 @@ from .machines import NodeFacts, named, unlike_nodes
 from .topology import Topology, guess
 from .wire import master_pb2
 
-__all__ = ["Cluster", "MeasuredLink", "SlowMachine", "cluster_of"]
+__all__ = ["Cluster", "Judged", "MeasuredLink", "SlowMachine", "cluster_of", "judged"]
 
 _MOST_RECOMMENDED = 32
 _MOST_LINKS = 4096
@@ -58,6 +58,16 @@ class SlowMachine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """What was measured, and what follows from that alone."""
+
+    measured: Measured
+    slow: Mapping[int, Sequence[tuple[str, str]]]
+    """Machines by their places: by which measure, and why."""
+    topology: Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """What there is to say of a job's machines."""
 
@@ -73,30 +83,37 @@ class Cluster:
     """What to do and why, the most urgent first."""
 
 
-def cluster_of(
-    nodes: Sequence[NodeFacts], measured: Measured | None = None, slow_ranks: Sequence[Straggler] = ()
-) -> Cluster:
-    """What follows from what is known of a job's nodes."""
-    nodes = sorted(nodes, key=lambda each: (each.host, each.node_id))
-    measured = measured or Measured()
+def judged(measured: Measured) -> Judged:
+    """What follows from what pairs have measured, by itself: of thousands of machines it takes a second."""
     slow = _slow_machines(measured)
     answers_slowly = [place for place, found in slow.items() if any(each[0] == "latency" for each in found)]
     topology = guess(len(measured.machines), measured.links, apart=answers_slowly)
-    evidence = _evidence(measured, slow, slow_ranks)
+    return Judged(measured=measured, slow=slow, topology=topology)
+
+
+def cluster_of(
+    nodes: Sequence[NodeFacts], found: Judged | None = None, slow_ranks: Sequence[Straggler] = ()
+) -> Cluster:
+    """What follows from what is known of a job's nodes."""
+    nodes = sorted(nodes, key=lambda each: (each.host, each.node_id))
+    found = found or judged(Measured())
+    measured, topology = found.measured, found.topology
+    evidence = _evidence(measured, found.slow, slow_ranks)
+    unlike = tuple(unlike_nodes(nodes))
     recommended = [
         *_of_meeting(measured),
-        *_of_unlike(nodes, is_bad=True),
+        *_of_unlike(unlike, is_bad=True),
         *_of_slow(evidence, slow_ranks),
         *_of_links(measured, topology),
-        *_of_unlike(nodes, is_bad=False),
+        *_of_unlike(unlike, is_bad=False),
         *_of_groups(measured, topology),
     ]
     return Cluster(
         groups=tuple(_groups(nodes, measured, topology)),
         topology=topology.text,
         links=tuple(_link(each, measured, topology) for each in measured.links[:_MOST_LINKS]),
-        slow=tuple(SlowMachine(host=host, evidence=tuple(found)) for host, found in evidence.items()),
-        unlike=tuple(text for text, _, _ in unlike_nodes(nodes)),
+        slow=tuple(SlowMachine(host=host, evidence=tuple(texts)) for host, texts in evidence.items()),
+        unlike=tuple(text for text, _, _ in unlike),
         recommendations=tuple(recommended[:_MOST_RECOMMENDED]),
     )
 
@@ -199,8 +216,8 @@ def _of_meeting(measured: Measured) -> Iterator[str]:
         yield f"look at the network: {counted(len(broken) - 4, 'pair')} more could not exchange data either"
 
 
-def _of_unlike(nodes: Sequence[NodeFacts], *, is_bad: bool) -> Iterator[str]:
-    for text, what, may_end in unlike_nodes(nodes):
+def _of_unlike(unlike: Sequence[tuple[str, str, bool]], *, is_bad: bool) -> Iterator[str]:
+    for text, what, may_end in unlike:
         if may_end and is_bad:
             yield f"install the same {what} on all nodes, as processes that do not speak alike fail or hang: {text}"
         elif not may_end and not is_bad:

@@ -93,6 +93,11 @@ class Collector:
             self._num_bytes -= report.num_bytes
             self._num_ranks -= len(report.ranks)
 
+    @property
+    def num_ranks(self) -> int:
+        """Of which there is a report."""
+        return self._num_ranks
+
     def workers(self, node_id: str) -> list[master_pb2.Worker]:
         """The newest that a node has told of each worker, without what cannot be; none where it is not known."""
         report = self._reports.get(node_id)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 from elastic_ext.profile.straggling import Straggler
 
-from .cluster import Cluster, cluster_of
-from .links import Measured, measured_in
+from .cluster import Cluster, Judged, cluster_of, judged
+from .links import measured_in
 from .machines import NodeFacts, facts_of
 
 __all__ = ["Fleet"]
@@ -19,17 +20,20 @@ class Fleet:
     def __init__(self, pairs: str = "") -> None:
         """``pairs`` as ``take_pairs`` was given them, or empty."""
         self.pairs = pairs
-        self._measured = measured_in(pairs) if pairs else Measured()
-        self._texts: dict[str, tuple[str, str]] = {}  # node -> its host, and what it has told
-        self._facts: dict[str, tuple[str, bool, NodeFacts]] = {}  # node -> by what they were made, and the facts
+        self._judged: Judged | None = judged(measured_in(pairs)) if pairs else None
+        self._texts: dict[str, tuple[str, bytes]] = {}  # node -> its host, and what it has told, packed
+        self._facts: dict[str, tuple[bool, NodeFacts]] = {}  # node -> whether there were others, and the facts
         self._cluster: tuple[Sequence[Straggler], Cluster] | None = None
 
     def hear(self, node_id: str, host: str, hardware: str) -> bool:
         """What a node has told of its machine, empty where it knows nothing yet; whether that is news."""
         known = self._texts.get(node_id)
-        if known == (host, hardware) or (known is not None and known[0] == host and not hardware):
+        packed = zlib.compress(hardware.encode()) if hardware else b""
+        if known == (host, packed) or (known is not None and known[0] == host and not hardware):
             return False
-        self._texts[node_id] = host, hardware
+        self._texts[node_id] = host, packed
+        self._facts.pop(node_id, None)
+        self.facts(node_id)  # reading it takes a while: for all nodes at once, as they are asked for, too long
         self._cluster = None
         return True
 
@@ -41,24 +45,24 @@ class Fleet:
 
     def hardware(self, node_id: str) -> str:
         """What a node has told; empty where that is not known."""
-        return self._texts.get(node_id, ("", ""))[1]
+        return _unpacked(self._texts.get(node_id, ("", b""))[1])
 
     def facts(self, node_id: str) -> NodeFacts | None:
         """What there is to say of a node's machine."""
         known = self._texts.get(node_id)
         if known is None:
             return None
-        host, text = known
+        host, packed = known
         has_others = len(self._texts) > 1
         kept = self._facts.get(node_id)
-        if kept is None or kept[:2] != (text, has_others):
-            kept = text, has_others, facts_of(node_id, host, text, num_nodes=len(self._texts))
+        if kept is None or kept[0] != has_others:
+            kept = has_others, facts_of(node_id, host, _unpacked(packed), num_nodes=len(self._texts))
             self._facts[node_id] = kept
-        return kept[2]
+        return kept[1]
 
     def take_pairs(self, text: str) -> None:
         """What pairs of nodes have measured, in place of what they had; ValueError for anything else."""
-        self._measured = measured_in(text)
+        self._judged = judged(measured_in(text))
         self.pairs = text
         self._cluster = None
 
@@ -66,5 +70,9 @@ class Fleet:
         """How the machines lie to each other, which are slow, and what to do."""
         if self._cluster is None or self._cluster[0] != slow_ranks:
             facts = [found for node_id in self._texts if (found := self.facts(node_id)) is not None]
-            self._cluster = slow_ranks, cluster_of(facts, self._measured, slow_ranks)
+            self._cluster = slow_ranks, cluster_of(facts, self._judged, slow_ranks)
         return self._cluster[1]
+
+
+def _unpacked(packed: bytes) -> str:
+    return zlib.decompress(packed).decode() if packed else ""

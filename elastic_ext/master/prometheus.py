@@ -56,17 +56,19 @@ def exposition(
     counts: Mapping[str, int] | None = None,
     refusals: Mapping[str, int] | None = None,
     *,
+    num_ranks: int | None = None,
     most_ranks: int = MOST_RANKS,
 ) -> str:
-    """The whole page. ``counts`` is what the master has done since it started, ``refusals`` what not, by reason.
+    """The whole page. ``counts`` is what the master has done since it started, ``refusals`` what not, by reason; they
+    are called as the master's own code calls them, in small letters.
 
-    They are called as the master's own code calls them, in small letters.
+    Of a job of more than ``most_ranks`` the status may come without workers, with ``num_ranks`` in their place.
     """
     families = [
         *_of_master(status, counts or {}, refusals or {}),
         *_of_job(status),
         *_of_nodes(status.nodes[:_MOST_NODES]),
-        *_of_ranks(status.nodes, most_ranks),
+        *_of_ranks(status.nodes, num_ranks, most_ranks),
     ]
     return "".join(line for family in families for line in _lines(family))
 
@@ -133,14 +135,15 @@ def _of_nodes(nodes: Sequence[master_pb2.NodeStatus]) -> Iterator[_Family]:
     yield family("troubles", "What it has to complain of.", (len(each.troubles) for each in nodes))
 
 
-def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], most_ranks: int) -> Iterator[_Family]:
+def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, most_ranks: int) -> Iterator[_Family]:
     ranks = [(each.node.node_id, worker) for each in nodes if each.state in _PRESENT for worker in each.workers]
     ranks.sort(key=lambda each: (each[1].rank, each[0]))
     told = ranks[:most_ranks]
     labels = [{"rank": str(worker.rank), "node": node_id} for node_id, worker in told]
     workers = [worker for _, worker in told]
-    yield _one("ranks", "Ranks that nodes tell of.", len(ranks))
-    yield _one("ranks_left_out", "Ranks of which there are no series, as there are very many.", len(ranks) - len(told))
+    num_ranks = len(ranks) if num_ranks is None else num_ranks
+    yield _one("ranks", "Ranks that nodes tell of.", num_ranks)
+    yield _one("ranks_left_out", "Ranks of which there are no series, as there are very many.", num_ranks - len(told))
     running = zip(labels, (worker.state == "running" for worker in workers), strict=True)
     yield _Family(name="rank_running", kind="gauge", help="Whether its process runs.", samples=running)
     for name, text, field, scale in _RANK_GAUGES:
