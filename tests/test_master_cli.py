@@ -23,7 +23,8 @@ from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.metrics import JobEvent
 from tests.linked import LinkedNode, in_file, linked
 from tests.masters import ROOT, TOKEN, MasterThread, master_on_thread
-from tests.nodes import free_port, until
+from tests.nodes import until
+from tests.ports import free_port
 
 
 @pytest.fixture(autouse=True)

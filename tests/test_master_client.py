@@ -25,7 +25,7 @@ from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import make_token, read_token
 from elastic_ext.master.wire import master_pb2 as pb
-from tests.nodes import free_port
+from tests.ports import free_port
 from tests.scripted_master import Refusal, ScriptedMaster
 
 TOKEN = "a-token-of-enough-length"

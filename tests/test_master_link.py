@@ -39,7 +39,8 @@ from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.metrics import JobEvent, Measures, RankMetrics, StepWindow
 from tests.linked import LinkedNode, config, in_file, linked
-from tests.nodes import free_port, until
+from tests.nodes import until
+from tests.ports import free_port
 from tests.scripted_master import Refusal, ScriptedMaster
 
 CODES = grpc.StatusCode

@@ -21,7 +21,8 @@ from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import make_token
 from elastic_ext.master.wire import master_pb2 as pb
 from tests.masters import MasterProcess, master_in_process
-from tests.nodes import Node, free_port, last_step, nodes, until
+from tests.nodes import Node, last_step, nodes, until
+from tests.ports import free_port
 from tests.proxies import Proxy
 
 WAITS = """
