@@ -153,11 +153,14 @@ def measured(load: Load) -> Measured:
 def _master(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     port_file = folder / "port"
     command = [sys.executable, "-m", "elastic_ext.master", "--port", "0", "--port-file", str(port_file)]
-    process = subprocess.Popen([*command, "--state-dir", str(folder / "state")], cwd=_ROOT, stderr=subprocess.DEVNULL)
+    log = folder / "log"
+    with log.open("wb") as told:
+        process = subprocess.Popen([*command, "--state-dir", str(folder / "state")], cwd=_ROOT, stderr=told)
     try:
         limit = time.monotonic() + _START_SECONDS
         while not port_file.exists():
-            assert process.poll() is None and time.monotonic() < limit, "the master has not started"
+            has_time = process.poll() is None and time.monotonic() < limit
+            assert has_time, f"the master has not started: {log.read_text()[-2000:]}"
             time.sleep(0.05)
         yield process, int(port_file.read_text())
     finally:

@@ -151,6 +151,16 @@ def test_a_rank_that_is_slow_for_three_rounds_is_named_and_no_more_some_rounds_a
     assert rounds(6)[-1] == ()
 
 
+def test_when_nobody_tells_of_anything_any_more_nobody_is_slow() -> None:
+    collector = Collector(fresh_seconds=45)
+    for number in range(6):
+        _beat(collector, BEGIN + 10 * number, 4, slow=13)
+        collector.tick(BEGIN + 10 * number + 1)
+    assert collector.stragglers
+    collector.tick(BEGIN + 200)
+    assert collector.stragglers == ()
+
+
 def test_noise_names_nobody() -> None:
     collector = Collector()
     draw = random.Random(0)

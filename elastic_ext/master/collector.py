@@ -133,6 +133,7 @@ class Collector:
         self._ticked = now
         point = self._point(now, seconds)
         if point.num_workers == 0:
+            self._slow.see({})
             return []
         complete = self._history.add(point)
         if complete is None:

@@ -5,6 +5,7 @@ The record that an agent sends has some kilobytes, and a master may have thousan
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,14 +50,14 @@ def facts_of(node_id: str, host: str, text: str, *, num_nodes: int = 1) -> NodeF
         trouble = words(f"what it tells of its hardware cannot be read: {error}")
         return NodeFacts(node_id=node_id, host=host, troubles=(trouble,))
     refused, warnings = check_node(hardware, num_nodes=num_nodes)
-    troubles = [] if refused is None else [words(refused, _MOST_REASON)]
+    troubles = [] if refused is None else [refused]
     return NodeFacts(
         node_id=node_id,
         host=host,
         boot_id=words(hardware.system.boot_id, 64) if hardware.system.boot_id else None,
-        in_words=words(_in_words(hardware)),
-        traits=tuple(words(ask(hardware), 120) for _, ask, _ in SHOULD_BE_ALIKE),
-        troubles=tuple([*troubles, *(words(each, _MOST_REASON) for each in warnings)][:_MOST_TROUBLES]),
+        in_words=sys.intern(words(_in_words(hardware))),  # nodes are alike, as a rule, and there may be thousands
+        traits=tuple(sys.intern(words(ask(hardware), 120)) for _, ask, _ in SHOULD_BE_ALIKE),
+        troubles=tuple(sys.intern(words(each, _MOST_REASON)) for each in (*troubles, *warnings)[:_MOST_TROUBLES]),
     )
 
 
