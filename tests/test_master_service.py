@@ -287,6 +287,21 @@ def test_events_are_numbered_and_followed(caller: Caller) -> None:
     follower.cancel()
 
 
+def test_events_that_come_again_as_an_answer_was_lost_are_taken_once(caller: Caller) -> None:
+    def told() -> list[str]:
+        return [each.text for each in caller("ReadEvents") if each.kind == "note"]
+
+    caller.join()
+    events = [wire.JobEvent(kind="note", text=str(number)) for number in range(1, 6)]
+    caller.beat(events=events[:2], first_event=1)
+    caller.beat(events=events[:4], first_event=1)
+    caller.join()
+    caller.beat(events=events[2:], first_event=3)
+    assert told() == ["1", "2", "3", "4", "5"]
+    caller.beat(events=events[4:], first_event=9)
+    assert told()[5:] == ["5"], "those between were dropped by the agent"
+
+
 def test_a_node_that_tells_of_too_much_is_cut_short_and_counted(caller: Caller) -> None:
     caller.join("a")
     caller.join("b")

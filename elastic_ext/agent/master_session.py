@@ -142,7 +142,7 @@ class MasterSession:
                 self._confirm(held)
             raise
         self._confirm(held)
-        self._known.check(reply.epoch)
+        self._known.check(reply.epoch, reply.job_id)
         self._take(reply, held)
 
     def end(self, reason: str) -> None:
@@ -177,13 +177,13 @@ class MasterSession:
         )
         self._report.fill(request)
         request.events.extend(self._events())
+        request.first_event = self._outbox.lent_from
         request.num_events_dropped = self._num_dropped
         return request
 
     def _events(self) -> list[pb.JobEvent]:
         events, self._num_dropped = self._outbox.lend(_MOST_EVENTS)
-        found = (event_message(each, wire_text(self._node.node_id)) for each in events)
-        return [each for each in found if each is not None]
+        return [event_message(each, wire_text(self._node.node_id)) for each in events]
 
     def _confirm(self, held: Held) -> None:
         self._outbox.confirm()

@@ -124,8 +124,8 @@ class NodeReport:
         return data if len(data) <= most_bytes else None
 
 
-def event_message(event: JobEvent, node_id: str) -> pb.JobEvent | None:
-    """``event`` for the wire, cut to what is allowed there; None where a number in it is none that can be sent."""
+def event_message(event: JobEvent, node_id: str) -> pb.JobEvent:
+    """``event`` for the wire, cut to what is allowed there."""
     try:
         return pb.JobEvent(
             time=event.time,
@@ -137,8 +137,9 @@ def event_message(event: JobEvent, node_id: str) -> pb.JobEvent | None:
             details=_details(event),
             restart=event.generation,
         )
-    except ValueError:
-        return None
+    except ValueError:  # a number in it is none that can be sent
+        text = f"an event cannot be sent: {wire_text(event.text, _MOST_TEXT)}"
+        return pb.JobEvent(node_id=node_id, rank=-1, step=-1, kind=wire_text(event.kind, _MOST_WORD), text=text)
 
 
 def wire_text(text: str, most: int = _MOST_TEXT) -> str:

@@ -22,6 +22,10 @@ class Outbox:
         self._num_lent = 0  # of those that wait, the first
         self._num_dropped_lent = 0
         self._num_passed = 0  # lent ones that had to go before it was known whether they arrived
+        self._num_gone = 0  # of all that have come
+        self.lent_from = 1
+        """The number of the first event that was lent last, of all that have come, from 1: whoever has it need not take
+        it again."""
 
     def put(self, events: Iterable[JobEvent], *, num_dropped: int = 0) -> None:
         """These have come; ``num_dropped`` others have, and were not kept."""
@@ -30,6 +34,7 @@ class Outbox:
             self._num_dropped += num_dropped
             while len(self._waiting) > self._most:
                 self._waiting.popleft()
+                self._num_gone += 1
                 self._num_dropped += 1
                 if self._num_lent:
                     self._num_lent, self._num_passed = self._num_lent - 1, self._num_passed + 1
@@ -39,6 +44,7 @@ class Outbox:
         with self._lock:
             found = tuple(self._waiting)[:most]
             self._num_lent, self._num_dropped_lent, self._num_passed = len(found), self._num_dropped, 0
+            self.lent_from = self._num_gone + 1
             return found, self._num_dropped
 
     def confirm(self) -> None:
@@ -46,6 +52,7 @@ class Outbox:
         with self._lock:
             for _ in range(self._num_lent):
                 self._waiting.popleft()
+            self._num_gone += self._num_lent
             self._num_dropped -= self._num_dropped_lent + self._num_passed
             self._num_lent = self._num_dropped_lent = self._num_passed = 0
 

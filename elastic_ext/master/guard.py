@@ -66,7 +66,7 @@ class Guard:
         elif isinstance(error, (ConfigError, ValueError)):
             await self._end(peer, grpc.StatusCode.INVALID_ARGUMENT, "invalid", words)
         elif isinstance(error, Late):
-            await self._end(peer, grpc.StatusCode.ABORTED, "late", words)
+            await self._end(peer, grpc.StatusCode.FAILED_PRECONDITION, "late", words)
         elif isinstance(error, StoreError):
             await self._end(peer, grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
         raise error

@@ -149,12 +149,13 @@ class Job:
         if request.HasField("membership") and (told := self.plans.take(request.membership, now.time)) is not None:
             self._is_plan_new = True
             self.log.tell(now.time, "membership", told)
-        self._hear(now, node.node_id, request.events, request.num_events_dropped)
+        self._hear(now, node.node_id, _unheard(node, request), request.num_events_dropped)
         page, wants_config = self._look_at_held(now, node, request.held)
         newest = self.book.newest
         lags = newest is not None and request.held.version < newest.config.version
         reply = wire.BeatReply(
             epoch=self.epoch,
+            job_id=self.job_id,
             lease_seconds=self.settings.lease_seconds,
             beat_seconds=self.settings.beat_seconds,
             config_version=self.book.version,
@@ -344,3 +345,13 @@ class Job:
             state=node.state,
             hardware=self.fleet.hardware(node.node_id),
         )
+
+
+def _unheard(node: Node, request: wire.BeatRequest) -> Sequence[wire.JobEvent]:
+    """The events in it that did not come before: a Beat whose answer was lost is sent again."""
+    events, first = request.events, request.first_event
+    if first == 0:
+        return events
+    num_known = min(max(node.num_heard + 1 - first, 0), len(events))
+    node.num_heard = max(node.num_heard, first + len(events) - 1)
+    return events[num_known:]

@@ -51,6 +51,8 @@ class Node:
     held_version: int = 0
     """Of the config in its file,"""
     held_digest: str = ""
+    num_heard: int = 0
+    """Events that its agent has told of, by the agent's own count."""
     refused: tuple[int, str] = (0, "")
     """Version and digest of the config in its file that was refused here, if any,"""
     refusal: str = ""
@@ -119,6 +121,7 @@ class Nodes:
             return NodeChange(node_id=node_id, kind="joined", text=f"node {where} has joined")
         if known.incarnation == incarnation:
             node.held_version, node.held_digest = known.held_version, known.held_digest
+            node.num_heard = known.num_heard
             return NodeChange(node_id=node_id, kind="rejoined", text=f"node {where} has joined again")
         former = f"in place of the one with pid {known.pid}, which {_STANDING[known.state]}"
         return NodeChange(node_id=node_id, kind="replaced", text=f"node {where} has joined {former}")

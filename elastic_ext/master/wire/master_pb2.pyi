@@ -62,7 +62,7 @@ class JoinReply(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., beat_seconds: _Optional[float] = ..., acknowledge_seconds: _Optional[float] = ..., library: _Optional[str] = ..., was_lost: bool = ...) -> None: ...
 
 class BeatRequest(_message.Message):
-    __slots__ = ("node_id", "incarnation", "epoch", "held", "membership", "workers", "events", "num_events_dropped", "hardware", "trouble")
+    __slots__ = ("node_id", "incarnation", "epoch", "held", "membership", "workers", "events", "num_events_dropped", "hardware", "trouble", "first_event")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class BeatRequest(_message.Message):
     NUM_EVENTS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     HARDWARE_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_EVENT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     epoch: int
@@ -83,7 +84,8 @@ class BeatRequest(_message.Message):
     num_events_dropped: int
     hardware: str
     trouble: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[ConfigHeld, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[JobEvent, _Mapping]]] = ..., num_events_dropped: _Optional[int] = ..., hardware: _Optional[str] = ..., trouble: _Optional[str] = ...) -> None: ...
+    first_event: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[ConfigHeld, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[JobEvent, _Mapping]]] = ..., num_events_dropped: _Optional[int] = ..., hardware: _Optional[str] = ..., trouble: _Optional[str] = ..., first_event: _Optional[int] = ...) -> None: ...
 
 class ConfigHeld(_message.Message):
     __slots__ = ("version", "digest", "text")
@@ -240,7 +242,7 @@ class StepWindow(_message.Message):
     def __init__(self, begin: _Optional[float] = ..., end: _Optional[float] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., restart: _Optional[int] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., config_version: _Optional[int] = ..., config_revision: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., processor_seconds: _Optional[_Mapping[str, float]] = ..., typical: _Optional[_Mapping[str, float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., num_samples: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_detailed: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., accelerator_bytes: _Optional[int] = ..., accelerator_peak_bytes: _Optional[int] = ...) -> None: ...
 
 class BeatReply(_message.Message):
-    __slots__ = ("epoch", "lease_seconds", "beat_seconds", "config_version", "config", "wants_config", "wants_hardware")
+    __slots__ = ("epoch", "lease_seconds", "beat_seconds", "config_version", "config", "wants_config", "wants_hardware", "job_id")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +250,7 @@ class BeatReply(_message.Message):
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     WANTS_CONFIG_FIELD_NUMBER: _ClassVar[int]
     WANTS_HARDWARE_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     lease_seconds: float
     beat_seconds: float
@@ -255,7 +258,8 @@ class BeatReply(_message.Message):
     config: str
     wants_config: bool
     wants_hardware: bool
-    def __init__(self, epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., beat_seconds: _Optional[float] = ..., config_version: _Optional[int] = ..., config: _Optional[str] = ..., wants_config: bool = ..., wants_hardware: bool = ...) -> None: ...
+    job_id: str
+    def __init__(self, epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., beat_seconds: _Optional[float] = ..., config_version: _Optional[int] = ..., config: _Optional[str] = ..., wants_config: bool = ..., wants_hardware: bool = ..., job_id: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("node_id", "incarnation", "epoch", "config_version")
