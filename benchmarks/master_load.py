@@ -48,8 +48,6 @@ class Load:
     num_beats: int
     """Of each."""
     num_pushes: int = 10
-    acknowledge_within: float = 0.0
-    """Seconds over which agents spread their saying that they hold a config; 0 for at once."""
 
     @property
     def name(self) -> str:
@@ -128,7 +126,6 @@ def measured(load: Load) -> Measured:
         command = [sys.executable, "-m", "benchmarks.master_load_agents", f"127.0.0.1:{port}"]
         command += ["--agents", str(load.num_agents), "--every", str(load.every_seconds)]
         command += ["--beats", str(load.num_beats), "--pushes", str(load.num_pushes)]
-        command += ["--acknowledge-within", str(load.acknowledge_within)]
         watch = _Watch(psutil.Process(process.pid))
         told: dict[str, list[Mapping[str, Any]]] = {}
         with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as agents, watch:

@@ -48,7 +48,6 @@ class Seen:
     received: list[float] = field(default_factory=list)
     """... and when each agent had it."""
     num_wanted: int = 0
-    acknowledge_within: float = 0.0
     """Seconds over which agents spread their saying that they hold a config."""
     is_received: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -94,7 +93,7 @@ class Agent:
                 seen.received.append(now)
                 if len(seen.received) >= seen.num_wanted:
                     seen.is_received.set()
-            await asyncio.sleep(seen.acknowledge_within * random.random())
+            await asyncio.sleep(push.acknowledge_within_seconds * random.random())
             await self._send(seen.acknowledgements, with_windows=False)
 
     async def beat(self, every: float, num: int) -> None:
@@ -131,11 +130,9 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
-async def run(
-    address: str, num: int, per_channel: int, every: float, num_beats: int, num_pushes: int, acknowledge_within: float
-) -> None:
+async def run(address: str, num: int, per_channel: int, every: float, num_beats: int, num_pushes: int) -> None:
     """All of it, told on the way."""
-    seen = Seen(acknowledge_within=acknowledge_within)
+    seen = Seen()
     hardware = look()
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(-(-num // per_channel))]
@@ -214,11 +211,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--beats", type=int, required=True, help="of each agent")
     parser.add_argument("--pushes", type=int, default=10)
     parser.add_argument("--per-channel", type=int, default=AGENTS_PER_CHANNEL, help="agents to each connection")
-    parser.add_argument("--acknowledge-within", type=float, default=0.0, help="seconds; 0 for at once")
     given = parser.parse_args(arguments)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    load = (given.agents, given.per_channel, given.every, given.beats, given.pushes, given.acknowledge_within)
+    load = (given.agents, given.per_channel, given.every, given.beats, given.pushes)
     asyncio.run(run(given.address, *load))
     return 0
 

@@ -75,8 +75,11 @@ def test_a_herd_that_has_lost_its_master_at_one_moment_comes_back_spread_over_th
     [
         (Due(), 15.0),
         (Due(has_events=True), 10.25),
-        (Due(acknowledges=True), 10.02),
-        (Due(acknowledges=True, has_events=True), 10.02),
+        (Due(is_asked=True), 10.02),
+        (Due(is_asked=True, has_events=True, acknowledge_at=12.0), 10.02),
+        (Due(acknowledge_at=0.0), 10.02),
+        (Due(acknowledge_at=11.5), 11.5),
+        (Due(acknowledge_at=99.0), 15.0),
     ],
 )
 def test_what_is_asked_for_is_said_at_once_events_soon_and_the_rest_in_its_time(due: Due, at: float) -> None:

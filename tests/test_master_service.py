@@ -183,6 +183,16 @@ def test_a_config_is_pushed_to_all_who_watch_and_counted_where_it_is_held(caller
         stream.cancel()
 
 
+def test_of_many_nodes_each_is_told_to_spread_its_word(caller: Caller) -> None:
+    for number in range(150):
+        caller.join(f"node {number}")
+    stream = caller.watch("node 0")
+    caller.set(0.1)
+    (push,) = until(lambda: stream.heard)
+    assert push.acknowledge_within_seconds == 0.15
+    stream.cancel()
+
+
 def test_who_begins_to_watch_is_sent_what_it_lacks_at_once(caller: Caller) -> None:
     caller.join()
     caller.set(0.1)

@@ -38,7 +38,9 @@ class ConfigWatch:
         node_id: str,
         incarnation: int,
         epoch: Callable[[], int],
+        hurry: Callable[[], None],
         wake: Callable[[], None],
+        spread: Callable[[float], None],
         chance: random.Random,
     ) -> None:
         self.error: MasterError | None = None
@@ -47,7 +49,9 @@ class ConfigWatch:
         self._node_id = node_id
         self._incarnation = incarnation
         self._epoch = epoch
+        self._hurry = hurry
         self._wake = wake
+        self._spread = spread
         self._backoff = Backoff(chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards the stream
@@ -81,11 +85,11 @@ class ConfigWatch:
                     return
                 if time.monotonic() - began >= _STEADY_SECONDS:
                     self._backoff.forget()
-                self._wake()  # whether the master is there at all shows in the next message
+                self._hurry()  # whether the master is there at all shows in the next message
                 self._stop.wait(self._backoff.next_seconds())
         except MasterError as error:
             self.error = error
-            self._wake()
+            self._hurry()
         except Exception:  # the top of a thread: configs come with the answers to messages as well
             _logger.exception("configs are not pushed to this agent any more")
 
@@ -103,6 +107,7 @@ class ConfigWatch:
         for push in stream:
             if push.epoch < self._epoch():
                 return
+            self._spread(push.acknowledge_within_seconds)
             if self._config.take(push.version, push.text):
                 self._backoff.forget()
                 self._wake()

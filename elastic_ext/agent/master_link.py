@@ -216,7 +216,9 @@ class MasterLink:
             node_id=self._node.node_id,
             incarnation=self._node.incarnation,
             epoch=lambda: self._known.epoch,
-            wake=self._hurry,
+            hurry=self._hurry,
+            wake=self._wake.set,
+            spread=self._spread,
             chance=self._chance,
         )
         session = MasterSession(
@@ -257,6 +259,12 @@ class MasterLink:
         if session is not None:
             session.hurry()
         self._wake.set()
+
+    def _spread(self, seconds: float) -> None:
+        """What is taken next need not be acknowledged before some moment within so long."""
+        session = self._session
+        if session is not None:
+            session.spread(self._chance.uniform(0.0, 1.0) * seconds)
 
     def _note(self, event: JobEvent) -> None:
         """Something has happened on this node."""

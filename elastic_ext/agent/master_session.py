@@ -31,6 +31,7 @@ _LEAST_BEAT_SECONDS, _MOST_BEAT_SECONDS = 0.02, 60.0
 """Whatever a master asks for."""
 _MOST_BYTES = 1 << 20
 """A larger message is not sent a second time to a master that did not take it."""
+_MOST_SPREAD_SECONDS = 2.0
 _EVENT_SECONDS = 0.25
 """Between two messages that only events call for."""
 _CALL_SECONDS = 10.0
@@ -42,15 +43,19 @@ _LAST_SECONDS = 1.0
 class Due:
     """Why something is to be said."""
 
-    acknowledges: bool = False
-    """A config was taken, or the master has asked for something."""
+    is_asked: bool = False
+    """The master has asked for something."""
+    acknowledge_at: float | None = None
+    """A config was taken, and this is when to say so, by the same clock."""
     has_events: bool = False
 
 
 def beat_due(*, said_at: float, beat_seconds: float, due: Due) -> float:
     """When the next message is to go, by the clock that ``said_at`` is of: when the last one went."""
-    if due.acknowledges:
+    if due.is_asked:
         return said_at + _LEAST_BEAT_SECONDS
+    if due.acknowledge_at is not None:
+        return min(max(said_at + _LEAST_BEAT_SECONDS, due.acknowledge_at), said_at + beat_seconds)
     return said_at + (min(_EVENT_SECONDS, beat_seconds) if due.has_events else beat_seconds)
 
 
@@ -80,7 +85,7 @@ class MasterSession:
         self._given = Held()  # whose text was
         self._wants_text = self._is_asked = False
         self._lease_seconds = self._beat_seconds = 1.0
-        self._said_at = 0.0
+        self._said_at = self._acknowledge_at = 0.0
         self._num_dropped = 0
 
     def join(self) -> pb.JoinReply:
@@ -115,14 +120,20 @@ class MasterSession:
         """Say the next thing at once; from any thread."""
         self._is_asked = True
 
+    def spread(self, seconds: float) -> None:
+        """A config that comes now is to be acknowledged in so long; from any thread."""
+        within = min(seconds, _MOST_SPREAD_SECONDS) if seconds > 0 else 0.0
+        self._acknowledge_at = time.monotonic() + within
+
     def due_at(self) -> float:
         """When there is something to say, by ``time.monotonic``."""
-        acknowledges = self._is_asked or self._config.now().version != self._told.version
-        return beat_due(
-            said_at=self._said_at,
-            beat_seconds=self._beat_seconds,
-            due=Due(acknowledges=acknowledges, has_events=len(self._outbox) > 0),
+        is_news = self._config.now().version != self._told.version
+        due = Due(
+            is_asked=self._is_asked,
+            acknowledge_at=self._acknowledge_at if is_news else None,
+            has_events=len(self._outbox) > 0,
         )
+        return beat_due(said_at=self._said_at, beat_seconds=self._beat_seconds, due=due)
 
     def beat(self) -> None:
         """Say what there is to say, and do what the answer asks for; MasterError ends the session."""

@@ -31,6 +31,8 @@ __all__ = ["Job", "JobSettings", "Moment", "Unsaved"]
 
 _MOST_EVENTS = 512  # in one message
 _MOST_TROUBLE = 1_000
+_AT_ONCE_PER_SECOND = 1_000
+_MOST_SPREAD_SECONDS = 2.0
 
 
 class Moment(NamedTuple):
@@ -168,6 +170,11 @@ class Job:
     def watches(self, now: Moment, request: wire.WatchRequest) -> Node:
         """The node that asks to be told of configs."""
         return self._renewed(now, request.node_id, request.incarnation)
+
+    @property
+    def spread_seconds(self) -> float:
+        """Over how long agents are to spread what all of them have to say at once."""
+        return min(len(self.nodes) / _AT_ONCE_PER_SECOND, _MOST_SPREAD_SECONDS, self.settings.acknowledge_seconds / 2)
 
     def leave(self, now: Moment, request: wire.LeaveRequest) -> None:
         """A node's part is over."""

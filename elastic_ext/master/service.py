@@ -87,7 +87,12 @@ class MasterService(MasterServicer):
                     newest = self._job.book.newest
                     assert newest is not None
                     version = newest.config.version
-                    yield wire.ConfigPush(epoch=self._job.epoch, version=version, text=self._job.book.text)
+                    yield wire.ConfigPush(
+                        epoch=self._job.epoch,
+                        version=version,
+                        text=self._job.book.text,
+                        acknowledge_within_seconds=self._job.spread_seconds,
+                    )
                     self.counts["pushes"] += 1
         except Unacknowledged as error:
             self.counts["unacknowledged"] += 1

@@ -274,14 +274,16 @@ class WatchRequest(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., config_version: _Optional[int] = ...) -> None: ...
 
 class ConfigPush(_message.Message):
-    __slots__ = ("epoch", "version", "text")
+    __slots__ = ("epoch", "version", "text", "acknowledge_within_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGE_WITHIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: int
     text: str
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+    acknowledge_within_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., text: _Optional[str] = ..., acknowledge_within_seconds: _Optional[float] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("node_id", "incarnation", "reason", "events")
