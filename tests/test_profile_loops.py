@@ -30,7 +30,7 @@ from elastic_ext.profile.probe import Probe
 from elastic_ext.profile.recording import _started_at
 from elastic_ext.profile.surveying import Found, Surveyor
 from elastic_ext.profile.timeline import Timeline
-from tests.test_profile import PLANTED, Slow, data_of, loss_of, total, windows_of
+from tests.test_profile import PLANTED, Slow, data_of, loss_of, total, train, windows_of
 from tests.test_report import gathered
 from tests.training import make_model, trainer_of
 
@@ -366,3 +366,23 @@ def test_steps_that_do_not_commit_are_no_steps_taken_again(tmp_path: Path) -> No
     record = gathered(tmp_path / "0")
     assert len(record.periods) == 2
     assert (record.first_step, record.last_step, record.num_steps_again, record.num_samples) == (0, 4, 0, 64)
+
+
+def test_where_steps_become_longer_they_are_looked_at_again(tmp_path: Path) -> None:
+    class Slowing(nn.Module):
+        """Quick at first, so that steps are passed over by the thousand."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 5)
+            self.num_calls = 0
+
+        def forward(self, inputs: torch.Tensor) -> Any:
+            self.num_calls += 1
+            time.sleep(0.03 if self.num_calls > 200 else 0.0)
+            return self.layer(inputs)
+
+    windows = train(tmp_path, Slowing(), ElasticDataLoader(data_of(8 * 230), batch_size=8), global_batch_size=8)
+    assert windows[-1].step == 230
+    assert total(windows, "forward") > 15 * 0.03, "of 30 steps at most ten are passed over"
+    assert sum(each.num_detailed for each in windows) < 180

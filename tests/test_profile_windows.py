@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -212,38 +213,50 @@ def test_phases_of_a_step_are_all_but_what_is_out_of_the_ordinary() -> None:
     assert len({phase.label for phase in Phase}) == len(Phase)
 
 
+def looked_at(pace: Pace, seconds: Iterable[float]) -> int:
+    """How many steps that take so long are looked at."""
+    found, to_pass, passed = 0, 0, list[float]()
+    for each in seconds:
+        if to_pass:
+            passed.append(each)
+            to_pass -= 1
+            if not to_pass:
+                pace.pass_steps(len(passed), sum(passed))
+        else:
+            found += 1
+            to_pass, passed = pace.end_step(each), []
+    return found
+
+
 def test_long_steps_are_all_looked_at() -> None:
-    pace = Pace()
-    assert not any(pace.end_step(0.040) for _ in range(1000)) and pace.is_detailed
+    assert looked_at(Pace(), [0.25] * 1000) == 1000
 
 
-@pytest.mark.parametrize("seconds", [20e-6, 200e-6, 1e-3, 3e-3])
-def test_of_short_steps_as_many_are_looked_at_as_one_hundredth_of_their_time_allows(seconds: float) -> None:
-    pace, looked_at = Pace(), 0
-    for _ in range(200_000):
-        looked_at += pace.is_detailed
-        pace.end_step(seconds)
-    assert 0 < looked_at * 55e-6 <= 0.01 * 200_000 * seconds + 64 * 55e-6
+@pytest.mark.parametrize(
+    ("seconds", "share"), [(20e-6, 0.01), (1e-3, 0.01), (4e-3, 0.01), (0.02, 0.005), (0.04, 0.002)]
+)
+def test_of_shorter_steps_as_many_are_looked_at_as_their_time_allows(seconds: float, share: float) -> None:
+    number = max(round(20 / seconds), 10_000)
+    found = looked_at(Pace(), [seconds] * number)
+    assert found > 64 and (found - 64) * 215e-6 <= 0.8 * share * number * seconds
 
 
 def test_a_pause_between_steps_makes_them_no_longer() -> None:
-    pace, looked_at = Pace(), 0
-    for number in range(100_000):
-        looked_at += pace.is_detailed
-        pace.end_step(300e-6 if number % 200 else 10.0)  # as with an evaluation after each 200
-    assert looked_at * 55e-6 <= 0.01 * 100_000 * 300e-6 + 64 * 55e-6
+    pauses = (300e-6 if number % 200 else 10.0 for number in range(100_000))  # as with an evaluation after each 200
+    assert looked_at(Pace(), pauses) <= 2 * looked_at(Pace(), [300e-6] * 100_000)
 
 
-def test_where_steps_become_longer_all_are_looked_at_again() -> None:
+def test_where_looked_at_steps_become_longer_all_are_looked_at() -> None:
     pace = Pace()
-    while not pace.end_step(100e-6):
-        pass
-    assert not pace.is_detailed
-    turned = 0
-    for _ in range(20_000):
-        turned += pace.end_step(0.1)
-    assert pace.is_detailed and turned == 1
-    assert steps_between(0.1) == 0 and steps_between(0.0) > 1000
+    looked_at(pace, [100e-6] * 64)
+    assert 300e-6 < pace.long_seconds < 500e-6
+    assert looked_at(pace, [0.3] * 1000) > 900
+    assert steps_between(0.3) == 0 and steps_between(0.0) > 1000
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 4e-3, 0.01, 0.04, 0.1, 0.2])
+def test_no_stretch_that_is_passed_over_is_longer_than_seconds(seconds: float) -> None:
+    assert steps_between(seconds) * seconds < 4.0
 
 
 def test_records_with_what_is_no_length_of_time_are_refused() -> None:

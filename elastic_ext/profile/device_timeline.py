@@ -86,6 +86,13 @@ class DeviceTimeline(Timeline):
             for number, (phase, event) in enumerate(self._marks)
         ]
 
+    def lose_since(self, then: int) -> None:
+        phase, lost = self._phase, self._spent[Phase.ROLLED_BACK]
+        super().lose_since(then)
+        lost = min(self._spent[Phase.ROLLED_BACK] - lost, self._device[phase])
+        self._device[phase] -= lost
+        self._device[Phase.ROLLED_BACK] += lost
+
     def spent(self) -> Spent:
         host = super().spent()
         return host if self._is_lost else [*self._device, *host[NUM_PHASES:]]

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 __all__ = ["Pace"]
 
-_COST_SECONDS = 55e-6
-"""What looking at a step adds to it, about: two hooks around the model, one on its output, two around the optimizer."""
-_SHARE = 0.008
-_NUM_TOGETHER = 64  # steps that are looked at one after another
+_COST_SECONDS = 250e-6
+"""What looking at a step adds to it, about, in steps that compute: what it runs lies in no cache then. It is a quarter
+of that in steps that do nothing else."""
+_SHARE = 0.006
+"""Of short steps, that it may take; of long ones, a fifth of that."""
+_SHORT_SECONDS, _LONG_SECONDS = 8e-3, 40e-3
+"""Between these it may take as long as of the shorter."""
+_NUM_FIRST = 64  # steps that are looked at before any is passed over
+_TOGETHER_SECONDS = 0.25
+_LEAST_TOGETHER, _MOST_TOGETHER = 8, 64  # steps that are looked at one after another, for about so long
 _MEMORY = 0.1  # how much the last step counts in what steps take
 _MOST_AT_ONCE = 4  # times what steps took, that it counts as
+_LEAST_SECONDS = 1e-6
 
 
 class Pace:
     """Looks at every step where that is cheap, and else at some steps in a row, and then at none for a while."""
 
     def __init__(self) -> None:
-        self.is_detailed = True
-        """Whether the steps that come are looked at."""
-        self._left = _NUM_TOGETHER  # steps until it is asked again
+        self._left = _NUM_FIRST  # steps to look at before it is asked again
         self._seconds = 0.0
 
-    def end_step(self, seconds: float) -> bool:
-        """A step has ended, that took so long; whether ``is_detailed`` has changed."""
+    def end_step(self, seconds: float) -> int:
+        """A step that was looked at has ended and took so long; how many that come are to be passed over now."""
         if self._seconds:
             seconds = min(seconds, _MOST_AT_ONCE * self._seconds)  # the rest is a pause, as for an evaluation
             self._seconds += (seconds - self._seconds) * _MEMORY
@@ -30,16 +35,33 @@ class Pace:
             self._seconds = seconds
         self._left -= 1
         if self._left > 0:
-            return False
-        before = self.is_detailed
-        num_skipped = steps_between(self._seconds) if before else 0
-        self.is_detailed = num_skipped == 0
-        self._left = num_skipped or _NUM_TOGETHER
-        return self.is_detailed is not before
+            return 0
+        self._left = steps_together(self._seconds)
+        return steps_between(self._seconds)
+
+    def pass_steps(self, number: int, seconds: float) -> None:
+        """So many steps were passed over, and took so long together; a pause may be among them."""
+        self._seconds = min(seconds / number, self._seconds)
+
+    @property
+    def long_seconds(self) -> float:
+        """A step that takes longer is one of those to come, or had a pause before it."""
+        return _MOST_AT_ONCE * self._seconds
+
+
+def steps_together(seconds: float) -> int:
+    """How many steps of this length are looked at one after another."""
+    return min(max(round(_TOGETHER_SECONDS / max(seconds, _LEAST_SECONDS)), _LEAST_TOGETHER), _MOST_TOGETHER)
 
 
 def steps_between(seconds: float) -> int:
     """How many steps of this length are passed over after those that were looked at; 0 where none need to be."""
-    cost = _NUM_TOGETHER * _COST_SECONDS
-    num_steps = cost / (_SHARE * max(seconds, 1e-6))
-    return 0 if num_steps <= _NUM_TOGETHER else round(num_steps) - _NUM_TOGETHER
+    num_together = steps_together(seconds)
+    num_steps = num_together * _COST_SECONDS / _allowed(max(seconds, _LEAST_SECONDS))
+    return 0 if num_steps <= num_together else round(num_steps) - num_together
+
+
+def _allowed(seconds: float) -> float:
+    """How long looking may take of a step."""
+    short = _SHARE * min(seconds, _SHORT_SECONDS)
+    return short * max(seconds / _LONG_SECONDS, 1.0)

@@ -34,6 +34,7 @@ _PHASES = {
 }
 _OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
 """After which steps are of another window."""
+_MOST_LONG = 8  # steps in a row that are passed over though they take much longer than those before
 _SURVEY_AFTER = 16  # steps: by then they are as they will be
 
 
@@ -73,40 +74,49 @@ class Recorder(Pulse):
         self._num_boundaries = 0
         self._has_begun = False
         self._is_detailed = self._is_changed = self._is_over = False
-        self._stepped_at = 0
+        self._stepped_at = 0  # when the last step ended
+        self._num_to_pass = self._num_passed = 0  # steps that are not looked at, and those of them that have ended
+        self._passing_since = self._long_ns = 0
+        self._num_long = 0  # steps in a row that took much longer
 
     # ---- what a pulse is told ----
 
     def enter(self, micro_step: int) -> None:
         self._pulse.enter(micro_step)
+        if self._num_to_pass:
+            if self._loader is None:
+                self._timeline.enter(Phase.STEP)
+            return
         if not self._has_begun:
             self._begin()
         elif self._is_changed and micro_step == 0:  # since the last step has ended: the next is none of its window
             self._close()
-        if not self._is_detailed:
-            self._probe.pass_micro_step()
-            self._timeline.enter(Phase.STEP)
-        else:
-            self._probe.enter_micro_step()
-            if self._surveyor is not None and self._num_boundaries >= _SURVEY_AFTER:
-                self._surveyor.enter(micro_step)
+        self._is_detailed = True
+        self._probe.enter_micro_step()
+        if self._surveyor is not None and self._probe.has_seen and self._num_boundaries >= _SURVEY_AFTER:
+            self._surveyor.enter(micro_step)
         if micro_step == 0:
             self._timeline.begin_step()
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._pulse.leave(step, num_boundaries, micro_step)
+        if self._num_to_pass:
+            self._pass(num_boundaries, micro_step)
+            return
         self._probe.leave_micro_step()
-        if self._is_detailed and self._surveyor is not None:
+        if self._surveyor is not None:
             self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
         if num_boundaries != self._num_boundaries:
             self._num_boundaries = num_boundaries
             self._end_step()
         elif micro_step == 0:
             self._timeline.lose()
-        self._timeline.enter(self._between)
+        self._timeline.enter(self._phase_between)
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
+        if activity in _OTHER_STEPS:
+            self._stop_passing()
         if activity is Activity.RESUMING and self._has_begun:
             self._close()  # training goes back: what it has come to is told before
         with self._pulse.during(activity), self.spending(self._phase_of(activity)):
@@ -116,6 +126,7 @@ class Recorder(Pulse):
 
     def note(self, activity: Activity) -> None:
         self._pulse.note(activity)
+        self._stop_passing()
         if self._has_begun:
             self._timeline.enter(self._phase_of(activity))
 
@@ -133,6 +144,7 @@ class Recorder(Pulse):
         self._pulse.end()
         if not self._is_over:
             self._is_over = True
+            self._stop_passing()
             self._probe.detach()
             if self._surveyor is not None:
                 self._surveyor.close()
@@ -156,7 +168,10 @@ class Recorder(Pulse):
         """``pass_boundary``, as what ranks do to agree."""
         enter = self._timeline.enter
 
-        def passing() -> None:
+        def pass_it() -> None:
+            if self._num_to_pass:  # where it waits for others, it is told of that
+                pass_boundary()
+                return
             before = enter(Phase.AGREEMENT)
             if self._surveyor is not None:
                 self._surveyor.reach_boundary()
@@ -165,12 +180,12 @@ class Recorder(Pulse):
             finally:
                 enter(before)
 
-        return passing
+        return pass_it
 
     def begin_epoch(self) -> None:
         """What lies between two steps is for the next one from here on."""
         self._between = self._within_epoch
-        self._timeline.enter(self._between)
+        self._timeline.enter(self._phase_between)
 
     def end_epoch(self) -> None:
         """What the loop does from here on is no part of training on this epoch's samples."""
@@ -189,16 +204,58 @@ class Recorder(Pulse):
         self._stepped_at = time.perf_counter_ns()
         self._close()
         self._probe.attach(self._model, self._optimizers)
-        self._is_detailed = self._pace.is_detailed
+
+    @property
+    def _phase_between(self) -> Phase:
+        """What lies between two steps; where they are passed over, a loader that tells when it is waited for tells of
+        that, and all else is as the steps."""
+        is_told = self._num_to_pass and self._loader is not None and self._between is not Phase.OUTSIDE
+        return Phase.STEP if is_told else self._between
 
     def _end_step(self) -> None:
         now = time.perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
-        self._is_detailed = self._is_detailed and self._probe.has_seen  # else it cannot look into this model
-        if self._windows.end_step(is_detailed=self._is_detailed) or self._is_changed:
+        is_seen = self._is_detailed and self._probe.has_seen  # else it cannot look into this model
+        if self._windows.end_step(is_detailed=is_seen) or self._is_changed:
             self._close()
-        if self._pace.end_step(seconds):
-            self._is_detailed = self._pace.is_detailed
+        self._num_to_pass = self._pace.end_step(seconds)
+        if self._num_to_pass:
+            self._num_passed, self._passing_since = 0, now
+            self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
+            self._probe.pass_steps()
+
+    # Training waits for this one at most steps where they are short.
+    def _pass(self, num_boundaries: int, micro_step: int) -> None:
+        """A micro-step has ended that is not looked at."""
+        if num_boundaries != self._num_boundaries:
+            self._num_boundaries = num_boundaries
+            now = time.perf_counter_ns()
+            self._num_long = self._num_long + 1 if now - self._stepped_at > self._long_ns else 0
+            self._stepped_at = now
+            self._num_passed += 1
+            self._num_to_pass -= 1
+            if not self._num_to_pass or self._num_long == _MOST_LONG:
+                self._stop_passing()
+        elif micro_step == 0:
+            self._timeline.lose_since(self._stepped_at)
+        if self._loader is None or not self._num_to_pass:
+            self._timeline.enter(self._between)
+
+    def _stop_passing(self) -> None:
+        """Steps are looked at again, from the next one that begins."""
+        if not self._has_passed:
+            return
+        num_passed, self._num_passed, self._num_to_pass = self._num_passed, 0, 0
+        self._is_detailed = False  # the step that may be under way
+        self._probe.leave_micro_step()
+        if num_passed:
+            self._pace.pass_steps(num_passed, (self._stepped_at - self._passing_since) * 1e-9)
+            if self._windows.pass_steps(num_passed) or self._is_changed:
+                self._close()
+
+    @property
+    def _has_passed(self) -> bool:
+        return self._num_to_pass > 0 or self._num_passed > 0
 
     def _close(self) -> None:
         self._is_changed = False

@@ -87,6 +87,14 @@ class Timeline:
                 self._lose(Phase.OTHER, first, max(before, self._before[first + Phase.OTHER]))
             self._others = None
 
+    def lose_since(self, then: int) -> None:
+        """What went into the phase that it is in since ``then``, by ``perf_counter_ns``, comes to nothing."""
+        self.enter(self._phase)
+        spent, phase = self._spent, self._phase
+        lost = min(self._since - then, spent[phase])
+        spent[phase] -= lost
+        spent[Phase.ROLLED_BACK] += lost
+
     def _lose(self, phase: int, first: int, before: int) -> None:
         spent, place = self._spent, first + phase
         spent[first + Phase.ROLLED_BACK] += spent[place] - before

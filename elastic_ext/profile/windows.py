@@ -96,6 +96,11 @@ class Windows:
                 self._stride *= 2
         return self._clock() >= self._due
 
+    def pass_steps(self, number: int) -> bool:
+        """So many steps have ended that were not looked at; whether it is time to end the window."""
+        self._num_steps += number - 1
+        return self.end_step(is_detailed=False)
+
     def count(self, num_tokens: int, num_bytes: int) -> None:
         """What the model was given in the steps of this window that were looked at one by one."""
         self._counts = self._counts[0] + num_tokens, self._counts[1] + num_bytes
