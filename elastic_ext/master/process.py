@@ -21,7 +21,7 @@ from .guard import Guard
 from .health import Health
 from .job import Job, JobSettings
 from .metrics_server import MetricsServer
-from .prometheus import exposition
+from .prometheus import MOST_RANKS, exposition
 from .service import MasterService, moment
 from .status import job_status
 from .store import Store, StoreError, Superseded
@@ -150,8 +150,10 @@ async def _metrics(
         return
 
     def render() -> str:
-        status = job_status(job, moment(), wire.GetStatusRequest())
-        return exposition(status, {**service.counts, "events": job.log.number}, guard.refusals)
+        num_ranks = job.collector.num_ranks
+        request = wire.GetStatusRequest(without_workers=num_ranks > MOST_RANKS)
+        counts = {**service.counts, "events": job.log.number}
+        return exposition(job_status(job, moment(), request), counts, guard.refusals, num_ranks=num_ranks)
 
     tls = None
     server = MetricsServer(render, lambda: True, token=token)
