@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +169,14 @@ def size_report(sources: dict[str, str]) -> Sequence[str]:
         for class_name, size in class_sizes(source).items()
     }
     return [size_line("files", files, LONG_FILE), size_line("classes", classes, LONG_CLASS)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test has logged goes from one process to another, which takes no half characters."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
