@@ -200,7 +200,7 @@ def test_a_config_for_which_there_is_no_room_leaves_the_old_one_and_training_goe
 def applied(node: Node, version: int) -> bool:
     """Whether a version is in force on both ranks."""
     files = [node.run_dir / f"events-{rank}.jsonl" for rank in (0, 1)]
-    return all(file.exists() and f'"version": {version},' in file.read_text() for file in files)
+    return all(file.exists() and f'"version":{version},' in file.read_text() for file in files)
 
 
 @pytest.mark.slow

