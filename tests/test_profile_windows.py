@@ -251,12 +251,12 @@ def test_where_looked_at_steps_become_longer_all_are_looked_at() -> None:
     looked_at(pace, [100e-6] * 64)
     assert 300e-6 < pace.long_seconds < 500e-6
     assert looked_at(pace, [0.3] * 1000) > 900
-    assert steps_between(0.3) == 0 and steps_between(0.0) > 1000
+    assert steps_between(0.3) == 0 and steps_between(1e-5) > 1000
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 4e-3, 0.01, 0.04, 0.1, 0.2])
-def test_no_stretch_that_is_passed_over_is_longer_than_seconds(seconds: float) -> None:
-    assert steps_between(seconds) * seconds < 4.0
+def test_no_stretch_that_is_passed_over_is_longer_than_a_window(seconds: float) -> None:
+    assert steps_between(seconds) * seconds < 1.0, "each window has steps that were looked at"
 
 
 def test_records_with_what_is_no_length_of_time_are_refused() -> None:

@@ -12,8 +12,11 @@ _SHARE = 0.006
 _SHORT_SECONDS, _LONG_SECONDS = 8e-3, 40e-3
 """Between these it may take as long as of the shorter."""
 _NUM_FIRST = 64  # steps that are looked at before any is passed over
-_TOGETHER_SECONDS = 0.25
-_LEAST_TOGETHER, _MOST_TOGETHER = 8, 64  # steps that are looked at one after another, for about so long
+_TOGETHER_SECONDS = 0.05
+_LEAST_TOGETHER, _MOST_TOGETHER = (
+    4,
+    16,
+)  # steps that are looked at one after another, for about so long: a window has some
 _MEMORY = 0.1  # how much the last step counts in what steps take
 _MOST_AT_ONCE = 4  # times what steps took, that it counts as
 _LEAST_SECONDS = 1e-6
