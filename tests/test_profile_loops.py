@@ -32,7 +32,7 @@ from elastic_ext.profile.surveying import Found, Surveyor
 from elastic_ext.profile.timeline import Timeline
 from tests.test_profile import PLANTED, Slow, data_of, loss_of, total, train, windows_of
 from tests.test_report import gathered
-from tests.training import make_model, trainer_of
+from tests.training import make_data, make_model, trainer_of
 
 NUM_STEPS = 4
 
@@ -386,3 +386,50 @@ def test_where_steps_become_longer_they_are_looked_at_again(tmp_path: Path) -> N
     assert windows[-1].step == 230
     assert total(windows, "forward") > 15 * 0.03, "of 30 steps at most ten are passed over"
     assert sum(each.num_detailed for each in windows) < 180
+
+
+class SlowFor(torch.utils.data.TensorDataset):
+    """Whose sample of one number takes a while."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(5 * PLANTED if index == 80 else 0.0)
+        found: Any = super().__getitem__(index)  # type: ignore[no-untyped-call]
+        return found
+
+
+@pytest.mark.parametrize("loader_class", [ElasticDataLoader, DataLoader])
+def test_what_is_rare_and_long_is_told_apart_among_steps_that_are_passed_over(
+    tmp_path: Path, loader_class: Any
+) -> None:
+    model, failures, failing = nn.Linear(6, 5), 0, 0.0
+    loader = loader_class(SlowFor(*make_data(100, torch.float32)), batch_size=1)
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=1)
+    with trainer:
+        optimizer = trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        with trainer.epoch(0):
+            ended = time.perf_counter()
+            for number, (inputs, targets) in enumerate(loader):
+                began, ended = ended, time.perf_counter()
+                try:
+                    with trainer.step():
+                        if number in (70, 71):
+                            failures += 1
+                            time.sleep(5 * PLANTED)
+                            raise FloatingPointError
+                        loss_of(model, inputs, targets).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                except FloatingPointError:
+                    ended = time.perf_counter()
+                    failing += ended - began
+                    continue
+                if number == 90:
+                    with torch.no_grad():  # an evaluation
+                        model(inputs)
+                    time.sleep(5 * PLANTED)
+    windows = windows_of(tmp_path)
+    assert failures == 2 and sum(each.num_detailed for each in windows) < 90, "others were passed over"
+    assert 10 * PLANTED <= total(windows, "rolled-back") < 1.3 * failing, "each failure once"
+    assert total(windows, "data") >= 5 * PLANTED
+    if loader_class is ElasticDataLoader:  # torch's own tells nobody when it is waited for
+        assert total(windows, "other") >= 5 * PLANTED

@@ -51,7 +51,7 @@ class Probe:
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
         self._is_inside = False  # a micro-step that is looked at
-        self._is_passed = False  # steps are not looked at
+        self._is_passed = False  # inside of one that is not
         self._depth = 0  # calls of the model within one another
         self._is_in_pass = False  # a backward pass
         self._has_rows = False  # of this micro-step
@@ -90,8 +90,8 @@ class Probe:
         else:
             self._mark(Phase.TRANSFER if self._is_on_accelerator else Phase.OTHER)
 
-    def pass_steps(self) -> None:
-        """The steps that come are not looked at, until ``leave_micro_step``."""
+    def pass_micro_step(self) -> None:
+        """The loop is within a micro-step that is not looked at."""
         self._is_passed = True
 
     def leave_micro_step(self) -> None:

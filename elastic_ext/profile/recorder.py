@@ -35,6 +35,7 @@ _PHASES = {
 _OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
 """After which steps are of another window."""
 _MOST_LONG = 8  # steps in a row that are passed over though they take much longer than those before
+_MOST_UNTOLD = 64  # steps that were passed over, and that the window has not heard of
 _SURVEY_AFTER = 16  # steps: by then they are as they will be
 
 
@@ -84,8 +85,8 @@ class Recorder(Pulse):
     def enter(self, micro_step: int) -> None:
         self._pulse.enter(micro_step)
         if self._num_to_pass:
-            if self._loader is None:
-                self._timeline.enter(Phase.STEP)
+            self._probe.pass_micro_step()
+            self._timeline.enter(Phase.STEP)
             return
         if not self._has_begun:
             self._begin()
@@ -100,18 +101,18 @@ class Recorder(Pulse):
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
         self._pulse.leave(step, num_boundaries, micro_step)
+        self._probe.leave_micro_step()
         if self._num_to_pass:
             self._pass(num_boundaries, micro_step)
-            return
-        self._probe.leave_micro_step()
-        if self._surveyor is not None:
-            self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
-        if num_boundaries != self._num_boundaries:
-            self._num_boundaries = num_boundaries
-            self._end_step()
-        elif micro_step == 0:
-            self._timeline.lose()
-        self._timeline.enter(self._phase_between)
+        else:
+            if self._surveyor is not None:
+                self._surveyor.leave(has_ended=num_boundaries != self._num_boundaries)
+            if num_boundaries != self._num_boundaries:
+                self._num_boundaries = num_boundaries
+                self._end_step()
+            elif micro_step == 0:
+                self._timeline.lose()
+        self._timeline.enter(self._between)
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
@@ -185,7 +186,7 @@ class Recorder(Pulse):
     def begin_epoch(self) -> None:
         """What lies between two steps is for the next one from here on."""
         self._between = self._within_epoch
-        self._timeline.enter(self._phase_between)
+        self._timeline.enter(self._between)
 
     def end_epoch(self) -> None:
         """What the loop does from here on is no part of training on this epoch's samples."""
@@ -205,13 +206,6 @@ class Recorder(Pulse):
         self._close()
         self._probe.attach(self._model, self._optimizers)
 
-    @property
-    def _phase_between(self) -> Phase:
-        """What lies between two steps; where they are passed over, a loader that tells when it is waited for tells of
-        that, and all else is as the steps."""
-        is_told = self._num_to_pass and self._loader is not None and self._between is not Phase.OUTSIDE
-        return Phase.STEP if is_told else self._between
-
     def _end_step(self) -> None:
         now = time.perf_counter_ns()
         seconds, self._stepped_at = (now - self._stepped_at) * 1e-9, now
@@ -222,11 +216,10 @@ class Recorder(Pulse):
         if self._num_to_pass:
             self._num_passed, self._passing_since = 0, now
             self._num_long, self._long_ns = 0, int(self._pace.long_seconds * 1e9)
-            self._probe.pass_steps()
 
     # Training waits for this one at most steps where they are short.
     def _pass(self, num_boundaries: int, micro_step: int) -> None:
-        """A micro-step has ended that is not looked at."""
+        """A micro-step has ended that was not looked at."""
         if num_boundaries != self._num_boundaries:
             self._num_boundaries = num_boundaries
             now = time.perf_counter_ns()
@@ -236,26 +229,27 @@ class Recorder(Pulse):
             self._num_to_pass -= 1
             if not self._num_to_pass or self._num_long == _MOST_LONG:
                 self._stop_passing()
+            elif self._num_passed == _MOST_UNTOLD:
+                self._tell_passed()
         elif micro_step == 0:
             self._timeline.lose_since(self._stepped_at)
-        if self._loader is None or not self._num_to_pass:
-            self._timeline.enter(self._between)
+            self._stepped_at = time.perf_counter_ns()
 
     def _stop_passing(self) -> None:
         """Steps are looked at again, from the next one that begins."""
-        if not self._has_passed:
-            return
-        num_passed, self._num_passed, self._num_to_pass = self._num_passed, 0, 0
-        self._is_detailed = False  # the step that may be under way
-        self._probe.leave_micro_step()
+        if self._num_to_pass or self._num_passed:
+            self._num_to_pass = 0
+            self._is_detailed = False  # the step that may be under way
+            self._tell_passed()
+
+    def _tell_passed(self) -> None:
+        """Have the window know of the steps that were passed over."""
+        num_passed, self._num_passed = self._num_passed, 0
         if num_passed:
             self._pace.pass_steps(num_passed, (self._stepped_at - self._passing_since) * 1e-9)
+            self._passing_since = self._stepped_at
             if self._windows.pass_steps(num_passed) or self._is_changed:
                 self._close()
-
-    @property
-    def _has_passed(self) -> bool:
-        return self._num_to_pass > 0 or self._num_passed > 0
 
     def _close(self) -> None:
         self._is_changed = False
