@@ -97,6 +97,11 @@ class StepWindow(JsonRecord):
     """Seconds of a step in the middle, by phase; empty where steps were not looked at one by one."""
     step_seconds: tuple[float, ...] = ()
     """What steps took: a tenth of them no longer than the first of these, then half, nine tenths, and all."""
+    waiting_seconds: float | None = None
+    """What steps wait for other ranks, a quarter of them no longer: a link is slow in every step, a rank that has no
+    processor in some. None where steps were not looked at one by one."""
+    computing_seconds: float | None = None
+    """What transfers, passes and the optimizer took of steps, a quarter of them no longer; None as above."""
     num_samples: int = 0
     """Of all ranks together."""
     num_tokens: int = 0
@@ -117,8 +122,12 @@ class StepWindow(JsonRecord):
 
     def check_read(self) -> None:
         lengths = [*self.seconds.values(), *self.processor_seconds.values(), *self.typical.values(), *self.step_seconds]
+        lengths.extend(each for each in (self.waiting_seconds, self.computing_seconds) if each is not None)
         if not all(type(each) in (int, float) and 0 <= each < math.inf for each in lengths):
-            raise ValueError("seconds, processor_seconds, typical or step_seconds hold what is no length of time")
+            raise ValueError(
+                "seconds, processor_seconds, typical, step_seconds, waiting_seconds or computing_seconds hold what is "
+                "no length of time"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,6 +82,9 @@ def _value(kind: Any, value: object, field: Field[Any]) -> Any:
         ):
             raise ValueError(f"{field.name} is no list{' of objects' * is_dataclass(each_kind)}")
         return tuple([_value(each_kind, each, field) for each in value])
+    if get_origin(kind) in (Union, types.UnionType) and isinstance(value, dict):
+        for each in filter(is_dataclass, get_args(kind)):
+            return record_of(each, value)  # type: ignore[arg-type]
     raise ValueError(f"{field.name} is {value!r}; allowed: {field.type}")
 
 

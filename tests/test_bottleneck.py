@@ -222,6 +222,37 @@ def test_communication_is_what_all_ranks_wait_for() -> None:
     assert found.share == pytest.approx(30 / 43)
 
 
+def test_what_ranks_wait_for_by_turns_is_no_slow_link() -> None:
+    """In most steps one of two has no processor, and the other waits; in some neither waits for long."""
+    steps = [_step(forward=60, communication=40)] * 2
+    assert verdict(_ranks(steps)).kind == "communication"
+    assert verdict(_ranks(steps, waiting_seconds=0.040)).kind == "communication"
+    found = verdict(_ranks(steps, waiting_seconds=0.010))
+    assert found.kind == "busy" and found.evidence["least_waiting_seconds"] == pytest.approx(0.010)
+    (second,) = found.runners_up
+    assert second.kind == "communication" and second.share == pytest.approx(0.10)
+
+
+def test_a_rank_that_is_slow_in_some_steps_alone_is_no_straggler() -> None:
+    steps = [_step(forward=70, communication=30), _step(forward=100)]
+    views = _ranks(steps)
+    assert verdict(views).kind == "straggler"
+    low = [_with(view, computing_seconds=seconds) for view, seconds in zip(views, (0.068, 0.098), strict=True)]
+    assert (verdict(low).kind, verdict(low).ranks) == ("straggler", (1,))
+    low = [_with(view, computing_seconds=seconds) for view, seconds in zip(views, (0.068, 0.072), strict=True)]
+    assert verdict(low).kind == "busy"
+
+
+def test_a_rank_whose_samples_come_in_bursts_is_a_straggler_all_the_same() -> None:
+    views = _ranks([_step(forward=70, communication=30), _step(data=30, forward=70)], computing_seconds=0.070)
+    assert (verdict(views).kind, verdict(views).ranks) == ("straggler", (1,))
+
+
+def test_what_is_waited_for_in_all_steps_is_no_more_than_in_the_one_in_the_middle() -> None:
+    found = verdict(_ranks([_step(forward=80, communication=20)] * 2, waiting_seconds=0.09))
+    assert found.evidence["least_waiting_seconds"] == pytest.approx(0.020)
+
+
 def test_ranks_that_lack_processors_are_stragglers_by_more() -> None:
     steps = [_step(forward=60, communication=27), _step(forward=83, communication=4)]
     assert verdict(_ranks(steps)).kind == "straggler"

@@ -166,6 +166,18 @@ def test_a_window_says_what_steps_took_in_all_and_in_the_middle(clock: Clock) ->
     assert profile.kept[1] is window and StepWindow.from_json(window.to_json()) == window
 
 
+def test_a_window_says_what_all_steps_but_a_few_wait_for_others(clock: Clock) -> None:
+    profile = Profile(clock)
+    for waiting in (8.0, 1.0, 6.0, 4.0, 2.0, 7.0, 5.0, 3.0):
+        profile.step({Phase.FORWARD: 1.0, Phase.COMMUNICATION: waiting, Phase.AGREEMENT: 0.5})
+    window = profile.windows.close(Standing(8, 0, 0, 0))
+    assert window.waiting_seconds == 3.5 and window.typical["communication"] == 5.0
+    assert window.computing_seconds == 1.0
+    assert StepWindow.from_json(window.to_json()) == window
+    profile.step({Phase.STEP: 2.0}, is_detailed=False)
+    assert profile.windows.close(Standing(9, 0, 0, 0)).waiting_seconds is None
+
+
 def test_steps_that_are_not_looked_at_are_counted_and_their_time_too(clock: Clock) -> None:
     profile = Profile(clock)
     for _ in range(3):

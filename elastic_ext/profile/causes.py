@@ -173,7 +173,11 @@ def _all_causes(job: Job) -> Iterator[Cause]:
 
 
 def _straggler(job: Job) -> Cause:
-    beyond = {each.rank: _in_step(job, each.local_seconds - job.usual_local_seconds) for each in job.ranks}
+    steady = usual([each.steady_seconds for each in job.ranks])
+    beyond = {
+        each.rank: _in_step(job, min(each.local_seconds - job.usual_local_seconds, each.steady_seconds - steady))
+        for each in job.ranks
+    }  # a rank that is slow is so in most steps, and one whose processor others want, in some
     largest = Cause(kind="straggler", share=max(beyond.values()))
     least = min(limit(largest, job), largest.share)
     slow = [rank for rank, share in beyond.items() if share > 0 and share >= least]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["COMPUTING", "IN_STEPS", "LEAST_SECONDS", "Phase"]
+__all__ = ["COMPUTING", "IN_STEPS", "LEAST_SECONDS", "WAITING", "Phase"]
 
 LEAST_SECONDS = 1e-9
 """Less is nothing: no clock tells it."""
@@ -50,6 +50,8 @@ class Phase(IntEnum):
 
 
 COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+WAITING = (Phase.COMMUNICATION, Phase.AGREEMENT)
+"""For other ranks."""
 IN_STEPS = (
     Phase.DATA,
     Phase.TRANSFER,

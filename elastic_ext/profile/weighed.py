@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
 
-from .phases import COMPUTING, IN_STEPS, Phase
+from .phases import COMPUTING, IN_STEPS, WAITING, Phase
 
 __all__ = ["RankView", "Roofline", "Weighed", "is_usable", "merged", "replicas_of", "weigh", "why_not"]
 
 _LEAST_STEPS = 3
 _MOST = 1e12  # of anything that is counted or timed: beyond it numbers are taken for broken
 _IN_BURSTS = (Phase.DATA, Phase.OTHER)
-_WAITING = (Phase.COMMUNICATION, Phase.AGREEMENT)
 _WITHIN_STEP = (Phase.TRANSFER, *COMPUTING, Phase.COMMUNICATION)
 """What the time of steps that were not looked at is shared out among."""
 _PHASES = {phase.label: phase for phase in Phase}
@@ -78,6 +77,10 @@ class Weighed:
     """How much of a processor the training thread had while it should have computed; None where that tells nothing."""
     is_on_accelerator: bool
     roofline: Roofline | None
+    waiting_seconds: float
+    """For other ranks, in all steps but a few."""
+    steady_seconds: float
+    """What this rank is busy with by itself, in all steps but a few."""
     overlapped_seconds: float | None = None
     """Of a step, in which gradients or parameters are on their way and something is computed; of steps traced alone."""
 
@@ -88,12 +91,7 @@ class Weighed:
     @property
     def local_seconds(self) -> float:
         """What this rank is busy with by itself in a step: all but waiting for others."""
-        return sum(seconds for phase, seconds in self.step.items() if phase not in _WAITING)
-
-    @property
-    def waiting_seconds(self) -> float:
-        """For other ranks."""
-        return sum(self.step.get(phase, 0.0) for phase in _WAITING)
+        return sum(seconds for phase, seconds in self.step.items() if phase not in WAITING)
 
     @property
     def computing_seconds(self) -> float:
@@ -151,6 +149,8 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         num_bytes=sum(each.num_bytes for each in ordered),
         num_detailed=sum(each.num_detailed for each in ordered),
         accelerator_peak_bytes=max(peaks, default=None),
+        waiting_seconds=_mean_low([(each.num_detailed, each.waiting_seconds) for each in ordered]),
+        computing_seconds=_mean_low([(each.num_detailed, each.computing_seconds) for each in ordered]),
     )
 
 
@@ -194,15 +194,18 @@ def weigh(view: RankView) -> Weighed:
     step, trace = _step_of(window, split), view.trace
     if trace is not None and not _is_told(trace):
         trace = None
+    whole = _with_waits(step, trace)
     return Weighed(
         rank=view.rank,
         host=view.host,
-        step=_with_waits(step, trace),
+        step=whole,
         shares={phase: spent / total for phase, spent in split.items()},
         is_known=_has_passes(split),
         processor_share=None if _is_on_accelerator(view) else _processor_share(view, seconds),
         is_on_accelerator=_is_on_accelerator(view),
         roofline=_roofline(view),
+        waiting_seconds=_waiting_of(window, step, whole),
+        steady_seconds=_steady_of(window, step, whole),
         overlapped_seconds=None if trace is None else _seconds_of(trace.overlapped_seconds, step, trace),
     )
 
@@ -219,6 +222,7 @@ def _numbers(window: StepWindow) -> Iterator[object]:
     for table in (window.seconds, window.processor_seconds, window.typical):
         yield from table.values()
     yield from window.step_seconds
+    yield from (each for each in (window.waiting_seconds, window.computing_seconds) if each is not None)
 
 
 def _is_amount(value: object) -> bool:
@@ -236,6 +240,13 @@ def _mean_typical(windows: Sequence[StepWindow]) -> dict[str, float]:
     total = sum(each.num_detailed for each in seen)
     names = dict.fromkeys(name for each in seen for name in each.typical)
     return {name: sum(each.typical.get(name, 0.0) * each.num_detailed for each in seen) / total for name in names}
+
+
+def _mean_low(told: Sequence[tuple[int, float | None]]) -> float | None:
+    """As of what is typical, of what windows tell that had so many steps that were looked at."""
+    seen = [(number, seconds) for number, seconds in told if seconds is not None]
+    total = sum(number for number, _ in seen)
+    return sum(number * seconds for number, seconds in seen) / total if total > 0 else None
 
 
 def _by_phase(table: Mapping[str, float]) -> dict[Phase, float]:
@@ -287,6 +298,21 @@ def _with_waits(step: dict[Phase, float], trace: StepTrace | None) -> dict[Phase
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         found[phase] = step.get(phase, 0.0) * (1 - waits / passes)
     return found
+
+
+def _waiting_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[Phase, float]) -> float:
+    """What steps wait for others at least, but a few; ``whole`` is ``step`` with what its passes wait too."""
+    usual, in_all = (sum(each.get(phase, 0.0) for phase in WAITING) for each in (step, whole))
+    return in_all if window.waiting_seconds is None else in_all - usual + min(window.waiting_seconds, usual)
+
+
+def _steady_of(window: StepWindow, step: Mapping[Phase, float], whole: Mapping[Phase, float]) -> float:
+    """What a rank does by itself in all steps but a few: of what comes in bursts, the mean as ever."""
+    usual, in_all = (sum(each.get(phase, 0.0) for phase in (Phase.TRANSFER, *COMPUTING)) for each in (step, whole))
+    local = sum(seconds for phase, seconds in whole.items() if phase not in WAITING)
+    if window.computing_seconds is None or usual <= 0:
+        return local
+    return local - in_all * (1 - min(window.computing_seconds / usual, 1.0))
 
 
 def _is_told(trace: StepTrace) -> bool:

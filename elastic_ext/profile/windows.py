@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from elastic_ext.metrics import StepWindow
 
-from .phases import IN_STEPS, Phase
+from .phases import COMPUTING, IN_STEPS, WAITING, Phase
 from .timeline import Spent, Timeline
 
 __all__ = ["Held", "Standing", "Windows", "window_seconds"]
@@ -109,7 +109,7 @@ class Windows:
         """End the window that is open, and begin the next."""
         spent = self._timeline.spent()
         memory = self._memory()
-        typical, step_seconds = _of_steps(self._steps)
+        typical, step_seconds, waiting, computing = _of_steps(self._steps)
         in_all = _between(self._at_open, spent)
         seconds = _named(in_all[: len(Phase)])
         end = self._begin + sum(seconds.values())
@@ -127,6 +127,8 @@ class Windows:
             processor_seconds=_named(in_all[len(Phase) :]),
             typical=typical,
             step_seconds=step_seconds,
+            waiting_seconds=waiting,
+            computing_seconds=computing,
             num_samples=standing.num_samples - self._num_samples,
             num_tokens=self._counts[0],
             num_bytes=self._counts[1],
@@ -167,12 +169,28 @@ def _between(before: Spent, after: Spent) -> Spent:
     return [now - then for then, now in zip(before, after, strict=True)]
 
 
-def _of_steps(ends: list[tuple[Spent, Spent]]) -> tuple[dict[str, float], tuple[float, ...]]:
-    """What a step in the middle takes, by phase; and what steps take that nothing out of the ordinary befalls."""
+class _Typical(NamedTuple):
+    """Of steps that were looked at one by one."""
+
+    phases: dict[str, float]
+    """A step in the middle, phase by phase."""
+    lengths: tuple[float, ...] = ()
+    waiting: float | None = None
+    computing: float | None = None
+
+
+def _of_steps(ends: list[tuple[Spent, Spent]]) -> _Typical:
     if not ends:
-        return {}, ()
+        return _Typical({})
     steps = [_between(before, after)[: len(Phase)] for before, after in ends]
     middle, last = len(steps) // 2, len(steps) - 1
     typical = [sorted(each)[middle] for each in zip(*steps, strict=True)]
     lengths = sorted(sum(step[phase] for phase in IN_STEPS) for step in steps)
-    return _named(typical), tuple(round(lengths[int(part * last)] * 1e-9, 9) for part in _QUANTILES)
+    quantiles = tuple(round(lengths[int(part * last)] * 1e-9, 9) for part in _QUANTILES)
+    return _Typical(_named(typical), quantiles, _low(steps, WAITING), _low(steps, (Phase.TRANSFER, *COMPUTING)))
+
+
+def _low(steps: list[Spent], phases: tuple[Phase, ...]) -> float:
+    """What ``phases`` take together, in a quarter of the steps no longer."""
+    found = sorted(sum(step[phase] for phase in phases) for step in steps)
+    return round(found[len(found) // 4] * 1e-9, 9)

@@ -1,0 +1,37 @@
+"""Seen: what steps under one config took, over all ranks: what a strategy learns from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Seen"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Some steps that followed each other, under one version and revision of the config on all ranks."""
+
+    time: float
+    """When the last of them ended, in seconds since 1970."""
+    version: int
+    revision: int = 0
+    step: int
+    """Steps that had committed since training began, at their end."""
+    num_steps: int
+    num_ranks: int
+    """That told of them,"""
+    world_size: int
+    """... of so many that there are."""
+    step_seconds: float
+    """What a step in the middle took, on the rank where that is the most."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Of that, by phase as profile/phases.py names them, usual among ranks; empty where steps were not looked at."""
+    held_up_seconds: float = 0.0
+    """In which training waited for checkpoints or changes, or was rolled back: beside the steps."""
+    processor_share: float | None = None
+    """What the training thread had of a processor while it computed."""
+    peak_bytes: int | None = None
+    """The most that an accelerator of any rank held at once, in these steps or before."""
+    trouble: str = ""
+    """Why nothing is to be decided by this: a sentence, such as that a rank is silent; empty where there is nothing."""
