@@ -65,7 +65,10 @@ KEYS: Mapping[str, Key] = {
         Key("tuning.mode", Choice(("off", "advise", "auto")), "what the tuner may do"),
         Key("tuning.knobs", Knobs({key.path: key.rule for key in _TUNABLE}), "what the tuner may choose from"),
         Key("tuning.headroom", Number(at_least=0.0, at_most=0.5), "share of memory to leave free"),
+        Key("tuning.memory_bytes", Integer(1), "memory that a rank may take of its device, where not all there is"),
         Key("tuning.probe_steps", Integer(1), "steps measured per trial"),
+        Key("tuning.probe_budget", Number(at_least=0.0, at_most=1.0), "share of training's time that trials may cost"),
+        Key("tuning.goal", Number(above=0.0), "samples per second that are enough, where not as many as there can be"),
     )
 }
 USER_RULE = UserValueRule()

@@ -131,7 +131,10 @@ class TuningSection(Section):
     mode: str | None = None
     knobs: Mapping[str, KnobBounds] | None = None
     headroom: float | None = None
+    memory_bytes: int | None = None
     probe_steps: int | None = None
+    probe_budget: float | None = None
+    goal: float | None = None
 
 
 SECTION_TYPES: tuple[type[Section], ...] = (

@@ -6,7 +6,8 @@ from typing import cast
 
 import pytest
 
-from examples.live_config import DemoError, Training, check, main
+from examples.live_config import check, main
+from examples.training_job import DemoError, Training
 
 Taken = dict[int, tuple[int, int]]
 
@@ -23,8 +24,12 @@ class Finished:
     def versions_applied(self) -> set[int]:
         return self._versions
 
-    def steps_taken(self) -> Taken:
-        return self._taken
+    @property
+    def lines(self) -> list[str]:
+        return [
+            f"step {step}: loss 1.000, learning rate 0.001, {num_windows} windows in {num_micro_steps} micro-steps, 1.0 s"
+            for step, (num_windows, num_micro_steps) in self._taken.items()
+        ]
 
     def checksums(self) -> dict[int, list[str]]:
         return self._checksums
