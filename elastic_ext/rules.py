@@ -34,6 +34,7 @@ TORCH = "torch"
 LARGEST_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
 _MOST_LISTS = MAX_DEPTH - 2  # a user's value lies inside two objects
 _MOST_KNOBS_SHOWN = 5
+_SURE = 0.95  # as like as that are names with the same initials
 
 UserValue: TypeAlias = "bool | int | float | str | tuple[UserValue, ...] | None"
 KnobBounds: TypeAlias = tuple[UserValue, ...]
@@ -264,13 +265,17 @@ class Knobs:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known dotted name most like ``name``, as a whole or by its last part."""
+    """The known dotted name most like ``name``: as a whole, by its last part, or by that part's initials."""
     given = str(name)[:100]
+    given_last = given.rpartition(".")[2]
 
     def likeness(candidate: str) -> float:
+        last = candidate.rpartition(".")[2]
+        initials = "".join(word[:1] for word in last.split("_"))
+        if len(initials) > 1 and given_last.lower() == initials:
+            return _SURE
         whole = difflib.SequenceMatcher(None, given, candidate).ratio()
-        last = difflib.SequenceMatcher(None, given.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
-        return max(whole, last)
+        return max(whole, difflib.SequenceMatcher(None, given_last, last).ratio())
 
     return max(known, key=likeness)
 

@@ -53,7 +53,10 @@ VALUES: Mapping[str, st.SearchStrategy[object]] = {
         max_size=2,
     ),
     "tuning.headroom": st.floats(0, 0.5),
+    "tuning.memory_bytes": _counts,
     "tuning.probe_steps": _counts,
+    "tuning.probe_budget": st.floats(0, 1),
+    "tuning.goal": _above_zero,
 }
 
 

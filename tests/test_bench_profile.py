@@ -23,11 +23,12 @@ def test_both_sides_come_to_the_same_parameters(tmp_path: Path) -> None:
 
 
 def test_tables_and_words_are_made() -> None:
-    found = profile.cost_of_looking(num_rounds=3, is_every_step=True)
+    found = profile.cost_of_looking("every step looked at", num_rounds=3)
     assert [row.name for row in found.rows] == list(profile.NAMES.values())
     assert found.rows[1].at_most is None and "a phase begins takes" in found.notes[0]
-    shares = profile.share_of_steps("short", profile.SMALL, 2.0, num_in_block=4, num_rounds=3)
+    shares = profile.share_of_steps("short", profile.SMALL, 2.0, passing_seconds=0.0, num_rounds=3)
     assert ["CPU time" in each.title for each in shares] == [True, False]
     for each in shares:
+        assert [row.name for row in each.rows] == list(profile.LOOKS.values())
         assert each.rows[1].at_most == pytest.approx(2 * median(each.rows[0].values))
-        assert "200.0% of a step; both sides keep what is freed" in each.notes[0]
+        assert "200.0% of a step less what is spent on each step" in each.notes[0]

@@ -54,6 +54,9 @@ TABLE: Mapping[str, tuple[list[str], list[str]]] = {
         ["[]", "true", "1", '""', '{"a": [1]}', '{"dataloader.batch_size": 4}', '{"dataloader.batch_size": [0, 4]}'],
     ),
     "tuning.headroom": (["0", "0.25", "0.5"], ["0.5000000000000001", "1", *NOT_NUMBERS]),
+    "tuning.memory_bytes": (["1", "50", str(LARGEST)], ["0", *NOT_INTEGERS]),
+    "tuning.probe_budget": (["0", "0.25", "1"], ["1.0000000000000002", "-0.1", *NOT_NUMBERS]),
+    "tuning.goal": (["1e-9", "50", "1e300"], ["0", "-1", *NOT_NUMBERS]),
     "tuning.probe_steps": (["1", "50", str(LARGEST)], ["0", *NOT_INTEGERS]),
 }
 TAKEN = [(path, text) for path, (taken, _) in TABLE.items() for text in taken]
