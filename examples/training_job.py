@@ -71,6 +71,15 @@ class Training:
         return found
 
     @property
+    def is_running(self) -> bool:
+        """Whether there is time left, and the training has not ended."""
+        return time.monotonic() < self._deadline and self._process.poll() is None
+
+    def last_step(self) -> int:
+        """That rank 0 has counted samples of."""
+        return max(self.checksums())
+
+    @property
     def lines(self) -> Sequence[str]:
         """What was printed so far."""
         return tuple(self._lines)
@@ -94,7 +103,7 @@ class Training:
 
     def wait_for_step(self, step: int) -> None:
         """Until that step, or a later one, was taken."""
-        self.wait_until(lambda: max(self.checksums()) >= step, f"training did not come to step {step}")
+        self.wait_until(lambda: self.last_step() >= step, f"training did not come to step {step}")
 
     def kill_worker(self, rank: int) -> None:
         """End a rank's process as the system does where memory has run out."""

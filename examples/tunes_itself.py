@@ -1,0 +1,159 @@
+"""The demo: a training job that starts badly tunes itself while it trains, and loses a worker on the way.
+
+    make demo        or        python -m examples.tunes_itself
+
+Two ranks read samples that take a while to be had, without workers and one at a time. The job's own master watches
+where the time goes, tries other settings on real training steps, keeps what is faster and says why; a worker is killed
+with SIGKILL meanwhile. The exit status is 0 only if the job trains at least twice as fast in the end, every decision
+that was written came into force, and no sample was left out or taken otherwise when its step came again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.training_job import DemoError, Training
+
+LEAST_GAIN = 2.0
+DEADLINE_SECONDS = 170.0
+NUM_LINES = 3  # of the script's, which a rate is the median of
+CHECKPOINT_EVERY = 40
+_SCRIPT = Path(__file__).with_name("slow_samples.py")
+_RATE = re.compile(r"step \d+: (\d+) samples/s")
+
+
+def start(run_directory: Path, deadline_seconds: float) -> Training:
+    """The training, whose output is echoed."""
+    given = ["--log-seconds=2", f"--checkpoint-every={CHECKPOINT_EVERY}"]
+    return Training(run_directory, deadline_seconds, _SCRIPT, *given, launcher=["--tuning=auto"])
+
+
+class Tuner:
+    """What the job's tuner has decided, asked for as a person would in another terminal."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._command = [sys.executable, "-m", "elastic_ext.cli", "tuning", "log", "--json", "--master"]
+        self._command.append(str(run_directory))
+        self._told: dict[int, str] = {}
+
+    def decisions(self) -> list[Mapping[str, Any]]:
+        """All of them, in order; prints what is new of each."""
+        asked = subprocess.run(self._command, capture_output=True, text=True, timeout=30.0)
+        if asked.returncode != 0:
+            return []  # there is no master yet, or none just now
+        found = [json.loads(line) for line in asked.stdout.splitlines()]
+        for each in found:
+            told = in_words(each)
+            if self._told.get(each["number"]) != told:
+                self._told[each["number"]] = told
+                print(f"tuner | {told}", flush=True)
+        return found
+
+
+def in_words(decision: Mapping[str, Any]) -> str:
+    """A decision on one line."""
+    told = [
+        f"{name} {decision[name]:,.0f} samples/s" for name in ("predicted", "measured") if decision[name] is not None
+    ]
+    version = "" if decision["version"] is None else f", version {decision['version']}"
+    rates_told = f" ({', '.join(told)})" if told else ""
+    outcome = f" -> {decision['outcome']}" if decision["outcome"] else ""
+    return f"{decision['number']}. {decision['kind']}{version}: {decision['reason']}{rates_told}{outcome}"
+
+
+def rates(lines: Sequence[str]) -> list[float]:
+    """Samples per second, as the script has printed them."""
+    return [float(match[1]) for match in map(_RATE.match, lines) if match]
+
+
+def show(training: Training) -> tuple[float, float, list[Mapping[str, Any]]]:
+    """Watch the job tune itself, and take a worker from it; rates before and after, and what was decided."""
+    training.wait_until(lambda: len(rates(training.lines)) >= NUM_LINES, "the training has printed no rates")
+    before = statistics.median(rates(training.lines)[:NUM_LINES])
+    tuner = Tuner(training.run_directory)
+    has_killed = False
+    for decisions in _asked(training, tuner):
+        if not has_killed and any(each["outcome"] == "kept" for each in decisions):
+            print("$ kill -9 (the process of rank 1)", flush=True)
+            training.kill_worker(1)
+            training.wait_for_line(r"training goes on after step \d+: ")
+            has_killed = True
+        if has_killed and is_settled(decisions):
+            break
+    num_lines = len(rates(training.lines))
+    training.wait_until(
+        lambda: len(rates(training.lines)) >= num_lines + 1 + NUM_LINES, "no rates were printed once it had settled"
+    )
+    after = statistics.median(rates(training.lines)[-NUM_LINES:])
+    decisions = tuner.decisions()
+    end = [sys.executable, "-m", "elastic_ext.cli", "config", "set", f"user.steps={training.last_step() + 20}"]
+    subprocess.run([*end, "--reason", "that is enough", "--file", str(training.config_file)], check=True)
+    training.finish()
+    return before, after, decisions
+
+
+def is_settled(decisions: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last thing that was decided is that what is in force stays."""
+    told = [each for each in decisions if each["kind"] in ("probe", "settle", "reopen")]
+    return bool(told) and told[-1]["kind"] == "settle"
+
+
+def _asked(training: Training, tuner: Tuner) -> Iterator[list[Mapping[str, Any]]]:
+    """What has been decided, every second, until the time is up."""
+    while training.is_running:
+        yield tuner.decisions()
+        time.sleep(1.0)
+    raise DemoError("the tuner did not settle in time")
+
+
+def check(training: Training, before: float, after: float, decisions: Sequence[Mapping[str, Any]]) -> None:
+    """Print what has come of it; DemoError unless all of it holds."""
+    written = [each for each in decisions if each["version"] is not None]
+    applied = training.versions_applied()
+    if not written:
+        raise DemoError("the tuner has changed nothing")
+    if missing := [each["version"] for each in written if each["version"] not in applied and not each["outcome"]]:
+        raise DemoError(f"versions {missing} were written and never in force")
+    checksums = training.checksums()
+    if missing := sorted(set(range(1, max(checksums) + 1)) - set(checksums)):
+        raise DemoError(f"steps {missing} were left out")
+    if unlike := [step for step, found in checksums.items() if len(set(found)) != 1]:
+        raise DemoError(f"steps {unlike} had other samples when they were taken again")
+    num_again = sum(len(found) > 1 for found in checksums.values())
+    print(f"no step was left out; {num_again} were taken again after the kill, with the same samples")
+    print(
+        f"samples/s: {before:,.0f} as it was started, {after:,.0f} as it has tuned itself: {after / before:.1f} times"
+    )
+    if after < LEAST_GAIN * before:
+        raise DemoError(f"that is less than {LEAST_GAIN:g} times as fast")
+
+
+def main(deadline_seconds: float = DEADLINE_SECONDS) -> int:
+    """Run the demo; gives its exit status."""
+    with tempfile.TemporaryDirectory(prefix="elastic_ext-demo-") as folder:
+        training = start(Path(folder), deadline_seconds)
+        try:
+            before, after, decisions = show(training)
+            print("\nwhat was decided, and why:")
+            print("\n".join(f"  {in_words(each)}" for each in decisions), "\n")
+            check(training, before, after, decisions)
+        except (DemoError, subprocess.SubprocessError) as error:
+            print(f"\nthe demo failed: {error}", file=sys.stderr)
+            return 1
+        finally:
+            training.kill()
+    print("a worker was killed, and training went on by itself with what had been found")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
