@@ -1,0 +1,303 @@
+"""Real jobs that start badly and tune themselves, beside what a person would find who tried every config one by one.
+
+Six jobs of two ranks under elastic-run. Each trains from a bad start with ``--tuning=auto`` until its tuner settles.
+Then, in the same processes, the tuner is turned off and up to 24 configs are put in force one after another and
+measured; the fastest of them and what the tuner has found are measured again by turns. Beside it stand: staying with
+the start; the same search with a restart for each config, as tuners do that work before training begins, whose restarts
+were made and timed; and to have had the best config from the start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Result, Verdict
+from benchmarks.tuning_live_jobs import JOBS, Kind
+from elastic_ext.history import ConfigHistory
+
+__all__ = ["Found", "LiveTable", "main", "measured"]
+
+NUM_RANKS = 2
+LEAST_SHARE, LEAST_GOOD = 0.9, 5
+MOST_CONFIGS = 24
+SETTLE_SECONDS = 150.0
+TRY_SECONDS, LEAST_STEPS = 1.5, 6
+AGAIN_SECONDS, NUM_AGAIN = 4.0, 4
+DEADLINE_SECONDS = 60.0
+NUM_TRAINED = 200_000  # samples, for which it is said how long they take
+NUM_RESTARTS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What has come of one job; rates are samples per second."""
+
+    name: str
+    start: float
+    best: float
+    tuned: float
+    """As measured by turns with the best."""
+    best_config: Mapping[str, Any]
+    tuned_config: Mapping[str, Any]
+    num_configs: int
+    seconds: float
+    """Until the tuner had settled,"""
+    num_samples: float
+    """... and the samples that it had trained meanwhile."""
+    has_settled: bool
+    num_probes: int
+    num_failures: int
+    """Micro-batches for which memory did not suffice, while it was tuned."""
+    restart_seconds: float
+
+    @property
+    def share(self) -> float:
+        return self.tuned / self.best
+
+    def seconds_to_train(self, num_samples: int) -> Mapping[str, float]:
+        """How long it takes to have trained so many, one way and another."""
+        tries = self.num_configs * (self.restart_seconds + TRY_SECONDS)  # which train nothing that is kept
+        return {
+            "tuned while it trains": self.seconds + max(num_samples - self.num_samples, 0.0) / self.tuned,
+            "as it was started": num_samples / self.start,
+            "a restart for each config first": tries + num_samples / self.best,
+            "the best from the start": num_samples / self.best,
+        }
+
+
+def main() -> list[Result]:
+    """All six, one after another."""
+    return [LiveTable(found=tuple(measured(name, kind) for name, kind in JOBS.items()))]
+
+
+def measured(name: str, kind: Kind) -> Found:
+    """One job, from its bad start to the last turn."""
+    with tempfile.TemporaryDirectory(prefix="tuning-live-") as folder:
+        restart = _restart_seconds(name, Path(folder))
+        with _job(name, Path(folder) / "job", "auto", kind) as job:
+            start = job.rate(LEAST_STEPS, TRY_SECONDS)
+            has_settled = job.settle()
+            seconds, num_samples = job.trained()
+            num_failures, decisions = job.num_failures(), job.decisions()
+            tuned_config = job.config()
+            job.put({"tuning.mode": "off"})
+            rates = {config: job.try_out(dict(config)) for config in _configs(kind)}
+            best_config = dict(max(rates.items(), key=lambda each: each[1])[0])
+            turns: dict[str, list[float]] = {"best": [], "tuned": []}
+            for _ in range(NUM_AGAIN):
+                for whose, config in (("best", best_config), ("tuned", tuned_config)):
+                    turns[whose].append(job.try_out(config, AGAIN_SECONDS))
+            return Found(
+                name=name,
+                start=start,
+                best=statistics.median(turns["best"]),
+                tuned=statistics.median(turns["tuned"]),
+                best_config=best_config,
+                tuned_config=tuned_config,
+                num_configs=len(rates),
+                seconds=seconds,
+                num_samples=num_samples,
+                has_settled=has_settled,
+                num_probes=sum(each["kind"] == "probe" for each in decisions),
+                num_failures=num_failures,
+                restart_seconds=restart,
+            )
+
+
+def _configs(kind: Kind) -> list[tuple[tuple[str, Any], ...]]:
+    """What is tried one by one, spread evenly over all that the job's knobs make where that is too much."""
+    every = [tuple(zip(kind.choices, values, strict=True)) for values in itertools.product(*kind.choices.values())]
+    step = max(len(every) / MOST_CONFIGS, 1.0)
+    return [every[int(at * step)] for at in range(min(len(every), MOST_CONFIGS))]
+
+
+def _restart_seconds(name: str, folder: Path) -> float:
+    """From the start of a launcher until its job has taken a few steps."""
+    lengths = []
+    for number in range(NUM_RESTARTS):
+        began = time.monotonic()
+        with _job(name, folder / f"restart-{number}", "off", JOBS[name]):
+            lengths.append(time.monotonic() - began)
+    return min(lengths)
+
+
+class _Job:
+    """One that trains, in a folder of its own."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes], kind: Kind) -> None:
+        self._folder = folder
+        self._process = process
+        self._history = ConfigHistory(folder / "run" / "config.json")
+        self._keys = [*kind.choices]
+        self._kind = kind
+
+    def await_steps(self, num_steps: int) -> None:
+        self._until(lambda: len(self._steps()) >= num_steps)
+
+    def rate(self, num_steps: int, seconds: float) -> float:
+        """Of the steps that come: at least so many, and for so long."""
+        first = len(self._steps())
+        began = time.monotonic()
+        self._until(lambda: len(self._steps()) > first + num_steps and time.monotonic() - began >= seconds)
+        steps = self._steps()[first:]
+        return sum(each[2] for each in steps[1:]) / ((steps[-1][0] - steps[0][0]) / 1e9)
+
+    def try_out(self, config: Mapping[str, Any], seconds: float = TRY_SECONDS) -> float:
+        """The rate under ``config``, after the first steps under it."""
+        version = self.put(config)
+        self._until(lambda: self._steps()[-1][1] >= version)
+        first = len(self._steps())
+        began = time.monotonic()
+        self._until(lambda: len(self._steps()) > first + 1 and time.monotonic() - began >= 1.0)  # workers are ready
+        return self.rate(LEAST_STEPS, seconds)
+
+    def put(self, config: Mapping[str, Any]) -> int:
+        """Have it in force as a person would; gives its version."""
+        remove = [key for key, value in config.items() if value is None]
+        changes = {key: value for key, value in config.items() if value is not None}
+        return self._history.set(changes, remove=remove, reason="it is measured").version
+
+    def settle(self) -> bool:
+        """Wait until the tuner has, or its time is up; whether it has."""
+        until = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < until:
+            time.sleep(3.0)
+            told = [each for each in self.decisions() if each["kind"] in ("probe", "settle", "reopen")]
+            if told and told[-1]["kind"] == "settle":
+                return True
+        return False
+
+    def decisions(self) -> list[Mapping[str, Any]]:
+        """What the tuner has decided so far."""
+        command = [sys.executable, "-m", "elastic_ext.cli", "tuning", "log", "--json", "--master"]
+        asked = subprocess.run([*command, str(self._folder / "run")], capture_output=True, text=True, timeout=60.0)
+        return [json.loads(line) for line in asked.stdout.splitlines()] if asked.returncode == 0 else []
+
+    def trained(self) -> tuple[float, float]:
+        """How long it trains by now, and how many samples that were."""
+        steps = self._steps()
+        return (steps[-1][0] - steps[0][0]) / 1e9, float(sum(each[2] for each in steps))
+
+    def config(self) -> Mapping[str, Any]:
+        """What is in force of what is tried one by one, and of all else that the tuner has changed."""
+        current = self._history.current()
+        values = {} if current is None else current.values()
+        found = {key: values.get(key) for key in self._keys}
+        tuned = {key: value for key, value in values.items() if key.startswith(("dataloader", "parallel", "commun"))}
+        start = {f"dataloader.{key}": value for key, value in self._kind.start.items()}
+        return {**found, **{key: start.get(key) for key in found if found[key] is None}, **tuned}
+
+    def num_failures(self) -> int:
+        file = self._folder / "failures.txt"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def _steps(self) -> list[tuple[int, int, int]]:
+        file = self._folder / "steps-0.txt"
+        rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        return [(int(row[0]), int(row[1]), int(row[2])) for row in rows if len(row) == 3]
+
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not is_so():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise TimeoutError(f"the job does not get on: {(self._folder / 'log').read_text()[-2000:]}")
+            time.sleep(0.05)
+
+
+@contextmanager
+def _job(name: str, folder: Path, mode: str, kind: Kind) -> Iterator[_Job]:
+    """The job from its first steps on."""
+    folder.mkdir()
+    if kind.memory_bytes is not None:
+        (folder / "run").mkdir()
+        (folder / "run" / "config.json").write_text(
+            json.dumps({"version": 1, "tuning": {"memory_bytes": kind.memory_bytes}})
+        )
+    command = [sys.executable, "-m", "elastic_ext.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+    command += [f"--tuning={mode}", "-m", "benchmarks.tuning_live_jobs", name, str(folder)]
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "ELASTIC_EXT_RUN_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+        )
+    job = _Job(folder, process, kind)
+    try:
+        job.await_steps(LEAST_STEPS)
+        yield job
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+# ---- the table ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveTable:
+    """What each job came to."""
+
+    found: Sequence[Found]
+
+    @property
+    def heading(self) -> str:
+        return (
+            f"**Jobs that tune themselves, two ranks: what they found beside the best of up to {MOST_CONFIGS} configs**"
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        configs = (
+            f"{each.name}: the best was {_in_words(each.best_config)}; the tuner chose {_in_words(each.tuned_config)}"
+            for each in self.found
+        )
+        return (
+            f"time is that until {NUM_TRAINED:,} samples are trained, by the rates measured; a restart was made and "
+            f"timed {NUM_RESTARTS} times for each job",
+            f"out of memory while tuning: {sum(each.num_failures for each in self.found)} times",
+            *configs,
+        )
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return self._decided()[0], "fail" if any(each.num_failures for each in self.found) else "pass"
+
+    def table_lines(self) -> list[str]:
+        ways = list(self.found[0].seconds_to_train(NUM_TRAINED)) if self.found else []
+        lines = [
+            "| job | start | best of all | tuned | tuned / best | probes | until settled | "
+            + " | ".join(f"time {way}" for way in ways)
+            + " |",
+            "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * len(ways),
+        ]
+        for each in self.found:
+            seconds = each.seconds_to_train(NUM_TRAINED)
+            settled = f"{each.seconds:.0f} s" if each.has_settled else f"not in {each.seconds:.0f} s"
+            lines.append(
+                f"| {each.name} | {each.start:,.0f}/s | {each.best:,.0f}/s | {each.tuned:,.0f}/s | {each.share:.2f} "
+                f"| {each.num_probes} | {settled} | " + " | ".join(f"{seconds[way]:,.0f} s" for way in ways) + " |"
+            )
+        lines.append(f"| verdict | | | | {': '.join(self._decided())} | | | " + " | " * len(ways))
+        return lines
+
+    def _decided(self) -> tuple[Verdict, str]:
+        good = sum(each.share >= LEAST_SHARE for each in self.found)
+        told = f"{good} of {len(self.found)} reach {LEAST_SHARE}; the target is {LEAST_GOOD}"
+        return ("pass" if good >= LEAST_GOOD else "fail"), told
+
+
+def _in_words(config: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in config.items())
