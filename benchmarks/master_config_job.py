@@ -20,10 +20,10 @@ from torch.utils.data import TensorDataset
 
 from elastic_ext import ElasticDataLoader, ElasticTrainer
 
-__all__ = ["main"]
+__all__ = ["train"]
 
 
-def main(folder: Path, step_seconds: float) -> None:
+def train(folder: Path, step_seconds: float) -> None:
     """Train until told to end."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(64, 64))
@@ -45,4 +45,4 @@ def main(folder: Path, step_seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    train(Path(sys.argv[1]), float(sys.argv[2]))

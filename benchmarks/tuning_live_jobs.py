@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from elastic_ext import ElasticDataLoader, ElasticTrainer
 
-__all__ = ["JOBS", "Kind", "main"]
+__all__ = ["JOBS", "Kind", "train"]
 
 NUM_SAMPLES = 1 << 20
 SLEEP_SECONDS = 0.004
@@ -127,7 +127,7 @@ class Wide(nn.Module):
         return (inputs.unsqueeze(1) * self.scale.unsqueeze(1)).relu().mean(1)
 
 
-def main(name: str, folder: Path) -> None:
+def train(name: str, folder: Path) -> None:
     """Train until told to end."""
     kind = JOBS[name]
     torch.set_num_threads(1)
@@ -191,4 +191,4 @@ _slow_exchange.__annotations__ = {
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    train(sys.argv[1], Path(sys.argv[2]))
