@@ -21,8 +21,9 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def defines_main(source: str) -> bool:
-    """Whether a module's text defines ``main`` at its top, which makes it a benchmark."""
-    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(source).body)
+    """Whether a module's text defines a ``main`` at its top that needs nothing: which makes it a benchmark."""
+    functions = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+    return any(each.name == "main" and len(each.args.args) == len(each.args.defaults) for each in functions)
 
 
 def benchmarks_in(sources: Mapping[str, str]) -> list[str]:

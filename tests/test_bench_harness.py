@@ -299,6 +299,8 @@ def test_this_machine_has_processors_memory_and_versions() -> None:
 
 def test_benchmarks_are_the_modules_that_define_main() -> None:
     assert defines_main("def main() -> list[int]:\n    return []")
+    assert defines_main("def main(num_rounds: int = 3) -> list[int]:\n    return []")
+    assert not defines_main("def main(folder: str) -> int:\n    return 0")
     assert not defines_main("class A:\n    def main(self) -> None: ...\nfrom x import main")
     sources = {"b": "def main(): ...", "a": "def main(): ...", "harness": "", "__main__": "def main(): ..."}
     assert benchmarks_in(sources) == ["a", "b"]
