@@ -27,7 +27,7 @@ class Finished:
     @property
     def lines(self) -> list[str]:
         return [
-            f"step {step}: loss 1.000, learning rate 0.001, {num_windows} windows in {num_micro_steps} micro-steps, 1.0 s"
+            f"step {step}: loss 1.000, {num_windows} windows in {num_micro_steps} micro-steps, 1.0 s"
             for step, (num_windows, num_micro_steps) in self._taken.items()
         ]
 
