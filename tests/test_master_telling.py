@@ -17,10 +17,9 @@ from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_message
 from elastic_ext.metrics import StepWindow
+from tests.clusters import machine_of, pair_report
 from tests.machines import machine
 from tests.masters import Caller, join_request, master_in_process, master_on_thread, until
-from tests.test_master_cluster import _machine as machine_of
-from tests.test_master_cluster import _report as pair_report
 
 
 @pytest.fixture
