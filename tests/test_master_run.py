@@ -88,6 +88,8 @@ def test_the_environment_names_a_master_as_it_gives_other_options(monkeypatch: p
     monkeypatch.setenv("PET_MASTER", "node-1:7788")
     assert choice() == MasterPlace(address=Address(host="node-1", port=7788))
     assert choice("--master=off") == "none"
+    monkeypatch.setenv("PET_TOKEN_FILE", "/of/the/cluster")
+    assert choice("--master=off") == "none", "whoever does without needs no token"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,9 @@ def test_the_environment_names_a_master_as_it_gives_other_options(monkeypatch: p
         (["--master=nowhere"], "--master: 'nowhere' is no address of a master; allowed: HOST:PORT"),
         (["--master=a:1", "--token-file=/nowhere"], "the token file /nowhere does not exist"),
         (["--master=a:1", "--master-ca=/nowhere"], "--master-ca cannot be read: No such file"),
+        (["--token-file=t"], "--token-file is given, and no --master .* give --master HOST:PORT as well"),
+        (["--token-file=t", "--master-ca=c"], "--token-file and --master-ca are given, and no --master"),
+        (["--standalone", "--master-ca=c"], "--master-ca is given, .* of --standalone has a token of its own"),
     ],
 )
 def test_what_cannot_be_a_master_is_refused(arguments: list[str], words: str) -> None:
