@@ -10,7 +10,8 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,13 @@ _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
 _FIRST_WORD_SECONDS = 3.0  # for a master that keeps this node out to say so
 
 
-def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Run this node's part of a job; the exit status. Refused for what cannot be."""
+def launch(
+    options: argparse.Namespace, environ: Mapping[str, str], *, as_given: Callable[[], AbstractContextManager[None]]
+) -> int:
+    """Run this node's part of a job; the exit status. Refused for what cannot be.
+
+    ``environ`` is what was given; while workers are started the process has that, for which ``as_given`` is entered.
+    """
     host = socket.gethostname()
     if is_in_worker(environ):
         environ = without_outer(environ)
@@ -88,7 +94,7 @@ def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     with StopSignals(options.signals_to_handle) as signals:
         folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
-            return _made(options, environ, settings, folders, signals, host).run()
+            return _made(options, environ, settings, folders, signals, host, as_given).run()
         finally:
             folders.close()
 
@@ -100,9 +106,10 @@ def _made(
     folders: NodeFolders,
     signals: StopSignals,
     host: str,
+    as_given: Callable[[], AbstractContextManager[None]],
 ) -> _Node:
     try:
-        return _Node(options, environ, settings, folders, signals, host=host)
+        return _Node(options, environ, settings, folders, signals, host=host, as_given=as_given)
     except (ValueError, AssertionError, RuntimeError) as error:  # torch asserts what was given
         raise Refused(str(error)) from error
     except OSError as error:
@@ -121,8 +128,10 @@ class _Node:
         signals: StopSignals,
         *,
         host: str,
+        as_given: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._started_at = time.time()
+        self._as_given = as_given
         self._environ = environ
         self._settings = settings
         self._folders = folders
@@ -336,6 +345,7 @@ class _Node:
                 "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(self._shutdown_seconds, 1.0)),
             },
             inherited=self._environ,
+            as_given=self._as_given,
             is_python=self._is_python,
             start_method=launch.start_method,
             log_line_prefix_template=launch.log_line_prefix_template,
