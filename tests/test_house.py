@@ -187,6 +187,7 @@ LAYERS: Mapping[str, int] = {
     "master.strategy.space": 1,
     "master.tokens": 1,
     "master.topology": 1,
+    "master.unsaved": 1,
     "master.watchers": 1,
     "master.wire": 1,
     "master.wire.master_pb2": 1,
