@@ -124,6 +124,7 @@ def test_standalone_has_a_master_that_is_found_by_the_run_directory_and_ends_wit
             status = until(lambda: found if (found := client.status()).nodes[0].workers else None)
             assert status.membership.nodes[0].num_workers == 1
             assert status.nodes[0].workers[0].state == "running"
+            assert status.nodes[0].node.agent_id == status.membership.nodes[0].node_id == node.record().node_id
             client.set_config(pb.SetConfigRequest(changes={"user.x": "1"}))
         until(lambda: (node.run_dir / "config.json").exists() or None)
         assert main(["status", str(node.run_dir)]) == 0

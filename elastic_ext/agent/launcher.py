@@ -21,9 +21,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import config_from_args
 
 from elastic_ext.doctor.hardware import NodeHardware, version_of
@@ -289,6 +287,7 @@ class _Node:
             self._tuner,
             self._journal,
             job=self._settings.job,
+            agent_id=self._node_id,
             host=self._host,
             library=library,
             started_at=self._started_at,

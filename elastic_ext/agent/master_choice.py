@@ -74,6 +74,7 @@ def link_with(
     journal: Journal,
     *,
     job: str,
+    agent_id: str,
     host: str,
     library: str,
     started_at: float,
@@ -90,6 +91,7 @@ def link_with(
         library=library,
         started_at=started_at,
         job=job,
+        agent_id=agent_id,
     )
     if choice == "own":
         chance = random.Random(f"{node.node_id}/{node.incarnation}/own")

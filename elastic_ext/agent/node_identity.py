@@ -36,6 +36,8 @@ class NodeSelf:
     library: str
     started_at: float
     job: str
+    agent_id: str = ""
+    """What the other agents of its job call it, another name at each start."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -108,6 +108,7 @@ class Job:
                 pid=node.pid,
                 library=node.library,
                 started_at=node.started_at,
+                agent_id=on_one_line(node.agent_id[:MOST_NAME]),
             )
         except Fenced as error:
             raise Refused("fenced", str(error)) from None
@@ -299,6 +300,7 @@ class Job:
             pid=node.pid,
             library=node.library,
             started_at=node.started_at,
+            agent_id=node.agent_id,
         )
         found = self.nodes.get(node.node_id)
         assert found is not None

@@ -104,4 +104,5 @@ class UnsavedChanges:
             started_at=node.started_at,
             state=node.state,
             hardware=self._fleet.hardware(node.node_id),
+            agent_id=node.agent_id,
         )
