@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic import events
@@ -40,7 +39,7 @@ from .duties import Duties
 from .elastic_agent import ElasticAgent
 from .environment import without_outer
 from .failures import Failure, first_of, told
-from .folder import NodeFolders
+from .folder import NodeFolders, keep_newest
 from .hanging import HangLimits
 from .journal import Journal
 from .master_choice import link_with, master_choice
@@ -143,7 +142,7 @@ class _Node:
         self._said = settings_in_words(options, environ)
         if options.log_dir is None:
             options.log_dir = str(folders.run_dir / "logs")
-            _keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
+            keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
         self._is_checked = bool(options.node_check)
         self._master = master_choice(options)
         self._hang_limits = HangLimits.of(options.hang_seconds)
@@ -397,13 +396,3 @@ class _Node:
             ("checkpoints", "said once training has begun"),
         ):
             _logger.info("  %-12s %s", name, on_one_line(value))
-
-
-def _keep_newest(folder: Path, number: int) -> None:
-    """Remove all but the newest logs of earlier runs, as far as that can be done."""
-    try:
-        runs = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
-    except OSError:
-        return
-    for run in runs[number:]:
-        shutil.rmtree(run, ignore_errors=True)
