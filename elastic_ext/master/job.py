@@ -252,18 +252,7 @@ class Job:
 
     def _hear(self, now: Moment, node_id: str, events: Sequence[wire.JobEvent], num_dropped: int) -> None:
         for each in events[:_MOST_EVENTS]:
-            heard = EventRecord(
-                number=0,
-                time=each.time if math.isfinite(each.time) else now.time,
-                node_id=node_id,
-                rank=each.rank,
-                step=each.step,
-                kind=each.kind,
-                text=each.text,
-                details=each.details,
-                restart=each.restart,
-            )
-            self.log.hear(now.clock, heard)
+            self.log.hear(now.clock, _heard(each, node_id, now))
         if num_dropped > 0:
             words = f"node {node_id} could not keep {num_dropped} events until it was heard"
             self.log.tell(now.time, "events-dropped", words, node_id=node_id)
@@ -307,6 +296,21 @@ class Job:
         if node.state in ("lost", "left"):
             found.state = "left" if node.state == "left" else "lost"
         self.fleet.hear(node.node_id, node.host, node.hardware)
+
+
+def _heard(event: wire.JobEvent, node_id: str, now: Moment) -> EventRecord:
+    """An event as a node tells of it, not numbered yet; whose it is, is not for the node to say."""
+    return EventRecord(
+        number=0,
+        time=event.time if math.isfinite(event.time) else now.time,
+        node_id=node_id,
+        rank=event.rank,
+        step=event.step,
+        kind=event.kind,
+        text=event.text,
+        details=event.details,
+        restart=event.restart,
+    )
 
 
 def _unheard(node: Node, request: wire.BeatRequest) -> Sequence[wire.JobEvent]:
