@@ -1,4 +1,4 @@
-"""elastic-run with a master that is encrypted, keeps bad machines out or has a full disk, and nodes of one job with one."""
+"""elastic-run with a master that is encrypted, keeps bad machines out or has a full disk; nodes of one job with one."""
 
 from __future__ import annotations
 
