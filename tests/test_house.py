@@ -163,6 +163,7 @@ LAYERS: Mapping[str, int] = {
     "master.configs": 1,
     "master.event_log": 1,
     "master.fleet": 1,
+    "master.freed": 1,
     "master.guard": 1,
     "master.health": 1,
     "master.job": 1,
