@@ -179,6 +179,7 @@ LAYERS: Mapping[str, int] = {
     "master.records": 1,
     "master.reported": 1,
     "master.service": 1,
+    "master.shown": 1,
     "master.slow_ranks": 1,
     "master.status": 1,
     "master.store": 1,

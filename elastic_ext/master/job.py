@@ -20,7 +20,7 @@ from .collector import Collector
 from .configs import ConfigBook, Page
 from .event_log import EventLog
 from .fleet import Fleet
-from .machines import why_refused
+from .machines import BadMachines
 from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
 from .plans import Plans
 from .records import EventRecord, NodeRecord
@@ -32,7 +32,6 @@ __all__ = ["Job", "JobSettings", "Moment", "Unsaved"]
 
 _MOST_EVENTS = 512  # in one message
 _MOST_TROUBLE = 1_000
-_MOST_KEPT_OUT = 10_000
 _AT_ONCE_PER_SECOND = 1_000
 _MOST_SPREAD_SECONDS = 2.0
 
@@ -76,7 +75,7 @@ class Job:
         self.fleet = Fleet(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
-        self._kept_out: dict[str, str] = {}  # node -> why, as it was told last
+        self._bad_machines = BadMachines(are_refused=settings.refuses_bad_nodes)
         self._unsaved = UnsavedChanges(
             nodes=self.nodes,
             fleet=self.fleet,
@@ -94,7 +93,7 @@ class Job:
         """An agent begins, or begins again."""
         check_join(request, job=self.name, job_id=self.job_id, epoch=self.epoch, library=self.settings.library)
         node = request.node
-        self._check_machine(now, node.node_id, request.hardware, len(self.nodes) + 1)
+        self._check_machine(now, node.node_id, request.hardware)
         before = self.nodes.get(node.node_id)
         was_lost = before is not None and before.state == "lost"
         try:
@@ -136,7 +135,7 @@ class Job:
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
         is_told = 0 < len(request.hardware) <= MOST_HARDWARE
         if is_told:
-            self._check_machine(now, node.node_id, request.hardware, len(self.nodes), node)
+            self._check_machine(now, node.node_id, request.hardware, node)
         if is_told and self.fleet.hear(node.node_id, node.host, request.hardware):
             self._unsaved.note_node(node.node_id)
         self.collector.take(now.time, node.node_id, request.workers, host=node.host)
@@ -235,18 +234,12 @@ class Job:
 
     # ---- how ----
 
-    def _check_machine(
-        self, now: Moment, node_id: str, hardware: str, num_nodes: int, node: Node | None = None
-    ) -> None:
-        """Refused where bad machines are kept out and this is one; a ``node`` that had joined before it told of that
-        has left by it."""
-        why_not = why_refused(hardware, num_nodes) if self.settings.refuses_bad_nodes and hardware else None
+    def _check_machine(self, now: Moment, node_id: str, hardware: str, node: Node | None = None) -> None:
+        """Refused where bad machines are kept out and this is one; a ``node`` that had joined has left by it."""
+        why_not, is_news = self._bad_machines.look(node_id, hardware, len(self.nodes) + (node is None))
         if why_not is None:
             return
-        if self._kept_out.get(node_id) != why_not:  # it comes again and again
-            if len(self._kept_out) >= _MOST_KEPT_OUT:
-                self._kept_out.clear()
-            self._kept_out[node_id] = why_not
+        if is_news:
             self.log.tell(now.time, "node-refused", f"node {node_id} is refused: {why_not}", node_id=node_id)
         if node is not None:
             self._note(now, self.nodes.leave(now.clock, node_id, node.incarnation, "its machine is refused"))

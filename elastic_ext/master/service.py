@@ -17,7 +17,8 @@ from .admission import Refused
 from .configs import Page
 from .guard import ANSWERED, Guard, Peer
 from .job import Job, Moment
-from .status import config_history, event_message, job_status
+from .shown import Shown
+from .status import config_history, event_message, job_status, newest_events
 from .store import Store
 from .watchers import Unacknowledged, Watchers
 from .wire import master_pb2 as wire
@@ -47,6 +48,9 @@ class MasterService(MasterServicer):
         self._watchers = Watchers(job.settings.acknowledge_seconds)
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()  # set, and another one put in its place, as events come
+        self._shown = Shown(
+            lambda request: job_status(job, moment(), request), lambda num: newest_events(job, num), time.monotonic
+        )
         self._pushed = wire.ConfigPush()
         self._num_followers = 0
         self.counts: Counter[str] = Counter()
@@ -115,7 +119,7 @@ class MasterService(MasterServicer):
 
     async def GetStatus(self, request: wire.GetStatusRequest, peer: Peer) -> wire.JobStatus:
         await self._guard.admit(peer)
-        return job_status(self._job, moment(), request)
+        return self._shown.status(request)
 
     async def ReadEvents(self, request: wire.ReadEventsRequest, peer: Peer) -> AsyncIterator[wire.JobEvent]:
         await self._guard.admit(peer)

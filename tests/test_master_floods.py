@@ -1,0 +1,105 @@
+"""A master whose time others want: honest agents are answered, and nobody is taken for lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from elastic_ext.master.shown import Shown
+from elastic_ext.master.wire import master_pb2 as wire
+from tests.masters import TOKEN, MasterProcess, master_in_process, until
+
+NUM_HONEST = 200
+NUM_FLOODS = 8
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterProcess]:
+    yield from master_in_process(tmp_path, "--lease-seconds", "6", "--beat-seconds", "2")
+
+
+class Slow:
+    """A status that takes its time, by a clock of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now = 100.0
+        self.num_made = 0
+        self.num_events = 0
+        self._seconds = seconds
+        self.shown = Shown(self._make, self._events, lambda: self.now)
+
+    def _make(self, request: wire.GetStatusRequest) -> wire.JobStatus:
+        self.num_made += 1
+        self.now += self._seconds
+        return wire.JobStatus(job=str(self.num_made), events=self._events(request.num_events))
+
+    def _events(self, num: int) -> list[wire.JobEvent]:
+        return [wire.JobEvent(number=each) for each in range(self.num_events)][-num:]
+
+    def ask(self, **asked: int) -> tuple[str, int]:
+        status = self.shown.status(wire.GetStatusRequest(**asked))
+        return status.job, len(status.events)
+
+
+def test_a_status_that_takes_no_time_is_made_each_time() -> None:
+    slow = Slow(0.001)
+    assert [slow.ask()[0] for _ in range(3)] == ["1", "2", "3"]
+
+
+def test_one_that_takes_long_is_made_in_a_tenth_of_the_time_with_all_the_events_there_are() -> None:
+    slow = Slow(0.2)
+    assert slow.ask() == ("1", 0)
+    slow.num_events = 5
+    assert [slow.ask(), slow.ask(num_events=2)] == [("1", 5), ("1", 2)]
+    assert slow.ask(without_workers=True) == ("2", 5), "which is another one"
+    begin, made = slow.now, slow.num_made
+    while slow.now < begin + 60.0:
+        slow.now += 0.02
+        slow.ask()
+    assert (slow.num_made - made) * 0.2 <= 60.0 * 0.11
+    assert slow.num_made - made > 20, "and it is never old"
+
+
+def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess) -> None:
+    honest = [master.caller() for _ in range(NUM_HONEST)]
+    workers = [wire.Worker(rank=rank, state="running", step=1) for rank in range(8)]
+    for number, caller in enumerate(honest):
+        caller.join(f"n{number}")
+        caller.beat(f"n{number}", workers=workers)
+    is_over = threading.Event()
+    num_answered = [0] * NUM_FLOODS
+
+    def flood(number: int) -> None:
+        asks = [
+            ("GetStatus", wire.GetStatusRequest(num_events=1000)),
+            ("GetConfigs", None),
+            ("Beat", wire.BeatRequest(node_id=f"n{number}", incarnation=9, workers=workers)),
+            ("Beat", wire.BeatRequest(node_id="nobody", incarnation=1)),
+        ]
+        method, request = asks[number % len(asks)]
+        while not is_over.is_set():
+            caller = master.caller(None if number == 4 else "a-wrong-token-of-somebody" if number == 5 else TOKEN)
+            pending = [
+                caller.future(method, request or getattr(wire, f"{method}Request")(), timeout=20) for _ in range(250)
+            ]
+            num_answered[number] += sum(each.code() == grpc.StatusCode.OK for each in pending)
+
+    floods = [threading.Thread(target=flood, args=(number,), daemon=True) for number in range(NUM_FLOODS)]
+    for each in floods:
+        each.start()
+    try:
+        for _ in range(3):
+            for number, caller in enumerate(honest):
+                assert caller.beat(f"n{number}", workers=workers).epoch == 1
+    finally:
+        is_over.set()
+    for each in floods:
+        each.join(60)
+    assert num_answered[0] > 0 and not any(num_answered[number] for number in (2, 3, 4, 5)), num_answered
+    kinds = {each.kind for each in honest[0]("ReadEvents")}
+    assert "node-lost" not in kinds, "nobody was kept from saying that he is there"
+    until(lambda: set(honest[0].states().values()) == {"live"})
