@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from elastic_ext.master.shown import Shown
 from elastic_ext.master.wire import master_pb2 as wire
-from tests.masters import TOKEN, MasterProcess, master_in_process, until
+from tests.masters import TOKEN, MasterProcess, master_in_process
 
 NUM_HONEST = 200
-NUM_FLOODS = 8
+NUM_CALLS = 300
+TOO_MANY = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)  # calls; streams of one connection
 
 
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[MasterProcess]:
-    yield from master_in_process(tmp_path, "--lease-seconds", "6", "--beat-seconds", "2")
+    yield from master_in_process(tmp_path, "--lease-seconds", "30")
 
 
 class Slow:
@@ -40,7 +42,7 @@ class Slow:
     def _events(self, num: int) -> list[wire.JobEvent]:
         return [wire.JobEvent(number=each) for each in range(self.num_events)][-num:]
 
-    def ask(self, **asked: int) -> tuple[str, int]:
+    def ask(self, **asked: Any) -> tuple[str, int]:
         status = self.shown.status(wire.GetStatusRequest(**asked))
         return status.job, len(status.events)
 
@@ -65,41 +67,30 @@ def test_one_that_takes_long_is_made_in_a_tenth_of_the_time_with_all_the_events_
 
 
 def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess) -> None:
-    honest = [master.caller() for _ in range(NUM_HONEST)]
     workers = [wire.Worker(rank=rank, state="running", step=1) for rank in range(8)]
+    honest = [master.caller() for _ in range(NUM_HONEST)]
     for number, caller in enumerate(honest):
         caller.join(f"n{number}")
-        caller.beat(f"n{number}", workers=workers)
-    is_over = threading.Event()
-    num_answered = [0] * NUM_FLOODS
 
-    def flood(number: int) -> None:
-        asks = [
-            ("GetStatus", wire.GetStatusRequest(num_events=1000)),
-            ("GetConfigs", None),
-            ("Beat", wire.BeatRequest(node_id=f"n{number}", incarnation=9, workers=workers)),
-            ("Beat", wire.BeatRequest(node_id="nobody", incarnation=1)),
-        ]
-        method, request = asks[number % len(asks)]
-        while not is_over.is_set():
-            caller = master.caller(None if number == 4 else "a-wrong-token-of-somebody" if number == 5 else TOKEN)
-            pending = [
-                caller.future(method, request or getattr(wire, f"{method}Request")(), timeout=20) for _ in range(250)
-            ]
-            num_answered[number] += sum(each.code() == grpc.StatusCode.OK for each in pending)
+    def all_beat() -> list[Any]:
+        beats = [wire.BeatRequest(node_id=f"n{number}", incarnation=1, workers=workers) for number in range(NUM_HONEST)]
+        return [caller.future("Beat", beat) for caller, beat in zip(honest, beats, strict=True)]
 
-    floods = [threading.Thread(target=flood, args=(number,), daemon=True) for number in range(NUM_FLOODS)]
-    for each in floods:
-        each.start()
-    try:
-        for _ in range(3):
-            for number, caller in enumerate(honest):
-                assert caller.beat(f"n{number}", workers=workers).epoch == 1
-    finally:
-        is_over.set()
-    for each in floods:
-        each.join(60)
-    assert num_answered[0] > 0 and not any(num_answered[number] for number in (2, 3, 4, 5)), num_answered
+    def flood(method: str, request: Any, token: str) -> list[Any]:
+        caller = master.caller(token)
+        return [caller.future(method, request, timeout=60) for _ in range(NUM_CALLS)]
+
+    for _ in range(3):
+        statuses = flood("GetStatus", wire.GetStatusRequest(num_events=1000), TOKEN)
+        configs = flood("GetConfigs", wire.GetConfigsRequest(), TOKEN)
+        hostile = flood("Beat", wire.BeatRequest(node_id="n1", incarnation=9, workers=workers), TOKEN)
+        hostile += flood("Beat", wire.BeatRequest(node_id="nobody", incarnation=1), TOKEN)
+        hostile += flood("GetStatus", wire.GetStatusRequest(), "a-wrong-token-of-somebody")
+        assert {each.code() for each in all_beat()} == {grpc.StatusCode.OK}, "no honest agent is refused anything"
+        for each in (statuses, configs):
+            codes = Counter(one.code() for one in each)
+            assert codes.keys() <= {grpc.StatusCode.OK, *TOO_MANY} and codes[grpc.StatusCode.OK] < NUM_CALLS
+        assert grpc.StatusCode.OK not in {each.code() for each in hostile}
     kinds = {each.kind for each in honest[0]("ReadEvents")}
     assert "node-lost" not in kinds, "nobody was kept from saying that he is there"
-    until(lambda: set(honest[0].states().values()) == {"live"})
+    assert set(honest[0].states().values()) == {"live"}
