@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 from .agent.arguments import parse
 from .agent.launcher import launch
@@ -20,6 +22,10 @@ from .agent.refusals import Refused
 __all__ = ["main"]
 
 _OF_TORCH = "torch.distributed.elastic.multiprocessing.api"
+_FOR_ITSELF = {
+    "GRPC_VERBOSITY": "ERROR",  # of a master that comes and goes the journal tells
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # workers have a new store in each round
+}
 _SAID_HERE = ("failed (exitcode", "Sending process %s closing")  # ... with the rank that it was
 
 
@@ -35,13 +41,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logging.getLogger(_OF_TORCH).addFilter(lambda record: not str(record.msg).startswith(_SAID_HERE))
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # of a master that comes and goes the journal tells
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # workers have a new store in each round
+    for_itself = {name: value for name, value in _FOR_ITSELF.items() if name not in os.environ}
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle  # torch takes it from there
+    given = dict(os.environ)
+    os.environ.update(for_itself)
     try:
-        return launch(options, dict(os.environ))
+        return launch(options, given, as_given=partial(_without, for_itself))
     except Refused as error:
         return _refuse(error)
+
+
+@contextmanager
+def _without(for_itself: Mapping[str, str]) -> Iterator[None]:
+    """The environment without what this command has set in it for itself: torch starts workers with what there is."""
+    for name in for_itself:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.update(for_itself)
 
 
 def _refuse(error: Exception) -> int:

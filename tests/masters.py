@@ -203,10 +203,16 @@ class Listening:
         self._thread.join(_DEADLINE)
 
 
-def join_request(node_id: str = "a", incarnation: int = 1, **given: Any) -> wire.JoinRequest:
+def join_request(node_id: str = "a", incarnation: int = 1, *, agent_id: str = "", **given: Any) -> wire.JoinRequest:
     """As an agent of this version sends it."""
     node = wire.Node(
-        node_id=node_id, incarnation=incarnation, host="h", pid=7, library="1", started_at=float(incarnation)
+        node_id=node_id,
+        incarnation=incarnation,
+        host="h",
+        pid=7,
+        library="1",
+        started_at=float(incarnation),
+        agent_id=agent_id,
     )
     arguments = {"protocol": 1, "oldest_protocol": 1, "job": "j", **given}
     return wire.JoinRequest(node=node, **arguments)

@@ -24,6 +24,7 @@ names = ("RANK LOCAL_RANK ROLE_RANK ROLE_NAME GROUP_RANK WORLD_SIZE LOCAL_WORLD_
          "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS PYTHONPATH "
          "TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_VISIBLE_DEVICES PLANTED").split()
 found = {name: os.environ.get(name) for name in names}
+found["names"] = sorted(name for name in os.environ if not name.startswith("ELASTIC_EXT_"))
 found |= {"argv": sys.argv[1:], "main": __name__}
 found["addr"] = bool(os.environ["MASTER_ADDR"]) and os.environ["MASTER_PORT"].isdecimal()
 found["error file"] = bool(os.environ["TORCHELASTIC_ERROR_FILE"])

@@ -218,6 +218,28 @@ def test_a_status_in_words_says_who_is_there_and_what_is_wrong() -> None:
     assert "a time that cannot be" in event_words(pb.JobEvent(time=1e30))
 
 
+def test_a_status_says_which_ranks_a_node_has_and_who_of_the_membership_was_never_heard_of() -> None:
+    shares = [pb.NodeShare(node_id=name, host="h", first_rank=first, num_workers=num) for name, first, num in SHARES]
+    known = [pb.Node(node_id=f"h-{name}", host="h", agent_id=name) for name in ("one", "two", "old")]
+    status = pb.JobStatus(
+        nodes=[pb.NodeStatus(node=each, state="live") for each in known],
+        membership=pb.Membership(version=1, nodes=shares, reason="met"),
+    )
+    lines = status_words(status, "here:1").splitlines()
+    assert [line.split("  on h")[0].split() for line in lines if " on h " in line] == [
+        [*["h-one", "live", "pid", "0", "on", "h", "rank", "0", "no", "config", "seen", "0", "s", "ago"]],
+        [*["h-two", "live", "pid", "0", "on", "h", "ranks", "1", "to", "4", "no", "config", "seen", "0", "s", "ago"]],
+        [*["h-old", "live", "pid", "0", "on", "h", "no", "config", "seen", "0", "s", "ago"]],
+    ]
+    assert any("never heard of here: three (ranks 5 to 6)" in line for line in lines)
+    for node in status.nodes:
+        node.node.agent_id = ""  # of an earlier version, which does not say so
+    assert "never heard of" not in status_words(status, "here:1")
+
+
+SHARES = [("one", 0, 1), ("two", 1, 4), ("three", 5, 2)]
+
+
 def test_a_job_in_trouble_has_exit_status_1(shell: Shell, master: MasterThread) -> None:
     caller = master.caller()
     caller.join("a")

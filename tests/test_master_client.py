@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import socket
 import stat
 import subprocess
@@ -25,6 +24,7 @@ from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import make_token, read_token
 from elastic_ext.master.wire import master_pb2 as pb
+from tests.certificates import Certificate, certificate_in
 from tests.ports import free_port
 from tests.scripted_master import Refusal, ScriptedMaster
 
@@ -228,21 +228,13 @@ def test_a_master_that_comes_back_is_found_by_the_same_client() -> None:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     """A certificate of 127.0.0.1 and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=master "
-        "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
-    )
-    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True, timeout=60)
-    return folder / "cert.pem", folder / "key.pem"
+    return certificate_in(tmp_path_factory.mktemp("tls"))
 
 
 def test_a_master_with_a_certificate_is_spoken_to_by_those_who_can_check_it_alone(
-    certificate: tuple[Path, Path], tmp_path: Path
+    certificate: Certificate, tmp_path: Path
 ) -> None:
     cert, key = certificate
     with ScriptedMaster(credentials=grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])) as master:

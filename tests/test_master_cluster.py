@@ -5,87 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
-import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.doctor.matching import matching
-from elastic_ext.doctor.pair_report import CheckedNode, CheckedPair, PairReport
+from elastic_ext.doctor.pair_report import PairReport
 from elastic_ext.master.cluster import Cluster, Judged, cluster_of, judged
 from elastic_ext.master.links import measured_in
 from elastic_ext.master.machines import NodeFacts, facts_of, why_refused
 from elastic_ext.profile.straggling import Straggler
+from tests.clusters import FAST, NEAR, machine_of, pair_report
 from tests.machines import GOOD_MACHINE, gpu, gpus
-
-NEAR, FAR = 2e-5, 6e-5  # seconds
-FAST, NARROW = 3e9, 1e9  # bytes a second
-
-
-def _machine(number: int, **changes: Any) -> Any:
-    network = dataclasses.replace(GOOD_MACHINE.network, host=f"host-{number:03}")
-    system = dataclasses.replace(GOOD_MACHINE.system, boot_id=f"boot-{number:03}")
-    return dataclasses.replace(GOOD_MACHINE, network=network, system=system, **changes)
-
-
-def _report(
-    racks: Sequence[int],
-    *,
-    noise: float = 0.0,
-    seed: int = 0,
-    slow_links: Collection[tuple[int, int]] = (),
-    slow_nodes: Mapping[int, float] | None = None,
-    hot_nodes: Collection[int] = (),
-    by_latency: bool = True,
-    **changes: Any,
-) -> PairReport:
-    """Nodes in racks, measured as doctor does, with noise."""
-    draw = random.Random(seed)
-    slow_nodes = slow_nodes or {}
-    nodes = tuple(
-        CheckedNode(
-            index=number,
-            label=f"node {number} (host-{number:03}, pid 1)",
-            is_silent=False,
-            hardware=_machine(number),
-            matmul={"cpu": tuple((5e10 if number in hot_nodes else 1e11) * _spread(draw, noise) for _ in range(3))},
-        )
-        for number in range(len(racks))
-    )
-    pairs = []
-    for index, round_ in enumerate(matching(len(racks))):
-        for first, second in round_:
-            is_near = racks[first] == racks[second]
-            times = max(slow_nodes.get(first, 1.0), slow_nodes.get(second, 1.0))
-            times *= 20 if (first, second) in slow_links else 1
-            latency = (NEAR if is_near or not by_latency else FAR) * times
-            bandwidth = (FAST if is_near else NARROW) / times
-            pairs.append(
-                CheckedPair(
-                    round=index,
-                    first=first,
-                    second=second,
-                    backend="gloo",
-                    latency_seconds=tuple(latency * _spread(draw, noise) for _ in range(3)),
-                    bandwidth=tuple(bandwidth / _spread(draw, noise) for _ in range(3)),
-                    trouble=None,
-                )
-            )
-    good = PairReport(num_wanted=len(racks), nodes=nodes, pairs=tuple(pairs), trouble=None)
-    return dataclasses.replace(good, **changes)
-
-
-def _spread(draw: random.Random, noise: float) -> float:
-    return math.exp(draw.gauss(0, noise))
 
 
 @functools.cache
 def _fact(number: int) -> NodeFacts:
-    return facts_of(f"id-{number:03}", f"host-{number:03}", _machine(number).to_json())
+    return facts_of(f"id-{number:03}", f"host-{number:03}", machine_of(number).to_json())
 
 
 def _facts(num: int, changed: Mapping[int, Any] | None = None) -> list[NodeFacts]:
@@ -103,7 +41,7 @@ def _measured(report: PairReport) -> Judged:
 
 
 def _cluster(racks: Sequence[int], slow_ranks: Sequence[Straggler] = (), **planted: Any) -> Cluster:
-    return cluster_of(_facts(len(racks)), _measured(_report(racks, **planted)), slow_ranks)
+    return cluster_of(_facts(len(racks)), _measured(pair_report(racks, **planted)), slow_ranks)
 
 
 def _groups(cluster: Cluster) -> list[list[int]]:
@@ -184,14 +122,14 @@ def test_nodes_of_one_machine_are_near_each_other_whatever_was_measured() -> Non
 
 
 def test_processes_of_one_machine_that_measured_each_other_are_one_machine() -> None:
-    report = _report([0, 0, 0])
-    nodes = tuple(dataclasses.replace(each, hardware=_machine(7)) for each in report.nodes)
+    report = pair_report([0, 0, 0])
+    nodes = tuple(dataclasses.replace(each, hardware=machine_of(7)) for each in report.nodes)
     measured = _measured(dataclasses.replace(report, nodes=nodes)).measured
     assert len(measured.machines) == 1 and measured.links == ()
 
 
 def test_nodes_that_took_no_part_are_in_no_group() -> None:
-    found = cluster_of(_facts(9), _measured(_report(TWO_RACKS)))
+    found = cluster_of(_facts(9), _measured(pair_report(TWO_RACKS)))
     assert _groups(found) == _planted(TWO_RACKS)
 
 
@@ -250,7 +188,7 @@ def test_a_slow_rank_alone_is_told_of_without_any_measurement() -> None:
 
 
 def test_pairs_that_could_not_exchange_data_come_first() -> None:
-    report = _report([0] * 4)
+    report = pair_report([0] * 4)
     pairs = (
         dataclasses.replace(report.pairs[0], trouble="timed out", latency_seconds=(), bandwidth=()),
         *report.pairs[1:],
@@ -261,7 +199,7 @@ def test_pairs_that_could_not_exchange_data_come_first() -> None:
 
 
 def test_a_node_that_fell_silent_is_named_once() -> None:
-    report = _report([0] * 4)
+    report = pair_report([0] * 4)
     nodes = (*report.nodes[:3], dataclasses.replace(report.nodes[3], is_silent=True))
     pairs = tuple(
         dataclasses.replace(each, trouble="closed") if 3 in (each.first, each.second) else each for each in report.pairs
@@ -278,7 +216,7 @@ def test_a_node_that_fell_silent_is_named_once() -> None:
 def test_nodes_that_differ_are_named_and_the_others_counted() -> None:
     versions = dataclasses.replace(GOOD_MACHINE.versions, torch="2.11.0")
     cpu = dataclasses.replace(GOOD_MACHINE.cpu, num_allowed=8)
-    found = cluster_of(_facts(20, {7: _machine(7, versions=versions), 9: _machine(9, cpu=cpu)}))
+    found = cluster_of(_facts(20, {7: machine_of(7, versions=versions), 9: machine_of(9, cpu=cpu)}))
     assert found.unlike == (
         "nodes have unlike versions of torch: 2.13.0 on 19 nodes; 2.11.0 on host-007",
         "nodes have unlike processors: 64 cores of Some CPU on 19 nodes; 8 cores of Some CPU on host-009",
@@ -289,13 +227,13 @@ def test_nodes_that_differ_are_named_and_the_others_counted() -> None:
 
 def test_of_very_many_that_differ_a_few_are_named() -> None:
     versions = dataclasses.replace(GOOD_MACHINE.versions, torch="2.11.0")
-    found = cluster_of(_facts(30, {number: _machine(number, versions=versions) for number in range(12)}))
+    found = cluster_of(_facts(30, {number: machine_of(number, versions=versions) for number in range(12)}))
     (text,) = found.unlike
     assert text.endswith("2.11.0 on host-000, host-001, host-002, host-003, host-004 and 7 more")
 
 
 def test_a_bad_machine_is_refused_with_the_reason_and_a_good_one_is_not() -> None:
-    lost = _machine(1, gpus=gpus(gpu(0), gpu(1, trouble="GPU is lost", name=None)))
+    lost = machine_of(1, gpus=gpus(gpu(0), gpu(1, trouble="GPU is lost", name=None)))
     reason = why_refused(lost.to_json(), 8)
     assert reason is not None and "GPU" in reason and "\n" not in reason
     assert why_refused(GOOD_MACHINE.to_json(), 8) is None
@@ -322,7 +260,7 @@ def test_facts_take_a_line_and_what_cannot_be_read_is_said() -> None:
 def test_the_order_in_which_things_are_told_changes_nothing(data: st.DataObject) -> None:
     racks = data.draw(st.lists(st.integers(0, 2), min_size=2, max_size=7))
     seed = data.draw(st.integers(0, 10))
-    report = _report(racks, noise=0.1, seed=seed, hot_nodes=[1], slow_links=[(0, 1)] if seed % 2 else [])
+    report = pair_report(racks, noise=0.1, seed=seed, hot_nodes=[1], slow_links=[(0, 1)] if seed % 2 else [])
     slow = [
         Straggler(rank=each, host="host-001", score=0.5, own_score=None, slowed=0.5, num_rounds=3) for each in (4, 2)
     ]
@@ -378,7 +316,7 @@ def test_what_is_no_report_is_refused_with_what_to_give(text: str) -> None:
 
 
 def test_the_line_of_pairs_is_found_among_what_doctor_prints() -> None:
-    report = dataclasses.asdict(_report([0, 0, 0]))
+    report = dataclasses.asdict(pair_report([0, 0, 0]))
     lines = [{"record": "hardware"}, {"record": "pairs", **report}, {"record": "finding", "about": "pairs"}]
     assert measured_in("\n".join(map(json.dumps, lines))) == measured_in(json.dumps(report))
 
@@ -390,14 +328,14 @@ def test_a_report_of_more_nodes_than_a_master_keeps_is_refused() -> None:
 
 def test_what_is_said_of_a_large_job_is_bounded() -> None:
     changed = {
-        number: _machine(number, versions=dataclasses.replace(GOOD_MACHINE.versions, torch=f"2.{number}"))
+        number: machine_of(number, versions=dataclasses.replace(GOOD_MACHINE.versions, torch=f"2.{number}"))
         for number in range(200)
     }
     slow = [
         Straggler(rank=each, host=f"host-{each:03}", score=0.5, own_score=None, slowed=0.5, num_rounds=3)
         for each in range(64)
     ]
-    report = _report([number % 8 for number in range(200)], noise=0.3)
+    report = pair_report([number % 8 for number in range(200)], noise=0.3)
     found = cluster_of(_facts(200, changed), _measured(report), slow)
     assert len(found.recommendations) <= 32
     assert max(map(len, (*found.recommendations, *found.unlike))) < 1200

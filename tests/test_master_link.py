@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,13 @@ from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.link_words import LinkState, LinkStory
 from elastic_ext.agent.master_link import FoundMaster, GivenMaster
 from elastic_ext.agent.master_session import Due, beat_due
-from elastic_ext.agent.node_identity import INCARNATION_FILE, Acquaintance, next_incarnation, node_id_of
+from elastic_ext.agent.node_identity import (
+    INCARNATION_FILE,
+    PLACE_FILE,
+    Acquaintance,
+    next_incarnation,
+    node_id_of,
+)
 from elastic_ext.agent.outbox import Outbox
 from elastic_ext.agent.records import (
     MASTER_FILE,
@@ -158,11 +165,41 @@ def test_a_node_has_one_name_in_its_place_and_each_start_of_it_a_higher_number(t
     assert node_id_of(tmp_path / "a", "host") == node_id_of(tmp_path / "link", "host")
     assert node_id_of(tmp_path / "a", "host") != node_id_of(tmp_path / "a", "other")
     assert node_id_of(tmp_path / "a", "host") != node_id_of(tmp_path / "b", "host")
+    assert node_id_of(tmp_path / "a", "host").startswith("host-")
     assert next_incarnation(tmp_path, now_ns=100) == 100
     assert next_incarnation(tmp_path, now_ns=50) == 101  # the clock was put back
     (tmp_path / INCARNATION_FILE).write_text("no number")
     assert next_incarnation(tmp_path, now_ns=70) == 70
     assert next_incarnation(tmp_path / "none", now_ns=70) == 70
+
+
+def test_places_of_one_host_name_and_one_path_are_two_and_each_keeps_its_name(tmp_path: Path) -> None:
+    """As containers see them: whichever is mounted there now."""
+    here, one, other = tmp_path / "run", tmp_path / "one", tmp_path / "other"
+
+    def name_of(mounted: Path) -> str:
+        mounted.mkdir(exist_ok=True)
+        mounted.rename(here)
+        found = node_id_of(here, "host")
+        here.rename(mounted)
+        return found
+
+    first, second = name_of(one), name_of(other)
+    assert first != second and (name_of(one), name_of(other)) == (first, second)
+    shutil.copytree(one, tmp_path / "copy")
+    third = name_of(tmp_path / "copy")
+    assert third not in (first, second) and name_of(tmp_path / "copy") == third and name_of(one) == first
+
+
+@pytest.mark.parametrize("kept", ["", "ab", "ab cd ef", "\x00" * 5000, "é 1"])
+def test_a_place_whose_file_is_damaged_is_a_new_one_and_kept(tmp_path: Path, kept: str) -> None:
+    (tmp_path / PLACE_FILE).write_text(kept)
+    assert node_id_of(tmp_path, "host") == node_id_of(tmp_path, "host")
+
+
+def test_where_nothing_can_be_kept_no_two_starts_are_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / PLACE_FILE).mkdir()  # whoever may write anywhere cannot write there
+    assert node_id_of(tmp_path, "host") != node_id_of(tmp_path, "host")
 
 
 # ---- files of events ----

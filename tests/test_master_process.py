@@ -35,7 +35,7 @@ def started(*arguments: str, **given: object) -> subprocess.CompletedProcess[str
 
 def test_a_master_that_was_killed_goes_on_with_the_job_where_it_was(master: MasterProcess) -> None:
     caller = master.caller()
-    first = caller.join("a", incarnation=5)
+    first = caller("Join", join_request("a", incarnation=5, agent_id="a-77-x"))
     caller.join("b")
     caller("Leave", wire.LeaveRequest(node_id="b", incarnation=1))
     caller.set(0.1, reason="before")
@@ -47,6 +47,7 @@ def test_a_master_that_was_killed_goes_on_with_the_job_where_it_was(master: Mast
     status = caller.status()
     assert (status.epoch, status.job, status.job_id, status.config.version) == (2, "j", first.job_id, 1)
     assert caller.states() == {"a": "live", "b": "left"}, "a has its lease to be heard of again"
+    assert [each.node.agent_id for each in status.nodes] == ["a-77-x", ""]
     assert caller.refusal("Join", join_request("a", 4))[0] == grpc.StatusCode.ABORTED
     assert caller.beat("a", 5).config_version == 1
     assert caller.set(0.2).version == 2

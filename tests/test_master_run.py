@@ -88,6 +88,8 @@ def test_the_environment_names_a_master_as_it_gives_other_options(monkeypatch: p
     monkeypatch.setenv("PET_MASTER", "node-1:7788")
     assert choice() == MasterPlace(address=Address(host="node-1", port=7788))
     assert choice("--master=off") == "none"
+    monkeypatch.setenv("PET_TOKEN_FILE", "/of/the/cluster")
+    assert choice("--master=off") == "none", "whoever does without needs no token"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,9 @@ def test_the_environment_names_a_master_as_it_gives_other_options(monkeypatch: p
         (["--master=nowhere"], "--master: 'nowhere' is no address of a master; allowed: HOST:PORT"),
         (["--master=a:1", "--token-file=/nowhere"], "the token file /nowhere does not exist"),
         (["--master=a:1", "--master-ca=/nowhere"], "--master-ca cannot be read: No such file"),
+        (["--token-file=t"], "--token-file is given, and no --master .* give --master HOST:PORT as well"),
+        (["--token-file=t", "--master-ca=c"], "--token-file and --master-ca are given, and no --master"),
+        (["--standalone", "--master-ca=c"], "--master-ca is given, .* of --standalone has a token of its own"),
     ],
 )
 def test_what_cannot_be_a_master_is_refused(arguments: list[str], words: str) -> None:
@@ -119,6 +124,7 @@ def test_standalone_has_a_master_that_is_found_by_the_run_directory_and_ends_wit
             status = until(lambda: found if (found := client.status()).nodes[0].workers else None)
             assert status.membership.nodes[0].num_workers == 1
             assert status.nodes[0].workers[0].state == "running"
+            assert status.nodes[0].node.agent_id == status.membership.nodes[0].node_id == node.record().node_id
             client.set_config(pb.SetConfigRequest(changes={"user.x": "1"}))
         until(lambda: (node.run_dir / "config.json").exists() or None)
         assert main(["status", str(node.run_dir)]) == 0

@@ -240,6 +240,15 @@ def test_a_nodes_file_that_is_refused_here_is_told_of_and_not_asked_for_again(ca
     assert not caller.status().troubles
 
 
+def test_a_nodes_file_leaves_room_for_later_versions(caller: Caller) -> None:
+    caller.join()
+    for version in (2**53 - 1, 2**52 + 1):
+        text = json.dumps({"version": version})
+        caller.beat(held=wire.ConfigHeld(version=version, digest=str(version), text=text))
+        assert "so that others can come after it" in caller.status().nodes[0].troubles[0]
+    assert caller.status().config.version == 0 and caller.set(0.1).version == 1
+
+
 def test_what_a_person_may_not_write_is_refused_key_by_key(caller: Caller) -> None:
     for changes, words in [
         ({"optimizer.learning_rate": "-1"}, "optimizer.learning_rate is -1; allowed: a number > 0"),

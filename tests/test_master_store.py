@@ -84,6 +84,23 @@ def test_a_master_that_another_has_replaced_writes_nothing_more(tmp_path: Path) 
         assert found.epoch == 3 and found.pages == (page_of(1),) and found.events == ()
 
 
+def test_what_was_removed_under_it_is_written_to_no_more_and_goes_on_where_it_is_put_back(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state")
+    store.enter_page(page_of(1))
+    (tmp_path / "state").rename(tmp_path / "away")
+    with pytest.raises(StoreError, match="was removed while this master ran"):
+        store.enter_page(page_of(2))
+    (tmp_path / "away").rename(tmp_path / "state")
+    store.enter_page(page_of(2))
+    (tmp_path / "state").rename(tmp_path / "away")
+    other = Store(tmp_path / "state")  # another master, which finds no lock
+    with pytest.raises(Superseded, match="another file has taken the place"):
+        store.keep(job="j")
+    other.enter_page(page_of(1))
+    other.close()
+    store.close()
+
+
 def test_a_full_disk_changes_nothing_and_is_got_over(tmp_path: Path) -> None:
     with contextlib.closing(Store(tmp_path)) as store:
         store.enter_page(page_of(1))

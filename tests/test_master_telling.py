@@ -17,10 +17,9 @@ from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_message
 from elastic_ext.metrics import StepWindow
+from tests.clusters import machine_of, pair_report
 from tests.machines import machine
 from tests.masters import Caller, join_request, master_in_process, master_on_thread, until
-from tests.test_master_cluster import _machine as machine_of
-from tests.test_master_cluster import _report as pair_report
 
 
 @pytest.fixture
@@ -110,6 +109,20 @@ def test_nodes_whose_machine_has_errors_are_kept_out_where_that_was_asked_for(tm
         caller("Join", join_request("good", hardware=good.to_json()))
         assert list(caller.states()) == ["good"]
         assert any(each.kind == "node-refused" for each in caller("ReadEvents"))
+
+
+def test_a_machine_that_is_known_to_be_bad_only_after_it_has_joined_is_out_again(tmp_path: Path) -> None:
+    bad = dataclasses.replace(machine(), network=dataclasses.replace(machine().network, interfaces=())).to_json()
+    for master in master_on_thread(tmp_path, "--refuse-bad-nodes"):
+        caller = master.caller()
+        caller.join("slow")  # to tell what its machine has
+        told = wire.BeatRequest(node_id="slow", incarnation=1, hardware=bad)
+        code, words = caller.refusal("Beat", told)
+        assert code == grpc.StatusCode.FAILED_PRECONDITION and "this machine is refused" in words
+        assert caller.states() == {"slow": "left"}
+        assert caller.refusal("Beat", told)[0] == grpc.StatusCode.NOT_FOUND, "it has to join, and is refused"
+        assert caller.refusal("Join", join_request("slow", hardware=bad))[0] == grpc.StatusCode.FAILED_PRECONDITION
+        assert [each.kind for each in caller("ReadEvents")].count("node-refused") == 1, "it is told of once"
 
 
 def test_what_pairs_have_measured_is_kept_over_a_restart_and_nonsense_is_refused(tmp_path: Path) -> None:

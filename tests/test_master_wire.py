@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from google.protobuf import descriptor_pb2
 
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import as_dict, window_message, window_record
@@ -17,6 +18,8 @@ from elastic_ext.metrics import StepWindow
 
 ROOT = Path(__file__).resolve().parent.parent
 WIRE = Path("elastic_ext/master/wire")
+PINNED = ROOT / "tests" / "wire_v1.json"
+"""What is on the wire for good. Lines are added to it, and none of them is ever changed or taken out."""
 OLDEST_COMPILER = ("grpcio-tools==1.62.3", "setuptools<81")
 OLDEST = ("grpcio==1.62.3", "protobuf==4.25.0")
 
@@ -71,19 +74,74 @@ def test_what_a_newer_version_has_added_is_left_alone() -> None:
     assert wire.BeatRequest.FromString(wire.BeatRequest(node_id="a").SerializeToString() + unknown).node_id == "a"
 
 
-def test_fields_keep_their_numbers_for_good() -> None:
-    """What was released is never changed: add a field to this list, and change none of it."""
-    numbers = {each.name: each.number for each in wire.DESCRIPTOR.message_types_by_name["JoinRequest"].fields}
-    assert numbers == {
-        "protocol": 1,
-        "oldest_protocol": 2,
-        "job": 3,
-        "job_id": 4,
-        "epoch": 5,
-        "node": 6,
-        "hardware": 7,
-    }
-    assert wire.DESCRIPTOR.package == "elastic_ext.v1"
+# ---- what is said stays what it means ----
+
+
+def said(proto: descriptor_pb2.FileDescriptorProto) -> dict[str, str]:
+    """Every field and method of a .proto file, each in words that say all that others rely on."""
+    prefix = f".{proto.package}."
+    found: dict[str, str] = {}
+    for message in proto.message_type:
+        entries = {f"{prefix}{message.name}.{each.name}": each for each in message.nested_type}
+        for field in message.field:
+            kind = kind_of(field, prefix)
+            if (entry := entries.get(field.type_name)) is not None:
+                kind = f"map<{', '.join(kind_of(each, prefix) for each in entry.field)}>"
+            elif field.label == field.LABEL_REPEATED:
+                kind = f"repeated {kind}"
+            elif field.proto3_optional:
+                kind = f"optional {kind}"
+            found[f"{message.name}.{field.name}"] = f"{field.number} {kind}"
+    for service in proto.service:
+        for method in service.method:
+            asked, answered = (name.removeprefix(prefix) for name in (method.input_type, method.output_type))
+            streams = ("stream " * method.client_streaming, "stream " * method.server_streaming)
+            found[f"service {service.name}.{method.name}"] = f"{streams[0]}{asked} -> {streams[1]}{answered}"
+    return found
+
+
+def kind_of(field: descriptor_pb2.FieldDescriptorProto, prefix: str) -> str:
+    if field.type_name:
+        return str(field.type_name).removeprefix(prefix)
+    return str(descriptor_pb2.FieldDescriptorProto.Type.Name(field.type)).removeprefix("TYPE_").lower()
+
+
+def wire_faults(pinned: dict[str, str], now: dict[str, str]) -> list[str]:
+    """What of ``pinned`` is no longer so, and what is not pinned yet."""
+    faults = [
+        f"{name} was {was!r} and is {now.get(name, 'gone')!r}: others rely on it; give what is new a number of its own"
+        for name, was in pinned.items()
+        if now.get(name) != was
+    ]
+    new = [f'"{name}": "{kind}",' for name, kind in now.items() if name not in pinned]
+    return faults + [f"add this line to {PINNED.name}, in its place by the alphabet: {line}" for line in new]
+
+
+def test_what_was_said_on_the_wire_keeps_its_meaning_for_good_and_what_is_new_is_pinned() -> None:
+    proto = descriptor_pb2.FileDescriptorProto()
+    wire.DESCRIPTOR.CopyToProto(proto)
+    assert proto.package == "elastic_ext.v1"
+    pinned = json.loads(PINNED.read_text())
+    faults = wire_faults(pinned, said(proto))
+    assert not faults, "\n" + "\n".join(faults)
+    lines = PINNED.read_text().splitlines()[1:-1]
+    assert lines == sorted(lines) and len(lines) == len(pinned), "a line for each, sorted, so that additions merge"
+
+
+def test_a_field_that_is_changed_moved_or_taken_away_is_found() -> None:
+    proto = descriptor_pb2.FileDescriptorProto()
+    wire.DESCRIPTOR.CopyToProto(proto)
+    now = said(proto)
+    assert now["Worker.step"] == "6 optional uint64" and now["Worker.shares"] == "19 map<string, double>"
+    assert now["JobStatus.nodes"] == "7 repeated NodeStatus"
+    assert now["service Master.Watch"] == "WatchRequest -> stream ConfigPush"
+    for changed in ({**now, "Worker.step": "6 optional int64"}, {**now, "Worker.step": "60 optional uint64"}):
+        assert "Worker.step was '6 optional uint64'" in wire_faults(now, changed)[0]
+    without = {name: kind for name, kind in now.items() if name != "Worker.step"}
+    assert "is 'gone'" in wire_faults(now, without)[0]
+    assert wire_faults(without, now) == [
+        'add this line to wire_v1.json, in its place by the alphabet: "Worker.step": "6 optional uint64",'
+    ]
 
 
 @pytest.fixture(scope="module")

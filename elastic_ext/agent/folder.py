@@ -28,6 +28,7 @@ __all__ = [
     "NodeFolders",
     "NodeTaken",
     "is_held",
+    "keep_newest",
     "remove_memory_folder",
     "spare_cache",
     "with_cache",
@@ -103,6 +104,16 @@ def with_cache(environ: Mapping[str, str]) -> Mapping[str, str]:
         raise ValueError(f"{why}; and {spare} is somebody else's: give a run directory, ELASTIC_EXT_RUN_DIR")
     _logger.warning("%s: the run directory is in %s; ELASTIC_EXT_RUN_DIR gives another one", why, spare)
     return {**environ, "XDG_CACHE_HOME": str(spare)}
+
+
+def keep_newest(folder: Path, number: int) -> None:
+    """Remove all but the ``number`` newest of what is in ``folder``, as far as that can be done."""
+    try:
+        runs = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+    except OSError:
+        return
+    for run in runs[number:]:
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:

@@ -10,9 +10,9 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic import events
@@ -20,9 +20,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import config_from_args
 
 from elastic_ext.doctor.hardware import NodeHardware, version_of
@@ -41,7 +39,7 @@ from .duties import Duties
 from .elastic_agent import ElasticAgent
 from .environment import without_outer
 from .failures import Failure, first_of, told
-from .folder import NodeFolders
+from .folder import NodeFolders, keep_newest
 from .hanging import HangLimits
 from .journal import Journal
 from .master_choice import link_with, master_choice
@@ -75,8 +73,13 @@ _BEATS, _BEAT_SECONDS = 3, 5  # torch's own, where nobody asks for others
 _FIRST_WORD_SECONDS = 3.0  # for a master that keeps this node out to say so
 
 
-def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Run this node's part of a job; the exit status. Refused for what cannot be."""
+def launch(
+    options: argparse.Namespace, environ: Mapping[str, str], *, as_given: Callable[[], AbstractContextManager[None]]
+) -> int:
+    """Run this node's part of a job; the exit status. Refused for what cannot be.
+
+    ``environ`` is what was given; while workers are started the process has that, for which ``as_given`` is entered.
+    """
     host = socket.gethostname()
     if is_in_worker(environ):
         environ = without_outer(environ)
@@ -88,7 +91,7 @@ def launch(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     with StopSignals(options.signals_to_handle) as signals:
         folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
-            return _made(options, environ, settings, folders, signals, host).run()
+            return _made(options, environ, settings, folders, signals, host, as_given).run()
         finally:
             folders.close()
 
@@ -100,9 +103,10 @@ def _made(
     folders: NodeFolders,
     signals: StopSignals,
     host: str,
+    as_given: Callable[[], AbstractContextManager[None]],
 ) -> _Node:
     try:
-        return _Node(options, environ, settings, folders, signals, host=host)
+        return _Node(options, environ, settings, folders, signals, host=host, as_given=as_given)
     except (ValueError, AssertionError, RuntimeError) as error:  # torch asserts what was given
         raise Refused(str(error)) from error
     except OSError as error:
@@ -121,8 +125,10 @@ class _Node:
         signals: StopSignals,
         *,
         host: str,
+        as_given: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._started_at = time.time()
+        self._as_given = as_given
         self._environ = environ
         self._settings = settings
         self._folders = folders
@@ -136,7 +142,7 @@ class _Node:
         self._said = settings_in_words(options, environ)
         if options.log_dir is None:
             options.log_dir = str(folders.run_dir / "logs")
-            _keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
+            keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
         self._is_checked = bool(options.node_check)
         self._master = master_choice(options)
         self._hang_limits = HangLimits.of(options.hang_seconds)
@@ -280,6 +286,7 @@ class _Node:
             self._tuner,
             self._journal,
             job=self._settings.job,
+            agent_id=self._node_id,
             host=self._host,
             library=library,
             started_at=self._started_at,
@@ -336,6 +343,7 @@ class _Node:
                 "ELASTIC_EXT_SHUTDOWN_SECONDS": str(max(self._shutdown_seconds, 1.0)),
             },
             inherited=self._environ,
+            as_given=self._as_given,
             is_python=self._is_python,
             start_method=launch.start_method,
             log_line_prefix_template=launch.log_line_prefix_template,
@@ -388,13 +396,3 @@ class _Node:
             ("checkpoints", "said once training has begun"),
         ):
             _logger.info("  %-12s %s", name, on_one_line(value))
-
-
-def _keep_newest(folder: Path, number: int) -> None:
-    """Remove all but the newest logs of earlier runs, as far as that can be done."""
-    try:
-        runs = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
-    except OSError:
-        return
-    for run in runs[number:]:
-        shutil.rmtree(run, ignore_errors=True)

@@ -34,6 +34,7 @@ _FIRST_SECONDS, _MOST_SECONDS = 0.2, 30.0
 def master_choice(options: argparse.Namespace) -> MasterChoice:
     """What ``options`` ask for; ValueError for an address, a token or a certificate that cannot be used."""
     if options.master is None:
+        _check_alone(options)
         return "own" if options.standalone else "none"
     if options.master.strip().lower() == _OFF:
         return "none"
@@ -53,6 +54,19 @@ def master_choice(options: argparse.Namespace) -> MasterChoice:
     return MasterPlace(address=address, token_file=token_file, ca_file=ca_file)
 
 
+def _check_alone(options: argparse.Namespace) -> None:
+    """What is of a master that is named, and none is: somebody believes that this job has one, or is encrypted."""
+    given = {"--token-file": options.token_file, "--master-ca": options.master_ca}
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        verb = "is" if len(names) == 1 else "are"
+        other = "; the master of --standalone has a token of its own" if options.standalone else ""
+        raise ValueError(
+            f"{' and '.join(names)} {verb} given, and no --master that would be spoken to with it{other}; give "
+            "--master HOST:PORT as well, or --master off where there is to be none"
+        )
+
+
 def link_with(
     choice: MasterChoice,
     run_dir: Path,
@@ -60,6 +74,7 @@ def link_with(
     journal: Journal,
     *,
     job: str,
+    agent_id: str,
     host: str,
     library: str,
     started_at: float,
@@ -76,6 +91,7 @@ def link_with(
         library=library,
         started_at=started_at,
         job=job,
+        agent_id=agent_id,
     )
     if choice == "own":
         chance = random.Random(f"{node.node_id}/{node.incarnation}/own")

@@ -105,6 +105,7 @@ class MasterSession:
                     pid=node.pid,
                     library=node.library,
                     started_at=node.started_at,
+                    agent_id=wire_text(node.agent_id),
                 ),
                 hardware=self._report.hardware(),
             ),

@@ -6,17 +6,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.errors import MasterAbsent, in_words
 from elastic_ext.files import read_at_most, write_whole
 
-__all__ = ["INCARNATION_FILE", "Acquaintance", "NodeSelf", "next_incarnation", "node_id_of"]
+__all__ = ["INCARNATION_FILE", "PLACE_FILE", "Acquaintance", "NodeSelf", "next_incarnation", "node_id_of"]
 
 _logger = logging.getLogger(__name__)
 
 INCARNATION_FILE = "incarnation"
+PLACE_FILE = "place"
+_MOST_PLACE = 100
+_CHANCE_BYTES = 8
 _MOST_CHARACTERS = 20
 _MOST = 1 << 63
 
@@ -32,6 +36,8 @@ class NodeSelf:
     library: str
     started_at: float
     job: str
+    agent_id: str = ""
+    """What the other agents of its job call it, another name at each start."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,9 +57,14 @@ class Acquaintance:
 
 
 def node_id_of(run_dir: Path, host: str) -> str:
-    """The name of the node that has this run directory, on this machine."""
-    place = os.fsencode(os.path.realpath(run_dir))
-    return f"{host}-{hashlib.sha256(place).hexdigest()[:8]}"
+    """The name of the node that has this run directory, on this machine.
+
+    Containers may have host name and path in common, so that a part of it is chance, which is kept in the directory. A
+    directory that is shared has one agent at a time, and is one place; one that was copied is another, although what
+    is kept in it was copied too. Where nothing can be kept, each start is a place of its own.
+    """
+    place = f"{os.path.realpath(run_dir)}\n{_chance_in(run_dir)}"
+    return f"{host}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:8]}"
 
 
 def next_incarnation(run_dir: Path, *, now_ns: int) -> int:
@@ -68,6 +79,26 @@ def next_incarnation(run_dir: Path, *, now_ns: int) -> int:
     except OSError as error:
         _logger.debug("which start of this agent it is cannot be kept: %s", in_words(error))
     return found
+
+
+def _chance_in(run_dir: Path) -> str:
+    """What tells this directory from all others of its path; made where there is none of it yet."""
+    path = run_dir / PLACE_FILE
+    try:
+        inode = str(run_dir.stat().st_ino)  # a copy has another one
+        words = read_at_most(path, _MOST_PLACE).decode("ascii", "replace").split()
+        if len(words) == 2 and words[1] == inode:
+            return words[0]
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _logger.debug("which place this is cannot be read: %s", in_words(error))
+    chance = secrets.token_hex(_CHANCE_BYTES)
+    try:
+        write_whole(path, f"{chance} {run_dir.stat().st_ino}\n".encode())
+    except OSError as error:
+        _logger.debug("which place this is cannot be kept: %s", in_words(error))
+    return chance
 
 
 def _kept(path: Path) -> int:

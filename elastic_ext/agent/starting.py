@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from string import Template
 from typing import Any
@@ -28,6 +29,8 @@ class Launch:
     """What every worker is told of where its things lie."""
     inherited: Mapping[str, str]
     """The agent's own environment, which workers have but for what they are told otherwise."""
+    as_given: Callable[[], AbstractContextManager[None]]
+    """Entered while workers are started: until it is left, this process has that environment."""
     is_python: bool
     """Whether workers are run by Python, which is given something to run first."""
     start_method: str
@@ -56,6 +59,7 @@ def workers_of(
         envs=envs,
         logs=_ByRound(logs, round_number),
         start_method=launch.start_method,
+        as_given=launch.as_given,
         numa=spec.numa_options,
         log_line_prefixes=_prefixes(launch, group),
         stdout_filters=spec.duplicate_stdout_filters,

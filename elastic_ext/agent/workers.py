@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import (
@@ -48,6 +49,7 @@ class Workers(PContext):
         envs: dict[int, dict[str, str]],
         logs: LogsSpecs,
         start_method: str,
+        as_given: Callable[[], AbstractContextManager[None]],
         numa: Any,
         log_line_prefixes: dict[int, str] | None,
         stdout_filters: list[str] | None,
@@ -57,6 +59,7 @@ class Workers(PContext):
         self.patience_seconds = 30.0
         """How long workers have to end by themselves when they are told to."""
         self._start_method = start_method
+        self._as_given = as_given
         self._numa = numa
         self._contexts: dict[int, PContext] = {}
         self._ended: dict[int, RunProcsResult] = {}
@@ -85,7 +88,8 @@ class Workers(PContext):
     def _start(self) -> None:
         try:
             for local_rank in range(self.nprocs):
-                self._contexts[local_rank] = self._start_one(local_rank)
+                with self._as_given():
+                    self._contexts[local_rank] = self._start_one(local_rank)
                 pid = self._contexts[local_rank].pids()[0]
                 self._processes[local_rank] = process_of(pid) or Process(pid=pid, start_ticks=0)  # it has ended
         except BaseException as error:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ext.config import ElasticConfig
+from elastic_ext.errors import ConfigError, Refusal
 from elastic_ext.history import Entry, edited, next_version, restored, undone
 
 __all__ = ["Author", "ConfigBook", "Late", "Page"]
 
 Author = Literal["person", "generated", "node"]
 _MOST_PAGES = 200
+_MOST_VERSION = 2**52  # of what a node's file may begin with: half of all that there are
 
 
 class Late(Exception):
@@ -106,6 +108,10 @@ class ConfigBook:
         config = ElasticConfig.parse(text.encode(errors="surrogatepass"))
         if config.version <= self.version:
             return None
+        if config.version > _MOST_VERSION:
+            allowed = f"at most {_MOST_VERSION} from a file, so that others can come after it"
+            advice = f"the next one is {self.version + 1}"
+            raise ConfigError([Refusal(key="version", given=str(config.version), allowed=allowed, advice=advice)])
         return Page(entry=Entry(time=now, config=config), author="node", node_id=node_id)
 
     def conflict(self, version: int, digest: str, node_id: str) -> str | None:

@@ -20,11 +20,12 @@ from .collector import Collector
 from .configs import ConfigBook, Page
 from .event_log import EventLog
 from .fleet import Fleet
-from .machines import why_refused
+from .machines import BadMachines
 from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
 from .plans import Plans
 from .records import EventRecord, NodeRecord
 from .store import Stored
+from .unsaved import Unsaved, UnsavedChanges
 from .wire import master_pb2 as wire
 
 __all__ = ["Job", "JobSettings", "Moment", "Unsaved"]
@@ -55,21 +56,6 @@ class JobSettings:
     """Whether nodes whose machine has errors are kept out."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unsaved:
-    """What has come since the store was given something last."""
-
-    events: Sequence[EventRecord]
-    nodes: Sequence[NodeRecord]
-    forgotten: Sequence[str]
-    """Nodes that have been gone for long."""
-    membership: str | None
-    job: str | None
-    """What it is called."""
-    pairs: str | None
-    points: Sequence[tuple[float, str]]
-
-
 class Job:
     """One job. Its methods for agents raise Refused."""
 
@@ -89,10 +75,15 @@ class Job:
         self.fleet = Fleet(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
-        self._changed_nodes: set[str] = set()
-        self._forgotten: list[str] = []
-        self._is_plan_new = self._is_name_new = self._are_pairs_new = False
-        self._saved_until = now.time  # of the history
+        self._bad_machines = BadMachines(are_refused=settings.refuses_bad_nodes)
+        self._unsaved = UnsavedChanges(
+            nodes=self.nodes,
+            fleet=self.fleet,
+            plans=self.plans,
+            log=self.log,
+            collector=self.collector,
+            saved_until=now.time,
+        )
         for node in stored.nodes:
             self._remember(node, now)
 
@@ -102,11 +93,7 @@ class Job:
         """An agent begins, or begins again."""
         check_join(request, job=self.name, job_id=self.job_id, epoch=self.epoch, library=self.settings.library)
         node = request.node
-        if self.settings.refuses_bad_nodes and request.hardware:
-            why_not = why_refused(request.hardware, len(self.nodes) + 1)
-            if why_not is not None:
-                self.log.tell(now.time, "node-refused", f"node {node.node_id} is refused: {why_not}")
-                raise Refused("other", f"this machine is refused: {why_not}")
+        self._check_machine(now, node.node_id, request.hardware)
         before = self.nodes.get(node.node_id)
         was_lost = before is not None and before.state == "lost"
         try:
@@ -118,6 +105,7 @@ class Job:
                 pid=node.pid,
                 library=node.library,
                 started_at=node.started_at,
+                agent_id=on_one_line(node.agent_id[:MOST_NAME]),
             )
         except Fenced as error:
             raise Refused("fenced", str(error)) from None
@@ -126,7 +114,8 @@ class Job:
         self._note(now, change)
         self.fleet.hear(node.node_id, node.host, request.hardware)
         if not self.name:
-            self.name, self._is_name_new = request.job, True
+            self.name = request.job
+            self._unsaved.note("job")
         settings = self.settings
         return wire.JoinReply(
             protocol=PROTOCOL,
@@ -145,11 +134,13 @@ class Job:
         node = self._renewed(now, request.node_id, request.incarnation)
         node.trouble = on_one_line(request.trouble[:_MOST_TROUBLE])
         is_told = 0 < len(request.hardware) <= MOST_HARDWARE
+        if is_told:
+            self._check_machine(now, node.node_id, request.hardware, node)
         if is_told and self.fleet.hear(node.node_id, node.host, request.hardware):
-            self._changed_nodes.add(node.node_id)
+            self._unsaved.note_node(node.node_id)
         self.collector.take(now.time, node.node_id, request.workers, host=node.host)
         if request.HasField("membership") and (told := self.plans.take(request.membership, now.time)) is not None:
-            self._is_plan_new = True
+            self._unsaved.note("membership")
             self.log.tell(now.time, "membership", told)
         self._hear(now, node.node_id, _unheard(node, request), request.num_events_dropped)
         page, wants_config = self._look_at_held(now, node, request.held)
@@ -190,8 +181,7 @@ class Job:
         for node_id in self.nodes.take_forgotten():
             self.fleet.forget(node_id)
             self.collector.forget(node_id)
-            self._changed_nodes.discard(node_id)
-            self._forgotten.append(node_id)
+            self._unsaved.note_forgotten(node_id)
         for words in self.collector.tick(now.time):
             self.log.tell(now.time, "pace", words)
         self.log.tell_of_dropped(now.time)
@@ -228,7 +218,7 @@ class Job:
     def take_pairs(self, now: Moment, request: wire.ReportPairsRequest) -> Sequence[str]:
         """What pairs of nodes have measured; what is recommended by all that is known. ValueError."""
         self.fleet.take_pairs(request.report)
-        self._are_pairs_new = True
+        self._unsaved.note("pairs")
         self.log.tell(now.time, "pairs", "nodes have measured the ways between them")
         return self.fleet.cluster(self.collector.stragglers).recommendations
 
@@ -236,38 +226,24 @@ class Job:
 
     def take_unsaved(self) -> Unsaved:
         """What is to be stored; it is given once."""
-        nodes = [self._record(node) for each in self._changed_nodes if (node := self.nodes.get(each)) is not None]
-        self._changed_nodes.clear()
-        forgotten, self._forgotten = self._forgotten, []
-        plan = self.plans.newest
-        membership = plan.to_json() if plan is not None and self._is_plan_new else None
-        self._is_plan_new = False
-        job = self.name if self._is_name_new else None
-        pairs = self.fleet.pairs if self._are_pairs_new else None
-        points = self.collector.rows(self._saved_until)
-        self._saved_until = max([self._saved_until, *(time for time, _ in points)])
-        self._is_name_new = self._are_pairs_new = False
-        return Unsaved(
-            events=self.log.take_new(),
-            nodes=nodes,
-            forgotten=forgotten,
-            membership=membership,
-            job=job,
-            pairs=pairs,
-            points=points,
-        )
+        return self._unsaved.take(self.name)
 
     def give_back(self, unsaved: Unsaved) -> None:
         """It could not be stored, and is given again."""
-        self.log.give_back(unsaved.events)
-        self._forgotten += unsaved.forgotten
-        self._changed_nodes.update(each.node_id for each in unsaved.nodes)
-        self._is_plan_new = self._is_plan_new or unsaved.membership is not None
-        self._is_name_new = self._is_name_new or unsaved.job is not None
-        self._are_pairs_new = self._are_pairs_new or unsaved.pairs is not None
-        self._saved_until = min([self._saved_until, *(time - 1 for time, _ in unsaved.points)])
+        self._unsaved.give_back(unsaved)
 
     # ---- how ----
+
+    def _check_machine(self, now: Moment, node_id: str, hardware: str, node: Node | None = None) -> None:
+        """Refused where bad machines are kept out and this is one; a ``node`` that had joined has left by it."""
+        why_not, is_news = self._bad_machines.look(node_id, hardware, len(self.nodes) + (node is None))
+        if why_not is None:
+            return
+        if is_news:
+            self.log.tell(now.time, "node-refused", f"node {node_id} is refused: {why_not}", node_id=node_id)
+        if node is not None:
+            self._note(now, self.nodes.leave(now.clock, node_id, node.incarnation, "its machine is refused"))
+        raise Refused("other", f"this machine is refused: {why_not}")
 
     def _renewed(self, now: Moment, node_id: str, incarnation: int) -> Node:
         try:
@@ -282,22 +258,11 @@ class Job:
 
     def _note(self, now: Moment, change: NodeChange) -> None:
         self.log.tell(now.time, f"node-{change.kind}", change.text, node_id=change.node_id)
-        self._changed_nodes.add(change.node_id)
+        self._unsaved.note_node(change.node_id)
 
     def _hear(self, now: Moment, node_id: str, events: Sequence[wire.JobEvent], num_dropped: int) -> None:
         for each in events[:_MOST_EVENTS]:
-            heard = EventRecord(
-                number=0,
-                time=each.time if math.isfinite(each.time) else now.time,
-                node_id=node_id,
-                rank=each.rank,
-                step=each.step,
-                kind=each.kind,
-                text=each.text,
-                details=each.details,
-                restart=each.restart,
-            )
-            self.log.hear(now.clock, heard)
+            self.log.hear(now.clock, _heard(each, node_id, now))
         if num_dropped > 0:
             words = f"node {node_id} could not keep {num_dropped} events until it was heard"
             self.log.tell(now.time, "events-dropped", words, node_id=node_id)
@@ -334,6 +299,7 @@ class Job:
             pid=node.pid,
             library=node.library,
             started_at=node.started_at,
+            agent_id=node.agent_id,
         )
         found = self.nodes.get(node.node_id)
         assert found is not None
@@ -341,17 +307,20 @@ class Job:
             found.state = "left" if node.state == "left" else "lost"
         self.fleet.hear(node.node_id, node.host, node.hardware)
 
-    def _record(self, node: Node) -> NodeRecord:
-        return NodeRecord(
-            node_id=node.node_id,
-            incarnation=node.incarnation,
-            host=node.host,
-            pid=node.pid,
-            library=node.library,
-            started_at=node.started_at,
-            state=node.state,
-            hardware=self.fleet.hardware(node.node_id),
-        )
+
+def _heard(event: wire.JobEvent, node_id: str, now: Moment) -> EventRecord:
+    """An event as a node tells of it, not numbered yet; whose it is, is not for the node to say."""
+    return EventRecord(
+        number=0,
+        time=event.time if math.isfinite(event.time) else now.time,
+        node_id=node_id,
+        rank=event.rank,
+        step=event.step,
+        kind=event.kind,
+        text=event.text,
+        details=event.details,
+        restart=event.restart,
+    )
 
 
 def _unheard(node: Node, request: wire.BeatRequest) -> Sequence[wire.JobEvent]:

@@ -14,6 +14,7 @@ __all__ = ["event_words", "is_healthy", "status_words"]
 _MOST_NODES = 64
 _MOST_RANKS = 16
 _MOST_EVENTS = 5
+_MOST_MISSING = 8
 _NUM_PHASES = 2
 
 
@@ -29,8 +30,9 @@ def status_words(status: wire.JobStatus, address: str) -> str:
     lines = [_heading(status), *(f"  {name:<14} {text}" for name, text in _facts(status, address))]
     if status.nodes:
         lines.append("  nodes")
+        shares = {each.node_id: each for each in status.membership.nodes}
         for node in status.nodes[:_MOST_NODES]:
-            lines.append(f"    {_node(node)}")
+            lines.append(f"    {_node(node, shares.get(node.node.agent_id))}")
             lines += [f"      {_worker(each)}" for each in node.workers[:_MOST_RANKS]]
             if len(node.workers) > _MOST_RANKS:
                 lines.append(f"      and {len(node.workers) - _MOST_RANKS} more")
@@ -68,6 +70,8 @@ def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
         ranks = sum(each.num_workers for each in plan.nodes)
         size = f"{counted(len(plan.nodes), 'node')}, {counted(ranks, 'rank')}"
         yield "membership", f"version {plan.version}: {size}, since {_moment(plan.time)}: {plan.reason}"
+        if unknown := _unknown_shares(status):
+            yield "", f"never heard of here: {', '.join(unknown)}"
     if speed := _speed(status.progress):
         yield "speed", speed
     if status.verdict.text:
@@ -99,8 +103,21 @@ def _config(config: wire.ConfigStatus) -> str:
     return f"version {config.version} ({config.author}, {_moment(config.time)}{reason}), {held}{in_force}"
 
 
-def _node(node: wire.NodeStatus) -> str:
+def _unknown_shares(status: wire.JobStatus) -> list[str]:
+    """Who belongs to the job by what its agents say, and has not joined; none where none of them says who it is."""
+    known = {each.node.agent_id for each in status.nodes if each.node.agent_id}
+    missing = [each for each in status.membership.nodes if each.node_id not in known] if known else []
+    return [f"{each.node_id} ({_ranks(each)})" for each in missing[:_MOST_MISSING]]
+
+
+def _ranks(share: wire.NodeShare) -> str:
+    last = share.first_rank + share.num_workers - 1
+    return f"rank {last}" if share.num_workers == 1 else f"ranks {share.first_rank} to {last}"
+
+
+def _node(node: wire.NodeStatus, share: wire.NodeShare | None) -> str:
     who = f"{node.node.node_id}  {node.state}  pid {node.node.pid} on {node.node.host}"
+    who += f"  {_ranks(share)}" if share is not None and share.num_workers else ""
     version = f"config {node.config_version}" if node.config_version else "no config"
     machine = f"  {node.machine}" if node.machine else ""
     return f"{who}  {version}  seen {age_in_words(node.seen_seconds)} ago{machine}"

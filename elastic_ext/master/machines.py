@@ -17,11 +17,12 @@ from elastic_ext.wording import counted, size_in_words
 
 from .amounts import words
 
-__all__ = ["NodeFacts", "facts_of", "named", "unlike_nodes", "why_refused"]
+__all__ = ["BadMachines", "NodeFacts", "facts_of", "named", "unlike_nodes", "why_refused"]
 
 _MOST_TEXT = 1 << 18  # characters of a record
 _MOST_TROUBLES = 8
 _MOST_NAMED = 5
+_MOST_TOLD = 10_000
 _MOST_REASON = 600
 
 
@@ -72,6 +73,27 @@ def why_refused(text: str, num_nodes: int) -> str | None:
         return None
     reason, _ = check_node(hardware, num_nodes=num_nodes)
     return None if reason is None else words(reason, _MOST_REASON)
+
+
+class BadMachines:
+    """The nodes that are kept out for their machine, where that was asked for."""
+
+    def __init__(self, *, are_refused: bool) -> None:
+        self._are_refused = are_refused
+        self._told: set[str] = set()
+
+    def look(self, node_id: str, hardware: str, num_nodes: int) -> tuple[str | None, bool]:
+        """Why a node must not be one of so many, if it must not, and whether that is news: it comes again and again."""
+        why_not = why_refused(hardware, num_nodes) if self._are_refused and hardware else None
+        if why_not is None:
+            if hardware:
+                self._told.discard(node_id)
+            return None, False
+        is_news = node_id not in self._told
+        if len(self._told) >= _MOST_TOLD:
+            self._told.clear()
+        self._told.add(node_id)
+        return why_not, is_news
 
 
 def unlike_nodes(nodes: Sequence[NodeFacts]) -> Iterable[tuple[str, str, bool]]:

@@ -45,6 +45,8 @@ class Node:
     library: str
     started_at: float
     """Seconds since 1970, by the agent's clock."""
+    agent_id: str = ""
+    """As the job's agents call it in a membership plan."""
     seen_at: float
     lease_until: float
     state: NodeState = "live"
@@ -97,7 +99,16 @@ class Nodes:
         return [each for each in self._by_id.values() if each.state in ("live", "late")]
 
     def join(
-        self, now: float, node_id: str, incarnation: int, *, host: str, pid: int, library: str, started_at: float
+        self,
+        now: float,
+        node_id: str,
+        incarnation: int,
+        *,
+        host: str,
+        pid: int,
+        library: str,
+        started_at: float,
+        agent_id: str = "",
     ) -> NodeChange:
         """An agent begins, or begins again. Fenced if a higher incarnation has this place and is there; TooMany."""
         known = self._by_id.get(node_id)
@@ -112,6 +123,7 @@ class Nodes:
             pid=pid,
             library=library,
             started_at=started_at,
+            agent_id=agent_id,
             seen_at=now,
             lease_until=now + self.lease_seconds,
         )

@@ -17,6 +17,7 @@ from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.files import write_whole
 
 from .arguments import MasterOptions
+from .freed import Freed
 from .guard import Guard
 from .health import Health
 from .job import Job, JobSettings
@@ -48,6 +49,15 @@ _OPTIONS = (
     ),  # above 1,000 some are cancelled by chance, when all call at once
     ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_CALLS),
     ("grpc.max_concurrent_streams", 128),  # of one connection
+    # What a connection holds, which thousands of them hold: no tables of headers (time limits, which come with each
+    # call, are never the same and fill them), nothing for tools that look into gRPC, no measuring of the network, and
+    # a buffer to read into that stays as small as buffers are.
+    ("grpc.http2.hpack_table_size.decoder", 0),
+    ("grpc.http2.hpack_table_size.encoder", 0),
+    ("grpc.enable_channelz", 0),
+    ("grpc.max_channel_trace_event_memory_per_node", 0),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.experimental.tcp_max_read_chunk_size", 4096),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -178,7 +188,9 @@ async def _keep_going(
     job: Job, service: MasterService, store: Store, executor: Executor, has_to_end: asyncio.Event
 ) -> None:
     """What is due every second, until the end."""
+    freed = Freed()
     while not has_to_end.is_set():
+        freed.give_back(asyncio.get_running_loop().time())
         number = job.log.number
         job.tick(moment())
         if job.log.number != number:

@@ -41,3 +41,5 @@ class NodeRecord(JsonRecord):
     started_at: float
     state: str
     hardware: str
+    agent_id: str = ""
+    """As the job's agents call it in a membership plan."""

@@ -17,7 +17,8 @@ from .admission import Refused
 from .configs import Page
 from .guard import ANSWERED, Guard, Peer
 from .job import Job, Moment
-from .status import config_history, event_message, job_status
+from .shown import Shown
+from .status import config_history, event_message, job_status, newest_events
 from .store import Store
 from .watchers import Unacknowledged, Watchers
 from .wire import master_pb2 as wire
@@ -47,6 +48,10 @@ class MasterService(MasterServicer):
         self._watchers = Watchers(job.settings.acknowledge_seconds)
         self._writing = asyncio.Lock()
         self._news = asyncio.Event()  # set, and another one put in its place, as events come
+        self._shown = Shown(
+            lambda request: job_status(job, moment(), request), lambda num: newest_events(job, num), time.monotonic
+        )
+        self._pushed = wire.ConfigPush()
         self._num_followers = 0
         self.counts: Counter[str] = Counter()
         """Of what was answered."""
@@ -80,25 +85,25 @@ class MasterService(MasterServicer):
 
     async def Watch(self, request: wire.WatchRequest, peer: Peer) -> AsyncIterator[wire.ConfigPush]:
         await self._guard.admit(peer)
+        node_id = request.node_id
+        watcher = None
         try:
             self._job.watches(moment(), request)
-            with self._watchers.watching(request.node_id, request.config_version) as watcher:
-                while await watcher.wants(self._job.book.version):
-                    newest = self._job.book.newest
-                    assert newest is not None
-                    version = newest.config.version
-                    yield wire.ConfigPush(
-                        epoch=self._job.epoch,
-                        version=version,
-                        text=self._job.book.text,
-                        acknowledge_within_seconds=self._job.spread_seconds,
-                    )
+            watcher = self._watchers.begin(node_id, request.config_version)
+            while not watcher.is_over:
+                if watcher.has_news(self._job.book.version):
+                    yield self._push()
                     self.counts["pushes"] += 1
+                else:
+                    await watcher.rung()
         except Unacknowledged as error:
             self.counts["unacknowledged"] += 1
             await self._guard.refuse(peer, Refused("late", str(error)))
         except Refused as error:
             await self._guard.refuse(peer, error)
+        finally:
+            if watcher is not None:
+                self._watchers.forget(node_id, watcher)
 
     async def Leave(self, request: wire.LeaveRequest, peer: Peer) -> wire.LeaveReply:
         await self._guard.admit(peer)
@@ -114,7 +119,7 @@ class MasterService(MasterServicer):
 
     async def GetStatus(self, request: wire.GetStatusRequest, peer: Peer) -> wire.JobStatus:
         await self._guard.admit(peer)
-        return job_status(self._job, moment(), request)
+        return self._shown.status(request)
 
     async def ReadEvents(self, request: wire.ReadEventsRequest, peer: Peer) -> AsyncIterator[wire.JobEvent]:
         await self._guard.admit(peer)
@@ -172,6 +177,16 @@ class MasterService(MasterServicer):
     def end_streams(self) -> None:
         """The master ends: nobody is told of anything any more."""
         self._watchers.end_all()
+
+    def _push(self) -> wire.ConfigPush:
+        """The newest config for a stream; the same message for all of them."""
+        version, spread = self._job.book.version, self._job.spread_seconds
+        if (self._pushed.version, self._pushed.acknowledge_within_seconds) != (version, spread):
+            text = self._job.book.text
+            self._pushed = wire.ConfigPush(
+                epoch=self._job.epoch, version=version, text=text, acknowledge_within_seconds=spread
+            )
+        return self._pushed
 
     async def _written(self, make: Callable[[], Page], peer: Peer) -> wire.ConfigWritten:
         try:

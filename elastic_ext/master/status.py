@@ -11,7 +11,7 @@ from .records import EventRecord
 from .wire import master_pb2 as wire
 from .wire.plain import filled
 
-__all__ = ["config_history", "event_message", "job_status"]
+__all__ = ["config_history", "event_message", "job_status", "newest_events"]
 
 _NUM_EVENTS = 20
 _MOST_EVENTS = 1_000
@@ -29,7 +29,7 @@ def job_status(job: Job, now: Moment, request: wire.GetStatusRequest) -> wire.Jo
         nodes=[_node_status(job, each, now, with_workers=not request.without_workers) for each in job.nodes],
         config=_config_status(job, now),
         progress=job.collector.progress(now.time),
-        events=[event_message(each) for each in _newest_events(job, request.num_events)],
+        events=newest_events(job, request.num_events),
         troubles=list(_troubles(job)),
     )
     verdict = job.collector.verdict(now.time)
@@ -68,8 +68,9 @@ def event_message(event: EventRecord) -> wire.JobEvent:
     return filled(wire.JobEvent(), event)
 
 
-def _newest_events(job: Job, wanted: int) -> list[EventRecord]:
-    return list(job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS)))
+def newest_events(job: Job, wanted: int) -> list[wire.JobEvent]:
+    """So many as a status is asked for; some where it does not say."""
+    return [event_message(each) for each in job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS))]
 
 
 def _node_status(job: Job, node: Node, now: Moment, *, with_workers: bool) -> wire.NodeStatus:

@@ -102,6 +102,7 @@ class Store:
                 undone.callback(self._db.close)
                 self._epoch = 0
                 self._begin()
+                self._file = _file_at(self.path)
             undone.pop_all()
 
     @property
@@ -200,6 +201,18 @@ class Store:
         db.execute("UPDATE meta SET value = ? WHERE key = 'epoch'", (str(self._epoch),))
         db.execute("COMMIT")
 
+    def _check_there(self) -> None:
+        """What is written must be found again: sqlite goes on with a file that was removed as if it were there."""
+        there = _file_at(self.path)
+        if there == self._file:
+            return
+        if there is None:
+            raise StoreError(
+                f"{self.path} was removed while this master ran, and nothing can be kept; put it back, or end this "
+                "master and start it anew"
+            )
+        raise Superseded(f"another file has taken the place of {self.path}, perhaps another master's: this one ends")
+
     def _epoch_there(self) -> int:
         (text,) = self._db.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
         return int(text)
@@ -210,6 +223,7 @@ class Store:
         with self._told("written"):
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                self._check_there()
                 if self._epoch_there() != self._epoch:
                     raise Superseded(f"another process has become the master of {self.path}: this one ends")
                 yield self._db
@@ -228,6 +242,15 @@ class Store:
             raise StoreError(f"{self.path} cannot be {done}: {error}{advice if is_damaged else ''}") from error
         except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise StoreError(f"{self.path} holds what no master has written: {error}") from error
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Which file is there; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def network_in_words(folder: str, mountinfo: str) -> str | None:

@@ -24,20 +24,22 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., job: _Optional[str] = ..., job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., node: _Optional[_Union[Node, _Mapping]] = ..., hardware: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "incarnation", "host", "pid", "library", "started_at")
+    __slots__ = ("node_id", "incarnation", "host", "pid", "library", "started_at", "agent_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LIBRARY_FIELD_NUMBER: _ClassVar[int]
     STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     host: str
     pid: int
     library: str
     started_at: float
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., library: _Optional[str] = ..., started_at: _Optional[float] = ...) -> None: ...
+    agent_id: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., library: _Optional[str] = ..., started_at: _Optional[float] = ..., agent_id: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("protocol", "job_id", "job", "epoch", "lease_seconds", "beat_seconds", "acknowledge_seconds", "library", "was_lost")

@@ -1,0 +1,111 @@
+"""Streams of configs: who is sent what and when, and who has not said in time that it holds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from elastic_ext.master.watchers import Unacknowledged, Watcher, Watchers
+
+SECONDS = 0.05  # within which a version has to be held
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 20.0))
+
+
+async def served(watcher: Watcher, sent: list[int], newest: list[int]) -> None:
+    """As the service does it."""
+    while not watcher.is_over:
+        if watcher.has_news(newest[0]):
+            sent.append(newest[0])
+        else:
+            await watcher.rung()
+
+
+def test_each_newer_version_is_sent_once_and_none_that_is_held() -> None:
+    async def test() -> None:
+        watchers, sent, newest = Watchers(600.0), list[int](), [2]
+        watcher = watchers.begin("a", 2)
+        serving = asyncio.ensure_future(served(watcher, sent, newest))
+        await asyncio.sleep(0)
+        assert not sent
+        for version in (3, 4, 4):
+            newest[0] = version
+            watchers.tell(version)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert sent == [3, 4]
+        watchers.end_all()
+        await serving
+
+    run(test())
+
+
+def test_who_does_not_say_in_time_that_it_holds_what_it_was_sent_is_ended() -> None:
+    async def test() -> None:
+        watchers = Watchers(SECONDS)
+        with pytest.raises(Unacknowledged, match="version 1 was sent"):
+            await served(watchers.begin("a", 0), [], [1])
+
+    run(test())
+
+
+def test_who_says_so_is_not_ended_and_hears_of_the_next_version() -> None:
+    async def test() -> None:
+        watchers, sent, newest = Watchers(SECONDS), list[int](), [1]
+        serving = asyncio.ensure_future(served(watchers.begin("a", 0), sent, newest))
+        await asyncio.sleep(0)
+        watchers.acknowledge("a", 1)
+        await asyncio.sleep(3 * SECONDS)  # what is tried takes this long
+        assert not serving.done()
+        newest[0] = 2
+        watchers.tell(2)
+        watchers.acknowledge("a", 1)  # the one before, again
+        with pytest.raises(Unacknowledged, match="version 2 was sent"):
+            await serving
+        assert sent == [1, 2]
+
+    run(test())
+
+
+def test_a_newer_stream_of_a_node_ends_the_older_which_takes_nothing_with_it() -> None:
+    async def test() -> None:
+        watchers, sent, newest = Watchers(600.0), list[int](), [0]
+        first = watchers.begin("a", 0)
+        serving = asyncio.ensure_future(served(first, [], newest))
+        await asyncio.sleep(0)
+        second = watchers.begin("a", 0)
+        await serving
+        watchers.forget("a", first)
+        serving = asyncio.ensure_future(served(second, sent, newest))
+        await asyncio.sleep(0)
+        newest[0] = 1
+        watchers.tell(1)
+        watchers.acknowledge("a", 1)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert sent == [1]
+        watchers.forget("a", second)
+        await serving
+
+    run(test())
+
+
+def test_a_stream_that_is_cancelled_while_it_waits_leaves_no_timer_behind() -> None:
+    async def test() -> None:
+        watchers = Watchers(SECONDS)
+        watcher = watchers.begin("a", 0)
+        serving = asyncio.ensure_future(served(watcher, [], [1]))
+        await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        watchers.forget("a", watcher)
+        await asyncio.sleep(2 * SECONDS)
+        watchers.tell(2)  # nobody is there
+
+    run(test())
