@@ -15,12 +15,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from .questions import Answer, Question
+from .questions import IS_ANALYSIS, Answer, Question
 
-__all__ = ["IS_ANALYSIS", "main"]
-
-IS_ANALYSIS = "ELASTIC_EXT_IS_ANALYSIS"
-"""In the environment of this process: no trainer is made in it."""
+__all__ = ["main"]
 
 _LEAST_PRIORITY = 19
 _PROCESSOR_SECONDS = 300

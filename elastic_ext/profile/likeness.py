@@ -68,12 +68,13 @@ def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
     return 0, first.shape[0]
 
 
-def num_bytes_of(tree: Mapping[str, Any]) -> int:
-    """What the tensors that were told take."""
+def num_bytes_of(tree: Mapping[str, Any], num_samples: int) -> int:
+    """What the tensors that were told take, with so many samples."""
     if "shape" in tree:
-        return math.prod(tree["shape"]) * dtype_of(tree["dtype"]).itemsize
+        shape = [num_samples if dim == tree["dim"] else size for dim, size in enumerate(tree["shape"])]
+        return math.prod(shape) * dtype_of(tree["dtype"]).itemsize
     parts = tree.get("tuple") or tree.get("list") or list((tree.get("dict") or {}).values())
-    return sum(map(num_bytes_of, parts))
+    return sum(num_bytes_of(part, num_samples) for part in parts)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ext.errors import ElasticError
 from elastic_ext.job_facts import PassesMemory
 from elastic_ext.record_json import JsonRecord
 
 from .origins import MainModule, Origin
 
-__all__ = ["Answer", "OptimizerKind", "ParameterKind", "Question"]
+__all__ = ["IS_ANALYSIS", "Answer", "OptimizerKind", "ParameterKind", "Question", "refuse_in_analysis"]
+
+IS_ANALYSIS = "ELASTIC_EXT_IS_ANALYSIS"
+"""In the environment of the process that is asked: no trainer is made in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,3 +72,12 @@ class Answer(JsonRecord):
     flops_per_sample: int | None = None
     problem: str | None = None
     """Why there is no more."""
+
+
+def refuse_in_analysis(environment: Mapping[str, str]) -> None:
+    """Raise where this process imports a script for its model_factory alone, and the script trains as it is imported."""
+    if IS_ANALYSIS in environment:
+        raise ElasticError(
+            "this process imports the script for its model_factory; put training under "
+            'if __name__ == "__main__":, or the factory in a module of its own'
+        )
