@@ -267,8 +267,8 @@ class Analyzer:
         )
 
     def _is_able(self) -> bool:
-        if self._can_sample is None:
-            self._can_sample = can_sample(self._device)
+        """Whether a sample can be taken now: not where somebody else profiles, for as long as that is so."""
+        self._can_sample = can_sample(self._device)
         return self._can_sample
 
     def _refuse(self, why: str) -> None:

@@ -100,12 +100,18 @@ def _kept_unseen(func: Any, args: Any, place: int) -> int:
 
 
 def _taken_unseen(func: Any, args: Any) -> int:
-    """What an operation takes for itself while it runs: weights that it lays out otherwise first."""
+    """What an operation takes for itself while it runs: weights that it lays out otherwise first, and gates' gradients.
+
+    A recurrent layer does so with its weights and with their gradients; the numbers are what its layers were seen to
+    take.
+    """
     if func in (_CONVOLUTION, _CONVOLUTION_BACKWARD):
         weight = args[1] if func is _CONVOLUTION else args[2]
         return int(weight.numel() * weight.element_size())
     if func is _MKLDNN_RNN_BACKWARD:
-        return int(sum(each.numel() * each.element_size() for each in args[1:5]))
+        num_steps, num_samples, _ = args[0].shape
+        gates = 4.2 * (num_steps + 1) * num_samples * args[5].shape[-1]
+        return int((2.1 * sum(each.numel() for each in args[1:5]) + gates) * args[0].element_size())
     return 0
 
 

@@ -36,6 +36,10 @@ _COMPUTES = ("aten::", "fsdp::")
 _QUIET = "KINETO_LOG_LEVEL"  # torch 2.13's writes a line on stderr as it starts, and as it stops
 
 
+class _Own(profile):
+    """A profile of this room's; those that have ended may not have been collected yet."""
+
+
 class Trace:
     """``begin`` and ``end`` it around a step, on the thread that trains."""
 
@@ -107,7 +111,9 @@ def summed_up(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepT
 def is_profiling() -> bool:
     """Whether there is any profile but those of this room: one that waits for its turn is not to be told otherwise."""
     is_on = getattr(torch.autograd, "_profiler_enabled", None)
-    return (is_on is not None and is_on()) or any(issubclass(type(each), profile) for each in gc.get_objects())
+    return (is_on is not None and is_on()) or any(
+        issubclass(type(each), profile) and type(each) is not _Own for each in gc.get_objects()
+    )
 
 
 def quiet_profile(*, sees_memory: bool = False) -> Any:
@@ -116,7 +122,7 @@ def quiet_profile(*, sees_memory: bool = False) -> Any:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    return profile(activities=activities, profile_memory=sees_memory)
+    return _Own(activities=activities, profile_memory=sees_memory)
 
 
 def events_of(found: Any) -> list[Any] | None:
