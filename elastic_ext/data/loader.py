@@ -126,7 +126,14 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the loops under way, their workers, and the file that it follows: a copy has none of them."""
-        own = {"_making": None, "_kept_for": None, "_makings": None, "_following": None, "timeline": None, "on_batch": None}
+        own = {
+            "_making": None,
+            "_kept_for": None,
+            "_makings": None,
+            "_following": None,
+            "timeline": None,
+            "on_batch": None,
+        }
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -141,7 +141,7 @@ def _keeping_gradients(model: nn.Module, live: LiveBytes) -> Iterator[None]:
             live.keep_gradient(parameter.grad)
 
     trained = [each for each in model.parameters() if each.requires_grad]
-    handles = [each.register_post_accumulate_grad_hook(keep) for each in trained]
+    handles = [each.register_post_accumulate_grad_hook(keep) for each in trained]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

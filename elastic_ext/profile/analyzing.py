@@ -316,9 +316,7 @@ class Analyzer:
                 blocks=names_of(self._model, self._blocks),
                 micro_batches=tuple(sizes_up_to(share, shapes.num_samples, now)),
                 ratios=tuple(dict.fromkeys(ratios)),
-                optimizers=optimizer_kinds(
-                    self._model, self._optimizers, is_on_accelerator=self._device.type != "cpu"
-                ),
+                optimizers=optimizer_kinds(self._model, self._optimizers, is_on_accelerator=self._device.type != "cpu"),
             )
         except ValueError as error:
             self._refuse(str(error))

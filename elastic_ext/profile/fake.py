@@ -24,7 +24,7 @@ def without_memory() -> AbstractContextManager[Any]:
     """``with`` it, tensors are made without memory; ImportError where this torch has none."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    made: AbstractContextManager[Any] = FakeTensorMode()  # type: ignore[no-untyped-call]
+    made: AbstractContextManager[Any] = FakeTensorMode()
     return made
 
 

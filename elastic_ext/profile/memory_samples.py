@@ -1,8 +1,8 @@
 """Samples: what the passes of a real micro-step take, looked at once for each new size.
 
 On a CPU torch's profiler tells of all that its allocator gives and takes back, workspaces of operations among it, in
-events of its own that are read in private: tried first, and done without where this torch gives others. An accelerator's
-allocator counts by itself, and its peak counters begin anew while a sample is taken.
+events of its own that are read in private: tried first, and done without where this torch gives others. The allocator
+of an accelerator counts by itself, and its peak counters begin anew while a sample is taken.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Sample:
     def begin(self) -> None:
         for each in self._parameters:
             if each.grad is None:
-                self._handles.append(each.register_post_accumulate_grad_hook(self._keep_gradient))
+                handle = each.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
             else:
                 self.had_gradients = True
         self._account.begin()
@@ -177,7 +178,7 @@ def _tallied(events: Iterable[Any], given_bytes: int) -> Peaks:
 
 
 class _Allocator:
-    """By the counters of CUDA's allocator: what it has given is counted as the program asks, not as the device works."""
+    """By the counters of CUDA's allocator, which counts as the program asks, and not as the device works."""
 
     def __init__(self, device: torch.device) -> None:
         self.base_bytes: int | None = None

@@ -89,8 +89,8 @@ def _main(argument: str) -> MainModule:
     path = getattr(main, "__file__", None)
     if path is None or not Path(path).is_file():
         raise ValueError(
-            f"{argument} is defined in a notebook, or in what was typed, which another process cannot import; put it in "
-            "a module of its own and import it from there"
+            f"{argument} is defined in a notebook, or in what was typed, which another process cannot import; put it "
+            "in a module of its own and import it from there"
         )
     if not _has_main_part(Path(path)):
         raise ValueError(

@@ -75,7 +75,7 @@ class Answer(JsonRecord):
 
 
 def refuse_in_analysis(environment: Mapping[str, str]) -> None:
-    """Raise where this process imports a script for its model_factory alone, and the script trains as it is imported."""
+    """Raise in a process that imports a script for its model_factory alone, where that trains as it is imported."""
     if IS_ANALYSIS in environment:
         raise ElasticError(
             "this process imports the script for its model_factory; put training under "
