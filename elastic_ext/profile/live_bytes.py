@@ -108,10 +108,12 @@ def _taken_unseen(func: Any, args: Any) -> int:
     if func in (_CONVOLUTION, _CONVOLUTION_BACKWARD):
         weight = args[1] if func is _CONVOLUTION else args[2]
         return int(weight.numel() * weight.element_size())
-    if func is _MKLDNN_RNN_BACKWARD:
+    if func in (_MKLDNN_RNN, _MKLDNN_RNN_BACKWARD):
         num_steps, num_samples, _ = args[0].shape
-        gates = 4.2 * (num_steps + 1) * num_samples * args[5].shape[-1]
-        return int((2.1 * sum(each.numel() for each in args[1:5]) + gates) * args[0].element_size())
+        states = (num_steps + 1) * num_samples * args[5].shape[-1]
+        weights = sum(each.numel() for each in args[1:5])
+        numbers = 1.07 * weights + states if func is _MKLDNN_RNN else 1.75 * weights + 4.2 * states
+        return int(numbers * args[0].element_size())
     return 0
 
 
