@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as functional
 from torch import nn
@@ -24,15 +24,14 @@ __all__ = [
     "is_slow",
     "kills_itself",
     "layers",
-    "loss_of_parts",
     "no_module",
     "other_layers",
     "other_names",
     "picks",
     "prints",
     "recurrent",
-    "summed",
     "takes_memory",
+    "wasteful",
     "with_loss",
 ]
 
@@ -148,12 +147,9 @@ def cross_entropy(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(outputs.flatten(0, -2), batch[1].flatten())
 
 
-def loss_of_parts(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return functional.cross_entropy(outputs, batch["targets"])
-
-
-def summed(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-    return outputs.sum()
+def wasteful(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Another loss than is trained with, which takes much more."""
+    return outputs[..., None].expand(*outputs.shape, 64).exp().sum()
 
 
 # --- that do not help -------------------------------------------------------------------------------------------------
@@ -193,5 +189,5 @@ def kills_itself() -> nn.Module:
 
 
 def takes_memory() -> nn.Module:
-    taken = [bytearray(1 << 30) for _ in range(64)]
-    return nn.Linear(len(taken), 1)
+    """Which is not touched, and counts all the same."""
+    return nn.Linear(len(numpy.empty(1 << 33, dtype=numpy.uint8)), 1)

@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 _LEAST_PRIORITY = 19
 _PROCESSOR_SECONDS = 300
-_MEMORY_BYTES = 8 << 30
+_MEMORY_BYTES = 4 << 30  # beside what torch itself takes
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,12 +39,13 @@ def main() -> None:
         try:
             asked = json.loads(text)
             _go_to(asked)
-            question = Question.from_json(json.dumps(asked["question"]))
-            if question.main is not None:
-                question.main.take_up()
             from .analysis import analyse  # imports torch, which reads its environment then
 
             _use_one_thread()
+            _limit(resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES)
+            question = Question.from_json(json.dumps(asked["question"]))
+            if question.main is not None:
+                question.main.take_up()
             analyse(question, tell)
         except MemoryError:
             tell(Answer(problem=f"working it out took more than {_MEMORY_BYTES >> 30} GiB of memory"))
@@ -73,19 +74,26 @@ def _end_with_asker() -> None:
 
 def _be_modest() -> None:
     os.nice(_LEAST_PRIORITY)
-    for limit, value in (
-        (resource.RLIMIT_CPU, _PROCESSOR_SECONDS),
-        (resource.RLIMIT_DATA, _MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        soft, hard = resource.getrlimit(limit)
-        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        if soft == resource.RLIM_INFINITY or soft > most:
-            resource.setrlimit(limit, (most, hard))
+    _limit(resource.RLIMIT_CPU, _PROCESSOR_SECONDS)
+    _limit(resource.RLIMIT_CORE, 0)
     for name in [*os.environ]:
         if name in _OF_RANKS or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     os.environ.update({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", IS_ANALYSIS: "1"})
+
+
+def _limit(what: int, value: int) -> None:
+    """Have it be no more than that, and no more than it was."""
+    soft, hard = resource.getrlimit(what)
+    most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    if soft == resource.RLIM_INFINITY or soft > most:
+        resource.setrlimit(what, (most, hard))
+
+
+def _data_bytes() -> int:
+    """What this process has of memory of its own, touched or not."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        return next((int(line.split()[1]) << 10 for line in status if line.startswith("VmData:")), 0)
 
 
 def _go_to(asked: dict[str, Any]) -> None:

@@ -102,20 +102,20 @@ class Asking:
             start_new_session=True,  # Ctrl-C is for training, which ends it
         )
         assert process.stdin is not None and process.stdout is not None
+        problem: str | None = "it failed"
         try:
             with contextlib.suppress(BrokenPipeError):  # which has ended, as is told below
                 process.stdin.write(self._asked())
                 process.stdin.flush()
             problem = self._read(process.stdout.fileno(), until)
-            has_ended = problem is None
         finally:
-            if not self._has_ended_by_itself(process):
+            if problem is not None or not _ends_by_itself(process):
                 process.kill()
             status = process.wait()
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
             process.stdout.close()
-        return problem if not has_ended or status == 0 else f"the process that works it out {_ending(status)}"
+        return problem if problem is not None or status == 0 else f"the process that works it out {_ending(status)}"
 
     def _asked(self) -> bytes:
         asked = {
@@ -147,12 +147,13 @@ class Asking:
             if not data:
                 return None
 
-    def _has_ended_by_itself(self, process: subprocess.Popen[bytes]) -> bool:
-        try:
-            process.wait(0.0 if self._is_closed else _END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+
+def _ends_by_itself(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _ending(status: int) -> str:
