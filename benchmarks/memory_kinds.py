@@ -30,7 +30,8 @@ class Block(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         num_samples, length, width = given.shape
         split = self.projections(self.before_attention(given)).view(num_samples, length, 3, self.num_heads, -1)
-        mixed = functional.scaled_dot_product_attention(*split.permute(2, 0, 3, 1, 4).unbind(), is_causal=True)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind()
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         given = given + self.drop(self.out(mixed.transpose(1, 2).reshape(num_samples, length, width)))
         found: torch.Tensor = given + self.drop(self.network(self.before_network(given)))
         return found

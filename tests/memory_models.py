@@ -51,7 +51,8 @@ class Layer(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         batch, length, _ = given.shape
         heads = self.parts(self.before(given)).view(batch, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
+        query, key, value = heads.unbind()
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         given = given + self.drop(self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH)))
         found: torch.Tensor = given + self.drop(self.network(self.between(given)))
         return found

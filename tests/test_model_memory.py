@@ -250,7 +250,7 @@ def test_another_torch_whose_tensors_tell_other_sizes_is_told_apart(monkeypatch:
     class Other(place.FakeTensorMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             func = torch.ops.aten.expm1.default if func is torch.ops.aten.exp.default else func
-            found = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            found: Any = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             return found.double() if func is torch.ops.aten.expm1.default else found
 
     monkeypatch.setattr(place, "FakeTensorMode", Other)
@@ -392,7 +392,10 @@ def test_parameters_blocks_and_optimizers_are_told_by_their_names() -> None:
     assert kinds["table.weight"].shape == (CLASSES, 64) and kinds["table.weight"].is_trained
     assert not kinds["head.weight"].is_trained
     assert names_of(model, list(model.layers)) == ("layers.0", "layers.1")
-    groups = [{"params": [model.table.weight], "lr": torch.tensor(0.5)}, {"params": [*model.layers.parameters()]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [model.table.weight], "lr": torch.tensor(0.5)},
+        {"params": [*model.layers.parameters()]},
+    ]
     (kind,) = optimizer_kinds(model, [torch.optim.AdamW(groups, lr=0.1)], is_on_accelerator=True)
     assert (kind.name, kind.groups[0]["params"], kind.groups[0]["lr"]) == ("AdamW", ["table.weight"], 0.5)
     assert kind.groups[1]["foreach"] is True  # as torch chooses there by itself

@@ -139,10 +139,9 @@ def test_larger_micro_batches_are_measured_when_they_come(tmp_path: Path) -> Non
 
 def test_training_is_what_it_was_bit_for_bit(tmp_path: Path) -> None:
     found = []
-    for folder, arguments in (
-        ("without", {}),
-        ("with", {"model_factory": memory_models.attention, "loss_fn": memory_models.cross_entropy}),
-    ):
+    given: dict[str, Any] = {"model_factory": memory_models.attention, "loss_fn": memory_models.cross_entropy}
+    sides: dict[str, dict[str, Any]] = {"without": {}, "with": given}
+    for folder, arguments in sides.items():
         (tmp_path / folder).mkdir()
         torch.manual_seed(0)
         model = memory_models.attention()

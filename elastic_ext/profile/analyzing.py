@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,10 +122,12 @@ class Analyzer:
 
     def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """A forward pass begins."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # where sizes are no numbers
+            return
         micro_batch = self._training.micro_batch()
         found = batch_dim((arguments, dict(options)), micro_batch)
         if found is None:
-            self._refuse("the model is given no tensor")
+            self._refuse("the model is given no tensor whose first dimension could be samples")
             return
         dim, num_samples = found
         if self._sample is not None:
@@ -137,7 +140,8 @@ class Analyzer:
         if self._sample is not None:
             self._sample.end_forward()
         if self._asking is None and self._factory is not None:
-            self._outputs = [weakref.ref(each.untyped_storage()) for each in _tensors_in(outputs, _MOST_DEPTH)]
+            with suppress(RuntimeError, TypeError):  # a kind of tensor that tells of no memory
+                self._outputs = [weakref.ref(each.untyped_storage()) for each in _tensors_in(outputs, _MOST_DEPTH)]
 
     def see_end_of_pass(self) -> None:
         """A backward pass has ended."""
@@ -165,10 +169,14 @@ class Analyzer:
         self._num_samples += 1
         self._tried.add(key)
         self._sampled = key
-        self._sample = sample_on(self._device, self._model.parameters())
-        self._probe.watcher = self
-        self._sample.begin()
-        self._probe.tell_phases(self._sample.see)
+        sample = sample_on(self._device, self._model.parameters())
+        try:
+            sample.begin()
+        except RuntimeError as error:  # somebody else has begun to profile
+            _logger.debug("what a step takes is not measured: %s", error)
+            return
+        self._sample, self._probe.watcher = sample, self
+        self._probe.tell_phases(sample.see)
 
     def leave(self) -> None:
         """It has ended, or failed."""
@@ -178,7 +186,11 @@ class Analyzer:
         self._probe.tell_phases(None)
         self._probe.watcher = None
         shapes, (num_samples, ratio) = self._shapes, self._sampled
-        peaks = sample.end(0 if shapes is None else shapes.num_bytes(num_samples))
+        try:
+            peaks = sample.end(0 if shapes is None else shapes.num_bytes(num_samples))
+        except (RuntimeError, ValueError) as error:  # somebody else has ended the profile
+            _logger.debug("what a step takes was not measured: %s", error)
+            return
         if peaks is None or not peaks.backward_bytes:  # which failed, or none was seen
             return
         if peaks.update_bytes is not None:

@@ -23,10 +23,11 @@ def told(value: Any, micro_batch: int, dim: int, depth: int = _MOST_DEPTH) -> di
     In tensors with ``micro_batch`` in dimension ``dim``, that is the number of samples.
     """
     if isinstance(value, torch.Tensor):
-        if value.is_sparse or value.is_nested or value.is_quantized:
+        shape = _shape(value)
+        if shape is None:
             raise ValueError("a tensor that is not dense")
-        has_samples = value.dim() > dim and value.shape[dim] == micro_batch
-        return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "dim": dim if has_samples else None}
+        has_samples = len(shape) > dim and shape[dim] == micro_batch
+        return {"shape": list(shape), "dtype": dtype_name(value.dtype), "dim": dim if has_samples else None}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
     if depth == 0:
@@ -55,17 +56,19 @@ def like(tree: Mapping[str, Any], num_samples: int) -> Any:
 
 
 def batch_dim(value: Any, micro_batch: int) -> tuple[int, int] | None:
-    """Which dimension of the first tensor counts samples, and how many they are; None where there is no tensor.
+    """Which dimension of the first tensor counts samples, and how many they are; None where no tensor comes
+    first that has a shape.
 
     It is the one that has ``micro_batch``, which is what a step takes at once at most; the first, where none has.
     """
     first = next(_tensors_in(value, _MOST_DEPTH), None)
-    if first is None or first.dim() == 0:
+    shape = None if first is None else _shape(first)
+    if not shape:
         return None
-    for dim, size in enumerate(first.shape):
+    for dim, size in enumerate(shape):
         if size == micro_batch:
             return dim, size
-    return 0, first.shape[0]
+    return 0, shape[0]
 
 
 def num_bytes_of(tree: Mapping[str, Any], num_samples: int) -> int:
@@ -87,6 +90,17 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of tensors")
     return found
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None of a tensor that is not dense, or of one that stands for others."""
+    try:
+        if tensor.is_sparse or tensor.is_nested or tensor.is_quantized:
+            return None
+        shape = tuple(tensor.shape)
+    except (RuntimeError, TypeError):
+        return None
+    return shape if all(type(size) is int for size in shape) else None
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:

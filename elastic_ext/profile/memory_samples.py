@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -84,14 +85,15 @@ class Sample:
 
     def end(self, given_bytes: int) -> Peaks | None:
         """What was seen, None where that was too much."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
         return self._account.end(given_bytes)
 
     def _keep_gradient(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse:
+        if gradient is None:
+            return
+        with suppress(RuntimeError, TypeError):  # a kind of tensor that tells no size
             num_bytes = gradient.numel() * gradient.element_size()
             if gradient.untyped_storage().nbytes() == num_bytes:  # else it is a part of what was there before
                 self._account.keep_gradient(num_bytes)
