@@ -5,7 +5,8 @@ allocator had given in a step, by torch.profiler's events of it on a CPU (which 
 max_memory_allocated on a GPU, and what was there before: parameters, buffers, the optimizer's state, the batch.
 
 *Worked out* is what the process beside training answers, on tensors without memory, at that very size. *Compared* is
-the same as a trainer has it: a step of 4 samples was measured, and all sizes are corrected by that. Beside them is what
+the same as a trainer has it: a step of 4 samples was measured, and all sizes are corrected by that (upwards only, as by
+one size alone). Beside them is what
 measured steps of 2 and 4 samples alone would tell: *a straight line* through their peaks, and *lines by phase* as a
 trainer without a module factory has them. An error is over the truth: below zero, a step takes more than was told.
 
@@ -29,7 +30,7 @@ from elastic_ext.fsdp.blocks import recompute
 from elastic_ext.job_facts import MemoryFacts, PassesMemory
 from elastic_ext.profile.asking import Asking
 from elastic_ext.profile.likeness import told
-from elastic_ext.profile.memory_lines import lines_through
+from elastic_ext.profile.memory_lines import correction, lines_through
 from elastic_ext.profile.memory_samples import sample_on
 from elastic_ext.profile.model_sizes import ModelSizes
 from elastic_ext.profile.phases import Phase
@@ -44,7 +45,7 @@ COMPARED = 4
 FROM = (2, 4)  # what lines are drawn through
 HEADROOM = 0.06  # of memory that a tuner leaves: so much less than a step takes may be said of it
 WAIT_SECONDS = 600.0
-NUM_WARM_STEPS = 2
+NUM_WARM_STEPS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,11 +109,10 @@ def points_of(kind: Kind, device: torch.device, sizes: Sequence[int] = SIZES) ->
         measured[size] = peaks.passes(micro_batch=size, activation_checkpoint=kind.ratio)
     facts = replace(facts, update_bytes=max(each.update_bytes or 0 for each in answers))
     worked_out = {each.micro_batch: each for answer in answers if (each := answer.passes) is not None}
-    seen, expected = (
-        each.most_bytes(facts.gradient_bytes, has_gradients=False)
-        for each in (measured[COMPARED], worked_out[COMPARED])
-    )
-    corrected = replace(facts, scale=seen / expected)
+    scale, why_not = correction([measured[COMPARED]], list(worked_out.values()), facts.gradient_bytes)
+    if why_not:
+        raise RuntimeError(f"{kind.name}: {why_not}")
+    corrected = replace(facts, scale=scale)
     first, second = FROM
     slope = (true_bytes[second] - true_bytes[first]) / (second - first)
     by_phase = {each.micro_batch: each for each in lines_through([measured[size] for size in FROM], sizes)}

@@ -9,7 +9,7 @@ import torch
 
 from elastic_ext import ElasticDataLoader
 from elastic_ext.job_facts import MemoryFacts
-from elastic_ext.profile.memory_samples import can_sample, sample_on
+from elastic_ext.profile.memory_samples import Readiness, sample_on
 from elastic_ext.profile.model_sizes import ModelSizes, besides_bytes, capacity_bytes
 from elastic_ext.profile.phases import Phase
 from tests import memory_models
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 def test_a_sample_has_the_peak_of_the_allocator() -> None:
     model, batch = memory_models.attention().to(DEVICE), tuple(each.to(DEVICE) for each in words(64))
-    assert can_sample(DEVICE)
+    assert Readiness(DEVICE).is_given()
     for _ in range(2):
         memory_models.cross_entropy(model(batch[0]), batch).backward()  # type: ignore[no-untyped-call]
         model.zero_grad()

@@ -18,8 +18,8 @@ from elastic_ext.job_facts import MemoryFacts, PassesMemory
 from elastic_ext.profile.fake import why_not_fake, without_memory
 from elastic_ext.profile.likeness import batch_dim, like, num_bytes_of, told
 from elastic_ext.profile.live_bytes import LiveBytes
-from elastic_ext.profile.memory_lines import lines_through, sizes_up_to
-from elastic_ext.profile.memory_samples import can_sample, sample_on
+from elastic_ext.profile.memory_lines import correction, lines_through, sizes_up_to
+from elastic_ext.profile.memory_samples import Readiness, sample_on
 from elastic_ext.profile.origins import MainModule, Origin, origin_of
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.questioning import factory_of, names_of, optimizer_kinds, parameter_kinds
@@ -152,6 +152,28 @@ def test_of_one_size_a_larger_one_takes_in_proportion() -> None:
     )
 
 
+def test_what_was_worked_out_is_corrected_by_the_larger_of_two_sizes() -> None:
+    worked_out = [passes(size, 100 * size, 0, 0) for size in (1, 2, 4, 8)]
+    measured = [passes(1, 190), passes(2, 190), passes(4, 360)]
+    assert correction(measured, worked_out, 0) == (0.95, "")
+    assert correction([*measured, passes(8, 880)], worked_out, 0) == (1.1, "")
+
+
+def test_one_size_alone_corrects_upwards_only() -> None:
+    worked_out = [passes(4, 400), passes(4, 400, ratio=0.5)]
+    assert correction([passes(4, 360)], worked_out, 0) == (1.0, "")
+    assert correction([passes(4, 360), passes(4, 380, ratio=0.5)], worked_out, 0) == (1.0, "")
+    assert correction([passes(4, 500)], worked_out, 0) == (1.25, "")
+    assert correction([passes(16, 9000)], worked_out, 0) == (1.0, "")  # which was not worked out
+    assert correction([], worked_out, 0) == (1.0, "")
+
+
+@pytest.mark.parametrize("num_bytes", [199, 801])
+def test_what_is_nothing_like_what_was_worked_out_is_of_another_model(num_bytes: int) -> None:
+    scale, why_not = correction([passes(4, num_bytes)], [passes(4, 400)], 0)
+    assert scale == 1.0 and f"steps of 4 samples take {num_bytes} bytes and 400 were worked out" in why_not
+
+
 def test_sizes_begin_with_the_present_ones_and_end_with_the_share() -> None:
     assert sizes_up_to(20, 3, 4) == [3, 4, 1, 2, 8, 16, 20]
     assert sizes_up_to(1) == [1]
@@ -233,8 +255,9 @@ def test_what_lies_there_before_is_none_of_the_steps() -> None:
 
 def test_this_torch_tells_of_tensors_without_memory_and_of_its_allocator() -> None:
     assert why_not_fake() is None
-    assert can_sample(CPU)
-    assert not can_sample(torch.device("meta"))
+    assert Readiness(CPU).is_given()
+    elsewhere = Readiness(torch.device("meta"))
+    assert not elsewhere.is_given() and elsewhere.is_hopeless
 
 
 def test_another_torch_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +281,11 @@ def test_another_torch_whose_tensors_tell_other_sizes_is_told_apart(monkeypatch:
 
 
 def test_somebody_elses_profile_is_left_alone() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
-        assert not can_sample(CPU)
-    del theirs
+    readiness = Readiness(CPU)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not readiness.is_given()
+        assert readiness.is_refused and not readiness.is_hopeless
+    assert not readiness.is_given()  # it is asked again after a while
 
 
 # --- what another process is told -------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.job_facts import MemoryFacts, PassesMemory
+from elastic_ext.job_facts import MemoryFacts
 
 from .asking import Asking
 from .likeness import batch_dim, dtype_name, num_bytes_of, told
-from .memory_lines import lines_through, sizes_up_to
-from .memory_samples import Sample, can_sample, sample_on
+from .memory_lines import correction, lines_through, sizes_up_to
+from .memory_samples import Readiness, Sample, sample_on
 from .model_sizes import ModelSizes, besides_bytes, capacity_bytes
 from .probe import Probe
 from .questioning import Factory, names_of, optimizer_kinds, parameter_kinds
@@ -34,7 +34,6 @@ __all__ = ["Analyzer", "Training"]
 _logger = logging.getLogger(__name__)
 
 _RATIOS = (0.0, 1.0, 0.5)
-_LEAST_SCALE, _MOST_SCALE = 0.5, 2.0  # beyond, what was worked out is of another model
 _MOST_SAMPLES = 64
 _MOST_DEPTH = 4  # of containers among what the model gives
 _NO_FACTORY = "no model_factory was given, so that only the sizes are known that steps have had"
@@ -99,13 +98,12 @@ class Analyzer:
         self._why_not = _NO_FACTORY if factory is None else ""
         self._outputs: list[weakref.ref[Any]] = []
         self._asking: Asking | None = None
-        self._can_sample: bool | None = None
+        self._readiness = Readiness(self._device)
         self._sample: Sample | None = None
         self._sampled: tuple[int, float] = (0, 0.0)
         self._is_first = False  # of its step, the micro-step that is sampled
         self._measured: dict[tuple[int, float], Peaks] = {}
         self._tried: set[tuple[int, float]] = set()  # by the largest micro-batch: a step's first may be a smaller one
-        self._last: tuple[int, float] | None = None  # that was measured
         self._update_bytes: int | None = None
         self._besides_bytes = 0
         self._num_samples = 0
@@ -164,7 +162,7 @@ class Analyzer:
             key = self._sampled
         if not is_wanted or self._num_samples >= _MOST_SAMPLES:
             return
-        if not (training.is_whole() and training.may_sample() and self._is_able()):
+        if not (training.is_whole() and training.may_sample() and self._readiness.is_given()):
             return
         self._num_samples += 1
         self._tried.add(key)
@@ -197,7 +195,6 @@ class Analyzer:
             self._update_bytes = max(peaks.update_bytes, self._update_bytes or 0)
         if self._is_first and not sample.had_gradients:
             self._measured[num_samples, ratio] = peaks
-            self._last = num_samples, ratio
             if sample.base_bytes is not None:
                 self._besides_bytes = besides_bytes(self._device, sample.base_bytes, self._sizes)
 
@@ -215,22 +212,23 @@ class Analyzer:
         """As of now, without waiting for anything; None where nothing is known yet."""
         answers = () if self._asking is None else self._asking.answers
         problems = [each.problem for each in answers if each.problem is not None]
-        worked_out = {(each.micro_batch, each.activation_checkpoint): each for a in answers if (each := a.passes)}
-        scale, why_not = self._scale(worked_out)
-        why_not = self._why_not or why_not or ("" if worked_out else "".join(problems[:1]) or _WORKING)
+        worked_out = tuple(each.passes for each in answers if each.passes is not None)
         measured = tuple(
             peaks.passes(micro_batch=size, activation_checkpoint=ratio)
             for (size, ratio), peaks in self._measured.items()
         )
+        sizes = self._sizes
+        scale, why_not = correction(measured, worked_out, sizes.gradient_bytes)
+        why_not = self._why_not or why_not or ("" if worked_out else "".join(problems[:1]) or _WORKING)
         if why_not and not measured:
             return None
         if not why_not and not measured and self._may_be_measured:
             return None  # what was worked out is to be compared first
-        passes = tuple(worked_out.values())
+        passes = worked_out
         if why_not:
             share = self._training.share() or max(each.micro_batch for each in measured)
             passes, scale = lines_through(measured, sizes_up_to(share)), 1.0
-        sizes, updates = self._sizes, [each.update_bytes for each in answers if each.update_bytes is not None]
+        updates = [each.update_bytes for each in answers if each.update_bytes is not None]
         flops = [each.flops_per_sample for each in answers if each.flops_per_sample is not None]
         return MemoryFacts(
             source="measured" if why_not else "fake",
@@ -244,7 +242,7 @@ class Analyzer:
             update_bytes=max([*updates, self._update_bytes or 0]),
             flops_per_sample=flops[0] if flops else None,
             passes=passes,
-            scale=scale,
+            scale=round(scale, 4),
             besides_bytes=self._besides_bytes,
             capacity_bytes=capacity_bytes(self._device),
         )
@@ -258,30 +256,8 @@ class Analyzer:
 
     @property
     def _may_be_measured(self) -> bool:
-        return self._can_sample is not False and self._training.is_whole() and self._num_samples < _MOST_SAMPLES
-
-    def _scale(self, worked_out: Mapping[tuple[int, float], PassesMemory]) -> tuple[float, str]:
-        """By how much what was measured last is more than what was worked out of it, and why that cannot be."""
-        if self._last is None or self._last not in worked_out:
-            return 1.0, ""
-        size, ratio = self._last
-        peaks = self._measured[self._last].passes(micro_batch=size, activation_checkpoint=ratio)
-        gradient_bytes = self._sizes.gradient_bytes
-        seen, expected = (
-            each.most_bytes(gradient_bytes, has_gradients=False) for each in (peaks, worked_out[self._last])
-        )
-        scale = seen / max(expected, 1)
-        if _LEAST_SCALE <= scale <= _MOST_SCALE:
-            return round(scale, 4), ""
-        return 1.0, (
-            f"steps of {size} samples take {seen} bytes and {expected} were worked out, as of another model than the "
-            "one that is trained"
-        )
-
-    def _is_able(self) -> bool:
-        """Whether a sample can be taken now: not where somebody else profiles, for as long as that is so."""
-        self._can_sample = can_sample(self._device)
-        return self._can_sample
+        is_possible = self._training.is_whole() and not self._readiness.is_refused
+        return is_possible and self._num_samples < _MOST_SAMPLES
 
     def _refuse(self, why: str) -> None:
         self._why_not = self._why_not or why

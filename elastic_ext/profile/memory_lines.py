@@ -1,7 +1,8 @@
-"""What passes take at sizes that no step has had, by straight lines through those that were measured: pure.
+"""What passes take at sizes that no step has had, from those that were measured: pure.
 
-Each phase has its own line, since the highest one changes with the size: a line through what is highest in all would
-be wrong by a quarter where that happens.
+Either it was worked out, and what was measured corrects it; or it lies on straight lines through that. Each phase has
+its own line, since the highest one changes with the size: a line through what is highest in all would be wrong by a
+quarter where that happens.
 """
 
 from __future__ import annotations
@@ -11,9 +12,38 @@ from dataclasses import replace
 
 from elastic_ext.job_facts import PassesMemory
 
-__all__ = ["lines_through", "sizes_up_to"]
+__all__ = ["correction", "lines_through", "sizes_up_to"]
 
 _MOST_TIMES = 4  # the largest that was measured: beyond, a line is a guess
+_LEAST_SCALE, _MOST_SCALE = 0.5, 2.0  # beyond, what was worked out is of another model
+
+
+def correction(
+    measured: Sequence[PassesMemory], worked_out: Sequence[PassesMemory], gradient_bytes: int
+) -> tuple[float, str]:
+    """What to multiply by what was worked out, and why that does not help; by measured steps with new gradients.
+
+    The larger of two sizes' ratios, of the largest that were measured. One size alone corrects upwards only: what is
+    too much at one size may be a part that does not grow, and at another one it would be too little.
+    """
+    known = {(each.micro_batch, each.activation_checkpoint): each for each in worked_out}
+    ratios: list[tuple[int, float]] = []
+    for each in sorted(measured, key=lambda one: -one.micro_batch):
+        expected = known.get((each.micro_batch, each.activation_checkpoint))
+        if expected is None:
+            continue
+        seen_bytes = each.most_bytes(gradient_bytes, has_gradients=False)
+        expected_bytes = max(expected.most_bytes(gradient_bytes, has_gradients=False), 1)
+        if not _LEAST_SCALE <= seen_bytes / expected_bytes <= _MOST_SCALE:
+            return 1.0, (
+                f"steps of {each.micro_batch} samples take {seen_bytes} bytes and {expected_bytes} were worked out, as "
+                "of another model than the one that is trained"
+            )
+        ratios.append((each.micro_batch, seen_bytes / expected_bytes))
+    largest = ratios[:2]
+    scale = max((ratio for _, ratio in largest), default=1.0)
+    has_two_sizes = len({size for size, _ in largest}) == 2
+    return (scale if has_two_sizes else max(scale, 1.0)), ""
 
 
 def lines_through(measured: Sequence[PassesMemory], sizes: Iterable[int]) -> tuple[PassesMemory, ...]:

@@ -8,6 +8,7 @@ of an accelerator counts by itself, and its peak counters begin anew while a sam
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from .phases import Phase
 from .tally import Peaks, Stage, Tally
 from .tracing import events_of, is_profiling, quiet_profile
 
-__all__ = ["Sample", "can_sample", "sample_on"]
+__all__ = ["Readiness", "Sample", "sample_on"]
 
 _logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _MEMORY = "[memory]"  # the name of the profiler's events of the allocator
 _STAGE, _GRADIENT = "elastic_ext stage: ", "elastic_ext gradient: "
 _MOST_EVENTS = 500_000
 _TRIED_BYTES = 1 << 20
+_AGAIN_SECONDS = 60.0  # to look for others' profiles takes a tenth of a second
 
 
 class Account(Protocol):
@@ -104,12 +106,38 @@ def sample_on(device: torch.device, parameters: Iterable[torch.Tensor]) -> Sampl
     return Sample(_Allocator(device) if device.type == "cuda" else _Profiled(), parameters)
 
 
-def can_sample(device: torch.device) -> bool:
-    """Whether this torch tells what memory comes and goes there, and nobody else may be asking for it."""
-    if device.type == "cuda":
-        return True
-    if device.type != "cpu" or is_profiling():
-        return False
+class Readiness:
+    """Whether samples can be taken on a device: asked again only after a while where they cannot."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_tried = False
+        self._try_at = 0.0
+        self.is_hopeless = False
+        """Whether this torch does not tell of what comes and goes there."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether none can be taken for a while, or at all."""
+        return self.is_hopeless or time.monotonic() < self._try_at
+
+    def is_given(self) -> bool:
+        """Whether one can be taken now, and nobody else may be asking for the profiler, which there is one of."""
+        if self._device.type == "cuda":
+            return True
+        if self.is_refused:
+            return False
+        if is_profiling():
+            self._try_at = time.monotonic() + _AGAIN_SECONDS
+            return False
+        if not self._has_tried:
+            self._has_tried = True
+            self.is_hopeless = self._device.type != "cpu" or not _tells()
+        return not self.is_hopeless
+
+
+def _tells() -> bool:
+    """Whether this torch's profiler tells of memory on a CPU: tried with a piece of it."""
     try:
         tried = _Profiled()
         tried.begin()
