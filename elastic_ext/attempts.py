@@ -57,12 +57,16 @@ class Attempts:
         self._has_others = has_others
         self._leaves_nothing = leaves_nothing
         self._shrink = shrink
+        self.on_batch: Callable[[Any], None] | None = None
+        """Called with what a function is given, before it is called."""
 
     def run(
         self, function: Callable[..., _Result], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> _Result | None:
         """Take a micro-step; what ``function`` gives, or None where the step comes again."""
         steps = self._steps
+        if self.on_batch is not None:
+            self.on_batch(_batch_of(arguments, options))
         failures: dict[int, str] | None = None
         steps.by_function, steps.failure = True, None
         try:
@@ -109,3 +113,10 @@ class Attempts:
         if self._has_others():
             return _NOT_GUARDED
         return None if failure.keeps_all or self._leaves_nothing() else _NOT_KEPT
+
+
+def _batch_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What a function is given, as a loader would have given it."""
+    if options and not arguments:
+        return options
+    return arguments[0] if len(arguments) == 1 else arguments

@@ -36,6 +36,19 @@ class PassesMemory:
     """... from there until the first gradient of a block: logits and what becomes of them,"""
     backward_bytes: int
     """... and from there to the end of the backward pass, without gradients of parameters."""
+    with_gradients_bytes: int | None = None
+    """The same with those that have come by then, where there were none before: it is less than both at their most,
+    since activations go as gradients come. None where that is not known."""
+
+    def most_bytes(self, gradient_bytes: int, *, has_gradients: bool) -> int:
+        """At most, with gradients of parameters: of so many bytes in all, which lie there from the beginning or not.
+
+        They do from the second micro-step of a step on, and where they are kept for the next step as zeros.
+        """
+        most = max(self.forward_bytes, self.loss_bytes, self.backward_bytes)
+        if has_gradients or self.with_gradients_bytes is None:
+            return gradient_bytes + most
+        return max(self.forward_bytes, self.loss_bytes, self.with_gradients_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +67,10 @@ class MemoryFacts:
     """Of the parameters of the largest block,"""
     other_bytes: int = 0
     """... and of all that is in no block."""
+    update_bytes: int = 0
+    """What the optimizer's step takes for itself while it runs."""
+    flops_per_sample: int | None = None
+    """Of a forward and a backward pass, where nothing is computed again: matrix products, convolutions, attention."""
     passes: tuple[PassesMemory, ...] = ()
     """Of several sizes of micro-batches and shares, in no order."""
     scale: float = 1.0
@@ -62,6 +79,12 @@ class MemoryFacts:
     """What the device holds that is no tensor of the model's: its context, workspaces, pieces that cannot be used."""
     capacity_bytes: int | None = None
     """What there is for this process, None where that is not known, as on a machine without an accelerator."""
+
+    def peak_bytes(self, passes: PassesMemory, *, has_gradients: bool) -> int:
+        """The most that a whole model on one rank takes in a step whose micro-steps are ``passes``."""
+        stays = self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes + self.besides_bytes
+        taken = math.ceil(self.scale * passes.most_bytes(self.gradient_bytes, has_gradients=has_gradients))
+        return stays + max(taken, self.gradient_bytes + self.update_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,10 @@ from .growing import Growing
 from .guarding import Guarding, GuardMode
 from .model_report import profile_of
 from .parallelism import Parallelism, values_of
+from .profile.analyzing import Analyzer
+from .profile.analyzing import Training as AnalyzedTraining
+from .profile.probe import Probe
+from .profile.questioning import Factory
 from .profile.recording import record
 from .profile.showing import Showing, Training
 from .profile.sinks import Sinks
@@ -33,6 +37,7 @@ from .rates import OptimizerSettings
 from .scaling import BatchRule
 from .session import Session, raise_on_all
 from .snapshot import Snapshot
+from .sources import ShowingSource
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
@@ -72,6 +77,8 @@ class Setup:
     loaded_config: Mapping[str, Any] | None = None
     sinks: Sinks = field(default_factory=Sinks)
     """Where rank 0 writes its profile."""
+    factory: Factory | None = None
+    """Of models like this one, for a process beside training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,17 +117,9 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     assert settings is not None
     gradients.optimizers = list(parts.optimizers)
     ranks, registered, state = follower.ranks, setup.registered, setup.state
-    recorder = None
-    if follower.settings.enabled and follower.settings.profiles:
-        recorder = record(
-            follower,
-            setup.model,
-            [each.inner for each in parts.optimizers],
-            batches.loader,
-            progress=lambda: (setup.counts.global_step, setup.counts.num_samples),
-        )
-    showing = _showing(setup, follower, how_it_trains=lambda: _training(gradients, batches, session.steps))
-    memory = DeviceMemory(next((part.device for part in setup.model.parameters()), torch.device("cpu")))
+    recorder, analyzer = None, None
+    device = next((part.device for part in setup.model.parameters()), torch.device("cpu"))
+    memory = DeviceMemory(device)
     guarding = Guarding(
         setup.guard if follower.settings.enabled else "never",
         sharing=lambda: gradients.sharing,
@@ -128,6 +127,35 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         hear_all=follower.hear_all,
         memory=memory,
     )
+
+    def analyze(probe: Probe) -> Analyzer:
+        return Analyzer(
+            spread.root,
+            [each.inner for each in parts.optimizers],
+            probe,
+            AnalyzedTraining(
+                micro_batch=lambda: batches.largest,
+                share=lambda: batches.share,
+                num_micro_steps=lambda: session.steps.num_micro_steps,
+                ratio=lambda: 0.0 if spread.plan is None else spread.plan.ratio,
+                is_whole=lambda: gradients.sharing.num_parts == 1,
+                may_sample=lambda: not guarding.is_watching,
+            ),
+            blocks=spread.blocks,
+            factory=setup.factory,
+        )
+
+    if follower.settings.enabled and follower.settings.profiles:
+        recorder = record(
+            follower,
+            setup.model,
+            [each.inner for each in parts.optimizers],
+            batches.loader,
+            progress=lambda: (setup.counts.global_step, setup.counts.num_samples),
+            analyze=analyze if ranks.rank == 0 else None,
+        )
+        analyzer = recorder.analyzer
+    showing = _showing(setup, follower, how_it_trains=lambda: _training(gradients, batches, session.steps))
 
     def known() -> list[object]:
         guarding.let_go()
@@ -232,6 +260,9 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         leaves_nothing=lambda: not setup.registered and next(setup.model.buffers(), None) is None,
         shrink=growing.shrink if follower.settings.enabled else None,
     )
+    if analyzer is not None:
+        shown = batches.loader if isinstance(batches.loader, ShowingSource) else attempts
+        shown.on_batch = analyzer.see_batch
     return Prepared(session=session, attempts=attempts, growing=growing, parallelism=parallelism, values=parts.values)
 
 

@@ -26,6 +26,7 @@ from .guarding import Guarding
 from .metrics import Measures
 from .optimizer_state import can_materialise, materialise
 from .parallelism import Parallelism, ReshardReport
+from .profile.analyzing import Analyzer
 from .profile.recorder import Recorder
 from .profile.showing import Showing
 from .progress import Progress
@@ -86,6 +87,11 @@ class Session:
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
         self._speed = Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
+
+    @property
+    def analyzer(self) -> Analyzer | None:
+        """Whoever knows what steps take of memory; None on all ranks but the first, and where nothing is profiled."""
+        return None if self._recorder is None else self._recorder.analyzer
 
     def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
         """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""

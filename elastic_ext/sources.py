@@ -6,7 +6,7 @@ outside: how many samples each of its batches holds is worked out from its setti
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ __all__ = [
     "OwnPositions",
     "ResumableSource",
     "RewindableSource",
+    "ShowingSource",
     "TimedSource",
 ]
 
@@ -144,6 +145,13 @@ class LeavableSource(MicroBatchSource, Protocol):
 
     def leave_epoch(self) -> None:
         """The epoch is over, where the loop over it is: the one that comes is over the next one, as its state says."""
+
+
+@runtime_checkable
+class ShowingSource(Protocol):
+    """One that shows each batch to somebody before the loop has it."""
+
+    on_batch: Callable[[Any], None] | None
 
 
 @runtime_checkable

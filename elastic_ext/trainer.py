@@ -59,6 +59,8 @@ from .interval import CheckpointInterval
 from .overlap import Overlap
 from .parallelism import Parallelism, ReshardReport, values_of
 from .preparing import NOT_SPREAD, Setup, prepare
+from .profile.questioning import factory_of
+from .profile.questions import refuse_in_analysis
 from .profile.sinks import Sink
 from .registered import claim_registered, fill_registered
 from .rounds import Proposal
@@ -87,6 +89,10 @@ class ElasticTrainer:
     a start, a larger micro-batch or another plan; "always"; "never". ``share_weights`` gives ranks unequal parts of a
     step. ``progress`` shows a bar; by default on rank 0, if it writes to a terminal. With ``shared_storage_path``
     SIGTERM and SIGUSR1 end training with a checkpoint, unless ``save_on_signals`` is False or the script handles them.
+
+    ``model_factory`` makes a model like this one, and ``loss_fn(outputs, batch)`` its loss, where that is not what it
+    gives: functions at the top of a module, which another process calls to tell what other micro-batches would take of
+    memory. ``batch`` is what the dataloader gives, or what ``run()`` gives its function.
     """
 
     def __init__(
@@ -120,6 +126,8 @@ class ElasticTrainer:
         run_dir: str | Path | None = None,
         timeout_seconds: float | None = None,
         progress: bool | None = None,
+        model_factory: Callable[[], nn.Module] | None = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         check_choice("rollback", rollback, ("gradients", "full"))
         check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
@@ -144,6 +152,8 @@ class ElasticTrainer:
             in_background=save_in_background,
             keep_previous=keep_previous,
         )
+        refuse_in_analysis(os.environ)
+        factory = factory_of(model_factory, loss_fn)
         check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
         accelerated = None if accelerator is None else Accelerated(accelerator)
         state = StepState()
@@ -176,6 +186,7 @@ class ElasticTrainer:
                 "keep_every": keep_every,
                 "how_to_resume": resume,
             },
+            factory=factory,
             state=state,
             gradients=Gradients(model, state),
             spread=Spread(model, num_local=_num_local()),

@@ -107,7 +107,7 @@ def test_a_real_step_is_seen_and_no_word_is_said(capfd: pytest.CaptureFixture[st
 
 
 def test_where_torch_gives_no_such_events_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_events", lambda found: None)
+    monkeypatch.setattr(tracing, "events_of", lambda found: None)
     assert not can_trace()
     trace = Trace(0)
     trace.begin()

@@ -93,6 +93,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._following: Following | None = None
         self.timeline: Timeline | None = None
         """Where it is noted that a loop waits for a batch."""
+        self.on_batch: Callable[[Any], None] | None = None
+        """Called with each batch before the loop has it."""
         if config_file is not None:
             me = weakref.ref(self)
             self._following = Following(
@@ -124,7 +126,14 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the loops under way, their workers, and the file that it follows: a copy has none of them."""
-        own = {"_making": None, "_kept_for": None, "_makings": None, "_following": None, "timeline": None}
+        own = {
+            "_making": None,
+            "_kept_for": None,
+            "_makings": None,
+            "_following": None,
+            "timeline": None,
+            "on_batch": None,
+        }
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -363,7 +372,7 @@ class _Loop:
             timeline = None
         before = None if timeline is None else timeline.enter(Phase.DATA)
         try:
-            return next(running)
+            batch = next(running)
         except StopIteration:
             self.close()
             raise
@@ -372,6 +381,9 @@ class _Loop:
                 timeline.enter(before)
             if loader.is_alone:  # what a loop is given is consumed, also where it cannot be made
                 running.commit()
+        if loader.on_batch is not None:
+            loader.on_batch(batch)
+        return batch
 
     def close(self) -> None:
         if self._making is not None:

@@ -84,6 +84,16 @@ class Spread:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
+    def root(self) -> nn.Module:
+        """What holds the model's parameters, without a wrapper."""
+        return self._root
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The parts that it repeats."""
+        return self._blocks
+
+    @property
     def engine(self) -> DistributedDataParallel | None:
         """What averages gradients beneath the model, None where it is not DDP, or a wrapper of the user's own."""
         return None if self._replica is None else self._replica.engine

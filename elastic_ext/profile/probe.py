@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import islice
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,13 +28,26 @@ from elastic_ext.hooks import Hook
 
 from .phases import Phase
 
-__all__ = ["Probe"]
+__all__ = ["Probe", "Watcher"]
 
 _DEPTH = 3  # of containers in which tensors are looked for
 _MOST_TENSORS = 16  # of an output
 
 Mark = Callable[[int], int]
 """Called with a phase as it begins; gives the one before."""
+
+
+class Watcher(Protocol):
+    """Whoever looks at what the model is given, and what becomes of what it gives."""
+
+    def see_given(self, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """A forward pass begins."""
+
+    def see_outputs(self, outputs: Any) -> None:
+        """It has ended."""
+
+    def see_end_of_pass(self) -> None:
+        """A backward pass from there has ended."""
 
 
 class Probe:
@@ -47,7 +60,9 @@ class Probe:
         """Of the first tensor in the first pass of each micro-step: samples, as a rule; since the probe was made."""
         self.has_seen = False
         """Whether the model was ever called in a micro-step that it was told of."""
-        self._mark = mark
+        self.watcher: Watcher | None = None
+        """Told of passes in micro-steps that are looked at."""
+        self._mark = self._own_mark = mark
         self._is_on_accelerator = is_on_accelerator
         self._handles: list[RemovableHandle] = []
         self._is_inside = False  # a micro-step that is looked at
@@ -101,6 +116,19 @@ class Probe:
         if self._leaves:
             self._forget_leaves()
 
+    def tell_phases(self, listener: Callable[[int], None] | None) -> None:
+        """Have ``listener`` told of each phase as it begins; None ends that."""
+        mark = self._own_mark
+        if listener is None:
+            self._mark = mark
+            return
+
+        def tell_both(phase: int) -> int:
+            listener(phase)
+            return mark(phase)
+
+        self._mark = tell_both
+
     def take_counts(self) -> tuple[int, int]:
         """Tokens and bytes since the last call."""
         found = self.num_tokens, self.num_bytes
@@ -130,6 +158,8 @@ class Probe:
         if self._depth > 1 or self._is_in_pass:  # or activations are computed again
             return
         if self._is_inside:
+            if self.watcher is not None:
+                self.watcher.see_given(arguments, options)
             self._mark(Phase.FORWARD)
             self.has_seen = True
             self._count((*arguments, *options.values()) if options else arguments)
@@ -146,6 +176,8 @@ class Probe:
             self._mark(self._between)
         elif not self._await_backward(output):
             self._mark(self._besides)  # an evaluation
+        elif self.watcher is not None:
+            self.watcher.see_outputs(output)
 
     def _begin_evaluation(self) -> None:
         """Between two steps the model is called: whatever that is for, it is no waiting for data."""
@@ -187,6 +219,8 @@ class Probe:
     def _end_backward(self) -> None:
         self._is_in_pass = False
         self._mark(self._besides)
+        if self.watcher is not None:
+            self.watcher.see_end_of_pass()
 
     def _before_optimizer(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if self._is_inside:

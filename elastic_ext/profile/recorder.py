@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from elastic_ext.pulse import Activity, Pulse
 from elastic_ext.sources import TimedSource
 
+from .analyzing import Analyzer
 from .pace import Pace
 from .phases import Phase
 from .probe import Probe
@@ -59,6 +60,8 @@ class Recorder(Pulse):
         surveyor: Surveyor | None = None,
     ) -> None:
         """``stand`` says how far training is; ``loader`` gives the batches, and is None where the trainer has it."""
+        self.analyzer: Analyzer | None = None
+        """Whoever knows what steps take of memory."""
         self._pulse = pulse
         self._timeline = timeline
         self._probe = probe

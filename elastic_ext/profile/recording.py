@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from elastic_ext.follow import ConfigFollower
 
+from .analyzing import Analyzer
 from .census import why_no_census
 from .device_timeline import DeviceTimeline
 from .held import memory_held
@@ -34,8 +35,12 @@ def record(
     loader: object,
     *,
     progress: Callable[[], tuple[int, int]],
+    analyze: Callable[[Probe], Analyzer] | None = None,
 ) -> Recorder:
-    """Have ``follower`` hear where this rank's time goes; ``progress`` gives the global step and the samples so far."""
+    """Have ``follower`` hear where this rank's time goes; ``progress`` gives the global step and the samples so far.
+
+    ``analyze`` makes whoever wants to know what steps take of memory.
+    """
     device = next((part.device for part in model.parameters()), torch.device("cpu"))
     timeline = _timeline_of(device)
     now, reports = time.time(), follower.reports
@@ -48,6 +53,7 @@ def record(
         return Standing(step, num_samples, config.version, config.revision)
 
     probe = Probe(timeline.enter, is_on_accelerator=device.type != "cpu")
+    analyzer = None if analyze is None else analyze(probe)
     recorder = Recorder(
         follower.pulse,
         timeline,
@@ -66,8 +72,9 @@ def record(
         optimizers=optimizers,
         stand=stand,
         loader=loader,
-        surveyor=_surveyor(follower, model, timeline, probe, device),
+        surveyor=_surveyor(follower, model, timeline, probe, device, analyzer),
     )
+    recorder.analyzer = analyzer
     follower.take_pulse(recorder)
     return recorder
 
@@ -91,7 +98,12 @@ def _timeline_of(device: torch.device) -> Timeline:
 
 
 def _surveyor(
-    follower: ConfigFollower, model: nn.Module, timeline: Timeline, probe: Probe, device: torch.device
+    follower: ConfigFollower,
+    model: nn.Module,
+    timeline: Timeline,
+    probe: Probe,
+    device: torch.device,
+    analyzer: Analyzer | None,
 ) -> Surveyor:
     ranks, reports = follower.ranks, follower.reports
     is_first_here = all(name.host != ranks.host for name in ranks.names[: ranks.rank])
@@ -108,4 +120,5 @@ def _surveyor(
         ),
         why_no_census=lambda: why_no_census(model),
         is_traced=lambda: ranks.world_size > 1 and any(isinstance(part, FSDPModule) for part in model.modules()),
+        analyzer=analyzer,
     )

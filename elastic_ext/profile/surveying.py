@@ -1,4 +1,5 @@
-"""Surveyor: has single steps looked at more closely than the others: a census once, and a trace now and then."""
+"""Surveyor: has single steps looked at more closely than the others: a census once, a trace now and then, and what
+memory they take where that is not known."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 
 from elastic_ext.metrics import NodeCalibration, StepCensus, StepTrace
 
+from .analyzing import Analyzer
 from .calibrating import calibrate
 from .census import Census
 from .phases import Phase
@@ -49,14 +51,19 @@ class Surveyor:
         found: Found,
         why_no_census: Callable[[], str | None],
         is_traced: Callable[[], bool],
+        analyzer: Analyzer | None = None,
     ) -> None:
-        """``is_traced`` says whether passes wait for other ranks in many places, which a trace alone tells."""
+        """``is_traced`` says whether passes wait for other ranks in many places, which a trace alone tells.
+
+        ``analyzer`` is whoever wants to know what memory steps take.
+        """
         self._timeline = timeline
         self._probe = probe
         self._rank, self._host, self._device = rank, host, device
         self._found = found
         self._why_no_census = why_no_census
         self._is_traced = is_traced
+        self._analyzer = analyzer
         self._census: Census | None = None
         self._trace: Trace | None = None
         self._trace_at = 0.0
@@ -71,6 +78,8 @@ class Surveyor:
             self._num_micro_steps += 1
             self._census.__enter__()  # type: ignore[no-untyped-call]
             self._is_counting = True
+        elif self._analyzer is not None and self._trace is None:
+            self._analyzer.enter(micro_step)
 
     def reach_boundary(self) -> None:
         """The passes of a step are over, and its optimizers have stepped."""
@@ -94,6 +103,8 @@ class Surveyor:
     def close(self) -> None:
         """Training ends, perhaps within a step."""
         self._pause()
+        if self._analyzer is not None:
+            self._analyzer.close()
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.end()
@@ -118,6 +129,8 @@ class Surveyor:
                 self._trace.begin()
 
     def _pause(self) -> None:
+        if self._analyzer is not None:
+            self._analyzer.leave()
         if self._is_counting and self._census is not None:
             self._is_counting = False
             self._census.__exit__(None, None, None)  # type: ignore[no-untyped-call]

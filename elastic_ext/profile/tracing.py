@@ -24,7 +24,7 @@ from elastic_ext.metrics import StepTrace
 
 from .spans import Span, length, outside
 
-__all__ = ["Trace", "can_trace", "summed_up"]
+__all__ = ["Trace", "can_trace", "events_of", "is_profiling", "quiet_profile", "summed_up"]
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +36,10 @@ _COMPUTES = ("aten::", "fsdp::")
 _QUIET = "KINETO_LOG_LEVEL"  # torch 2.13's writes a line on stderr as it starts, and as it stops
 
 
+class _Own(profile):
+    """A profile of this room's; those that have ended may not have been collected yet."""
+
+
 class Trace:
     """``begin`` and ``end`` it around a step, on the thread that trains."""
 
@@ -45,7 +49,7 @@ class Trace:
         self._began = 0.0
 
     def begin(self) -> None:
-        self._profile = _profile()
+        self._profile = quiet_profile()
         self._profile.start()
         with record_function(_HERE):
             self._began = time.perf_counter()
@@ -55,7 +59,7 @@ class Trace:
         took = time.perf_counter() - self._began
         found, self._profile = self._profile, None
         found.stop()
-        events = _events(found)
+        events = events_of(found)
         if events is None or len(events) > _MOST_EVENTS:
             return None
         return summed_up(events, rank=self._rank, step_seconds=took)
@@ -63,13 +67,13 @@ class Trace:
 
 def can_trace() -> bool:
     """Whether this torch gives raw events, and nobody else may be asking for them."""
-    if _is_wanted_by_others():
+    if is_profiling():
         return False
     try:
-        tried = _profile()
+        tried = quiet_profile()
         with tried, record_function(_HERE):
             torch.ones(2).add_(1)
-        found = {each.name(): each for each in _events(tried) or ()}
+        found = {each.name(): each for each in events_of(tried) or ()}
         added, here = found["aten::add_"], found[_HERE]
         if here.start_ns() <= added.start_ns() and added.start_thread_id() == here.start_thread_id():
             return True
@@ -104,20 +108,24 @@ def summed_up(events: Sequence[Any], *, rank: int, step_seconds: float) -> StepT
     )
 
 
-def _is_wanted_by_others() -> bool:
+def is_profiling() -> bool:
     """Whether there is any profile but those of this room: one that waits for its turn is not to be told otherwise."""
     is_on = getattr(torch.autograd, "_profiler_enabled", None)
-    return (is_on is not None and is_on()) or any(issubclass(type(each), profile) for each in gc.get_objects())
+    return (is_on is not None and is_on()) or any(
+        issubclass(type(each), profile) and type(each) is not _Own for each in gc.get_objects()
+    )
 
 
-def _profile() -> Any:
+def quiet_profile(*, sees_memory: bool = False) -> Any:
+    """A profile to start and to stop, of operations, and of what the allocator gives where that is wanted."""
     os.environ.setdefault(_QUIET, "99")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    return profile(activities=activities)
+    return _Own(activities=activities, profile_memory=sees_memory)
 
 
-def _events(found: Any) -> list[Any] | None:
+def events_of(found: Any) -> list[Any] | None:
+    """The raw events of a profile that was stopped; None where this torch gives none."""
     results = getattr(getattr(found, "profiler", None), "kineto_results", None)
     return None if results is None else list(results.events())

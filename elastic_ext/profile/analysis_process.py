@@ -1,0 +1,110 @@
+"""The process that works out what a model's steps take: asked on standard input, answering where that was.
+
+It gives way to whoever else wants a processor, and ends with the process that has started it. What it imports is the
+user's code: that prints where nobody reads, and finds no ranks to join and no accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from .questions import IS_ANALYSIS, Answer, Question
+
+__all__ = ["main"]
+
+_LEAST_PRIORITY = 19
+_PROCESSOR_SECONDS = 300
+_MEMORY_BYTES = 4 << 30  # beside what torch itself takes
+_OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main() -> None:
+    """Read one question and answer it."""
+    with _answers() as answers:
+        text = sys.stdin.readline()
+        threading.Thread(target=_end_with_asker, name="elastic_ext asker", daemon=True).start()
+        _be_modest()
+
+        def tell(answer: Answer) -> None:
+            answers.write(answer.to_json() + "\n")
+            answers.flush()
+
+        try:
+            asked = json.loads(text)
+            _go_to(asked)
+            from .analysis import analyse  # imports torch, which reads its environment then
+
+            _use_one_thread()
+            _limit(resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES)
+            question = Question.from_json(json.dumps(asked["question"]))
+            if question.main is not None:
+                question.main.take_up()
+            analyse(question, tell)
+        except MemoryError:
+            tell(Answer(problem=f"working it out took more than {_MEMORY_BYTES >> 30} GiB of memory"))
+        except BaseException as error:  # a script may do anything as it is imported: told to who has asked
+            text = " ".join(str(error).split())
+            tell(Answer(problem=f"importing it in another process failed: {type(error).__name__}: {text[:300]}"))
+    os._exit(0)  # whatever the user's code has begun
+
+
+@contextlib.contextmanager
+def _answers() -> Iterator[TextIO]:
+    """Where answers go; what is printed goes nowhere."""
+    own = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    with os.fdopen(own, "w", encoding="utf-8") as answers:
+        yield answers
+
+
+def _end_with_asker() -> None:
+    """Whoever asks holds the other end of standard input for as long as an answer is wanted."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _be_modest() -> None:
+    os.nice(_LEAST_PRIORITY)
+    _limit(resource.RLIMIT_CPU, _PROCESSOR_SECONDS)
+    _limit(resource.RLIMIT_CORE, 0)
+    for name in [*os.environ]:
+        if name in _OF_RANKS or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", IS_ANALYSIS: "1"})
+
+
+def _limit(what: int, value: int) -> None:
+    """Have it be no more than that, and no more than it was."""
+    soft, hard = resource.getrlimit(what)
+    most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    if soft == resource.RLIM_INFINITY or soft > most:
+        resource.setrlimit(what, (most, hard))
+
+
+def _data_bytes() -> int:
+    """What this process has of memory of its own, touched or not."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        return next((int(line.split()[1]) << 10 for line in status if line.startswith("VmData:")), 0)
+
+
+def _go_to(asked: dict[str, Any]) -> None:
+    """To where the asker is: modules are found as they are there."""
+    sys.argv[:] = asked["argv"]
+    sys.path[:] = asked["path"]
+    with contextlib.suppress(OSError):
+        os.chdir(asked["folder"])
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
