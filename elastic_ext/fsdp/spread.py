@@ -84,6 +84,11 @@ class Spread:
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
+    def num_blocks(self) -> int:
+        """That the model repeats, as far as they were found or named."""
+        return len(self._blocks)
+
+    @property
     def engine(self) -> DistributedDataParallel | None:
         """What averages gradients beneath the model, None where it is not DDP, or a wrapper of the user's own."""
         return None if self._replica is None else self._replica.engine

@@ -23,8 +23,11 @@ from .fleet import Fleet
 from .machines import why_refused
 from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
 from .plans import Plans
-from .records import EventRecord, NodeRecord
+from .records import EventRecord, NodeRecord, refusal_in
 from .store import Stored
+from .strategy.decisions import Decision
+from .tuning import Made, Tuning
+from .tuning_words import Mode
 from .wire import master_pb2 as wire
 
 __all__ = ["Job", "JobSettings", "Moment", "Unsaved"]
@@ -53,6 +56,8 @@ class JobSettings:
     acknowledge_seconds: float = 5.0
     refuses_bad_nodes: bool = False
     """Whether nodes whose machine has errors are kept out."""
+    tuning: Mode = "advise"
+    """What the tuner may do, where the config does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +73,15 @@ class Unsaved:
     """What it is called."""
     pairs: str | None
     points: Sequence[tuple[float, str]]
+    decisions: Sequence[Decision]
+    """Of the tuner."""
 
 
 class Job:
     """One job. Its methods for agents raise Refused."""
 
-    def __init__(self, stored: Stored, settings: JobSettings, now: Moment) -> None:
+    def __init__(self, stored: Stored, settings: JobSettings, now: Moment, *, strategy: Made | None = None) -> None:
+        """``strategy`` is what makes the one that tunes, by default the library's."""
         self.settings = settings
         self.job_id = stored.job_id
         self.epoch = stored.epoch
@@ -89,6 +97,9 @@ class Job:
         self.fleet = Fleet(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
+        self.tuning = Tuning(settings.tuning, stored.decisions, tell=self.log.tell, make=strategy)
+        if self.book.newest is not None:
+            self.tuning.take_config(now.time, self.book.newest.config, self.book.newest.author)
         self._changed_nodes: set[str] = set()
         self._forgotten: list[str] = []
         self._is_plan_new = self._is_name_new = self._are_pairs_new = False
@@ -147,6 +158,9 @@ class Job:
         is_told = 0 < len(request.hardware) <= MOST_HARDWARE
         if is_told and self.fleet.hear(node.node_id, node.host, request.hardware):
             self._changed_nodes.add(node.node_id)
+        if request.facts:
+            self.tuning.take_facts(now.time, request.facts)
+        self.tuning.take_workers(now.time, request.workers)  # before their windows are taken out
         self.collector.take(now.time, node.node_id, request.workers, host=node.host)
         if request.HasField("membership") and (told := self.plans.take(request.membership, now.time)) is not None:
             self._is_plan_new = True
@@ -159,7 +173,7 @@ class Job:
             epoch=self.epoch,
             job_id=self.job_id,
             lease_seconds=self.settings.lease_seconds,
-            beat_seconds=self.settings.beat_seconds,
+            beat_seconds=self.tuning.beat_seconds(self.settings.beat_seconds, len(self.nodes)),
             config_version=self.book.version,
             config=self.book.text if lags else "",
             wants_config=wants_config,
@@ -194,6 +208,7 @@ class Job:
             self._forgotten.append(node_id)
         for words in self.collector.tick(now.time):
             self.log.tell(now.time, "pace", words)
+        self.tuning.tick(now.time, is_held=all(each.held_version >= self.book.version for each in self.nodes.present))
         self.log.tell_of_dropped(now.time)
 
     # ---- configs ----
@@ -215,6 +230,20 @@ class Job:
         check_job(request.job, self.name)
         return self.book.undo(now=now.time)
 
+    def generated(self, now: Moment, decision: Decision) -> Page:
+        """The next version as the tuner has decided it, to be stored. ConfigError; Late where another one came."""
+        there = self.book.newest.config.values() if self.book.newest is not None else {}
+        changes = {path: value for path, value in decision.changes.items() if value is not None}
+        return self.book.set(
+            changes,
+            remove=[path for path, value in decision.changes.items() if value is None and path in there],
+            reason=decision.reason,
+            at_step=None,
+            now=now.time,
+            author="generated",
+            made_from=decision.base,
+        )
+
     def enter(self, now: Moment, page: Page) -> None:
         """A page that has been stored: what all nodes are to have now."""
         self.book.enter(page)
@@ -222,6 +251,14 @@ class Job:
         whose = {"person": "by a person", "generated": "by what generates strategies", "node": f"on {page.node_id}"}
         words = f"version {config.version} of the config was written {whose[page.author]}"
         self.log.tell(now.time, "config", words + (f": {on_one_line(config.reason)}" if config.reason else ""))
+        self.tuning.take_config(now.time, config, page.author)
+
+    # ---- the tuner ----
+
+    def control_tuning(self, now: Moment, request: wire.ControlTuningRequest) -> None:
+        """What a person asks of the tuner."""
+        check_job(request.job, self.name)
+        self.tuning.control(now.time, request.action, on_one_line(request.reason[:_MOST_TROUBLE]))
 
     # ---- people ----
 
@@ -255,11 +292,13 @@ class Job:
             job=job,
             pairs=pairs,
             points=points,
+            decisions=self.tuning.take_unsaved(),
         )
 
     def give_back(self, unsaved: Unsaved) -> None:
         """It could not be stored, and is given again."""
         self.log.give_back(unsaved.events)
+        self.tuning.give_back(unsaved.decisions)
         self._forgotten += unsaved.forgotten
         self._changed_nodes.update(each.node_id for each in unsaved.nodes)
         self._is_plan_new = self._is_plan_new or unsaved.membership is not None
@@ -297,7 +336,8 @@ class Job:
                 details=each.details,
                 restart=each.restart,
             )
-            self.log.hear(now.clock, heard)
+            if self.log.hear(now.clock, heard) and (refusal := refusal_in(heard)) is not None:
+                self.tuning.refuse_version(now.time, *refusal)
         if num_dropped > 0:
             words = f"node {node_id} could not keep {num_dropped} events until it was heard"
             self.log.tell(now.time, "events-dropped", words, node_id=node_id)

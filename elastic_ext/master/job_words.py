@@ -75,6 +75,8 @@ def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
     elif status.progress.shares:
         yield "profile", _largest(status.progress.shares, num=len(status.progress.shares))
     yield "config", _config(status.config)
+    if status.tuning.mode:
+        yield "tuner", f"{status.tuning.mode}, {status.tuning.standing}: {status.tuning.text}"
     for group in status.groups:
         yield "near", ", ".join(group.node_ids)
 

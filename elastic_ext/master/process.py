@@ -95,6 +95,7 @@ async def _serve(
         beat_seconds=options.beat_seconds,
         acknowledge_seconds=options.acknowledge_seconds,
         refuses_bad_nodes=options.refuse_bad_nodes,
+        tuning=options.tuning,
     )
     job = Job(stored, settings, moment())
     guard = Guard(token, loop.time)
@@ -181,6 +182,7 @@ async def _keep_going(
     while not has_to_end.is_set():
         number = job.log.number
         job.tick(moment())
+        await service.tune()
         if job.log.number != number:
             service.tell_followers()
         await _keep(job, store, executor)
@@ -202,6 +204,7 @@ async def _keep(job: Job, store: Store, executor: Executor) -> None:
                 job=unsaved.job,
                 pairs=unsaved.pairs,
                 points=unsaved.points,
+                decisions=unsaved.decisions,
             ),
         )
     except Superseded:
