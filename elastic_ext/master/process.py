@@ -26,6 +26,7 @@ from .service import MasterService, moment
 from .status import job_status
 from .store import Store, StoreError, Superseded
 from .tokens import read_token
+from .tuning import Made
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import add_MasterServicer_to_server
 
@@ -59,8 +60,11 @@ class NotStarted(ElasticError):
     """A master could not be started as asked."""
 
 
-async def serve(options: MasterOptions, has_to_end: asyncio.Event) -> None:
-    """Be the master until ``has_to_end``. NotStarted, and Superseded where another process has become it."""
+async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: Made | None = None) -> None:
+    """Be the master until ``has_to_end``. NotStarted, and Superseded where another process has become it.
+
+    ``strategy`` is what makes the one that tunes, by default the library's.
+    """
     token = _token_of(options)
     with ThreadPoolExecutor(1, thread_name_prefix="elastic_ext store") as executor:
         loop = asyncio.get_running_loop()
@@ -69,13 +73,18 @@ async def serve(options: MasterOptions, has_to_end: asyncio.Event) -> None:
         except StoreError as error:
             raise NotStarted(str(error)) from error
         try:
-            await _serve(options, store, executor, token, has_to_end)
+            await _serve(options, store, executor, token, has_to_end, strategy)
         finally:
             await loop.run_in_executor(executor, store.close)
 
 
 async def _serve(
-    options: MasterOptions, store: Store, executor: Executor, token: str | None, has_to_end: asyncio.Event
+    options: MasterOptions,
+    store: Store,
+    executor: Executor,
+    token: str | None,
+    has_to_end: asyncio.Event,
+    strategy: Made | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     try:
@@ -97,7 +106,7 @@ async def _serve(
         refuses_bad_nodes=options.refuse_bad_nodes,
         tuning=options.tuning,
     )
-    job = Job(stored, settings, moment())
+    job = Job(stored, settings, moment(), strategy=strategy)
     guard = Guard(token, loop.time)
     service = MasterService(job, store, executor, guard)
     health = Health()

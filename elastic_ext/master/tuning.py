@@ -39,7 +39,6 @@ _MOST_NODES = 32
 _LEAST_SECONDS = 20.0
 _LEAST_WINDOWS = 4
 """Of each rank, under an earlier version, before a version that all nodes hold counts as refused."""
-_MEASURED = ("probe", "settle", "undo")
 _SILENT = "nothing is known of what can be changed in this job: its rank 0 has told nothing of that yet"
 _OFF = "the tuner is off; `elastic-ext config set tuning.mode=advise`, or auto, has it begin"
 
@@ -48,11 +47,11 @@ class Standing(Protocol):
     """How a strategy stands."""
 
     @property
-    def word(self) -> str: ...
+    def stand(self) -> str: ...
     @property
-    def text(self) -> str: ...
+    def sentence(self) -> str: ...
     @property
-    def best(self) -> float | None: ...
+    def best_rate(self) -> float | None: ...
 
 
 class Strategy(Protocol):
@@ -123,22 +122,11 @@ class Tuning:
         """The one that is to be written as the next version of the config, if any."""
         return self._decisions[self._due[0]] if self._due else None
 
-    @property
-    def is_measuring(self) -> bool:
-        """Whether something was put in force and what it brings is not known."""
-        newest = max(self._decisions, default=0)
-        found = self._decisions.get(newest)
-        return (
-            self._strategy is not None
-            and found is not None
-            and found.kind in _MEASURED
-            and not found.outcome
-            and found.measured is None
-        )
-
     def beat_seconds(self, usual: float, num_nodes: int) -> float:
-        """How often nodes should be heard of: more often while something is measured, if there are few."""
-        return min(usual, _PROBE_BEAT_SECONDS) if self.is_measuring and num_nodes <= _MOST_NODES else usual
+        """How often nodes should be heard of: more often while something is tried, if there are few."""
+        if self._strategy is None or num_nodes > _MOST_NODES or self._strategy.standing.stand != "probing":
+            return usual
+        return min(usual, _PROBE_BEAT_SECONDS)
 
     def standing(self) -> tuple[str, str, float | None]:
         """How it stands: a word, a sentence, and the best rate so far."""
@@ -151,7 +139,7 @@ class Tuning:
         if self._strategy is None or self._facts is None:
             return "waiting", _SILENT, None
         found = self._strategy.standing
-        return found.word, found.text, found.best
+        return found.stand, found.sentence, found.best_rate
 
     # ---- what it is told ----
 
@@ -174,10 +162,8 @@ class Tuning:
         if self._strategy is None or not any(each.windows for each in workers):
             return
         self._seeing.take(now, workers)
-        seen = self._seeing.seen(now)
         self._look_at_open(now)
-        if seen is not None:
-            self._ask(now, lambda strategy: strategy.see(now, seen))
+        self._see(now)
 
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> None:
         """A version that nodes are to have from now on."""
@@ -186,14 +172,24 @@ class Tuning:
             self._drop_due(now, f"version {config.version} of the config was written meanwhile")
         self._config = config, author
         self._open = None
-        mode = mode_in(config, self._given)
-        if mode != self._mode:
-            return self._change_mode(now, mode)
+        before, mode = self._mode, mode_in(config, self._given)
+        if mode != before:
+            self._tell(now, "tuning", f"the tuner's mode is {mode} now, and was {before}")
+            self._failure = ""
+        if mode != "off":
+            self._mode = mode
         if number is not None:
             self._open = _Open(number, config.version)
             self._ask(now, lambda strategy: self._note_written(strategy, now, number, config.version))
         if self._strategy is not None:
             self._ask(now, lambda strategy: strategy.take_config(now, config, author))
+        self._mode = mode
+        if mode == "off":
+            self._strategy, self._open = None, None
+            self._due.clear()
+        elif self._strategy is None and self._facts is not None:
+            facts = self._facts
+            self._ask(now, lambda strategy: strategy.take_facts(now, facts))
 
     def refuse_version(self, now: float, version: int, why: str) -> None:
         """Ranks do not take a version."""
@@ -215,9 +211,7 @@ class Tuning:
         if self._open is not None and is_held and self._open.held_at is None:
             self._open.held_at, self._open.num_windows = now, self._seeing.num_windows
         self._look_at_open(now)
-        seen = self._seeing.seen(now)
-        if seen is not None:
-            self._ask(now, lambda strategy: strategy.see(now, seen))
+        self._see(now)
         self._ask(now, lambda strategy: strategy.tick(now))
 
     def control(self, now: float, action: str, reason: str) -> None:
@@ -228,6 +222,7 @@ class Tuning:
             raise Refused("other", _OFF)
         if self._failure:
             raise Refused("other", self._failure)
+        self._tell(now, "tuning-asked", f"a person has the tuner {action}" + (f": {reason}" if reason else ""))
         self._ask(now, lambda strategy: [], begins=True)
         if action == "pause":
             self._ask(now, lambda strategy: strategy.pause(now, reason))
@@ -249,14 +244,6 @@ class Tuning:
         self._unsaved.update(each.number for each in decisions)
 
     # ---- how ----
-
-    def _change_mode(self, now: float, mode: Mode) -> None:
-        self._tell(now, "tuning", f"the tuner's mode is {mode} now, and was {self._mode}")
-        self._mode, self._strategy, self._failure = mode, None, ""
-        self._due.clear()
-        if self._facts is not None:
-            facts = self._facts
-            self._ask(now, lambda strategy: strategy.take_facts(now, facts))
 
     def _begin(self, now: float) -> None:
         """Have a strategy, which goes on from what was decided before."""
@@ -284,6 +271,11 @@ class Tuning:
             self._due.clear()
             self._failure = f"the tuner has failed, and decides nothing any more: {type(error).__name__}: {error}"[:400]
             self._tell(now, "tuning-failed", self._failure)
+
+    def _see(self, now: float) -> None:
+        seen = self._seeing.seen(now)
+        if seen is not None:
+            self._ask(now, lambda strategy: strategy.see(now, seen))
 
     def _keep(self, now: float, decisions: Sequence[Decision]) -> None:
         for decision in decisions:

@@ -11,7 +11,7 @@ from elastic_ext.wording import on_one_line, size_in_words
 
 from .strategy.decisions import Decision
 
-__all__ = ["Mode", "changes_in_words", "event_text", "rates_in_words"]
+__all__ = ["Mode", "changes_in_words", "event_text", "rates_in_words", "rates_of"]
 
 Mode = Literal["off", "advise", "auto"]
 """What a tuner may do."""
@@ -40,18 +40,19 @@ def changes_in_words(changes: Mapping[str, Any]) -> str:
 
 def rates_in_words(decision: Decision) -> str:
     """What was expected and what came of it; empty where nothing of that is known."""
-    return ", ".join(_rates(decision))
+    return ", ".join(rates_of(decision.before, decision.predicted, decision.measured, decision.predicted_bytes))
 
 
-def _rates(decision: Decision) -> Iterator[str]:
-    if decision.before is not None:
-        yield f"{decision.before:.4g} samples/s before"
-    if decision.predicted is not None:
-        yield f"{decision.predicted:.4g} predicted"
-    if decision.measured is not None:
-        yield f"{decision.measured:.4g} measured"
-    if decision.predicted_bytes is not None:
-        yield f"a peak of {size_in_words(decision.predicted_bytes)} predicted"
+def rates_of(
+    before: float | None, predicted: float | None, measured: float | None, predicted_bytes: int | None
+) -> Iterator[str]:
+    """Each of those that are known."""
+    rates = {"before": before, "predicted": predicted, "measured": measured}
+    for word, rate in rates.items():
+        if rate is not None:
+            yield f"{rate:.4g} samples/s {word}"
+    if predicted_bytes is not None:
+        yield f"a peak of {size_in_words(predicted_bytes)} predicted"
 
 
 def _value(value: Any) -> str:
