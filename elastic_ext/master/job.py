@@ -97,7 +97,7 @@ class Job:
         self.fleet = Fleet(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
-        self.tuning = Tuning(settings.tuning, stored.decisions, tell=self.log.tell, make=strategy)
+        self.tuning = Tuning(settings.tuning, stored.decisions, tell=self.log.tell, slow=self._slow_rank, make=strategy)
         if self.book.newest is not None:
             self.tuning.take_config(now.time, self.book.newest.config, self.book.newest.author)
         self._changed_nodes: set[str] = set()
@@ -307,6 +307,9 @@ class Job:
         self._saved_until = min([self._saved_until, *(time - 1 for time, _ in unsaved.points)])
 
     # ---- how ----
+
+    def _slow_rank(self) -> str:
+        return next((each.text for each in self.collector.stragglers), "")
 
     def _renewed(self, now: Moment, node_id: str, incarnation: int) -> Node:
         try:

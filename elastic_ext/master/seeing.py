@@ -22,7 +22,7 @@ from .wire import master_pb2
 
 __all__ = ["Seeing", "seen_of"]
 
-_MOST_RANKS = 256
+_MOST_RANKS = 1024
 """That are looked at, about."""
 _MOST_WINDOWS = 64
 """Of a rank in one round."""

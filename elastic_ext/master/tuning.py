@@ -88,12 +88,24 @@ class _Open:
 class Tuning:
     """The tuner of one job. Times are seconds since 1970."""
 
-    def __init__(self, mode: Mode, decisions: Sequence[Decision], *, tell: Tell, make: Made | None = None) -> None:
-        """``mode`` is the one where the config names none; ``make`` what makes a strategy, by default the library's."""
+    def __init__(
+        self,
+        mode: Mode,
+        decisions: Sequence[Decision],
+        *,
+        tell: Tell,
+        slow: Callable[[], str] = str,
+        make: Made | None = None,
+    ) -> None:
+        """``mode`` is the one where the config names none; ``slow`` says who keeps the others waiting, in a sentence.
+
+        ``make`` is what makes a strategy, by default the library's.
+        """
         self._given = mode
         self._mode: Mode = mode
         self._decisions = {each.number: each for each in decisions}
         self._tell = tell
+        self._slow = slow
         self._make = make or _library_strategy
         self._strategy: Strategy | None = None
         self._facts: JobFacts | None = None
@@ -273,8 +285,9 @@ class Tuning:
             self._tell(now, "tuning-failed", self._failure)
 
     def _see(self, now: float) -> None:
-        seen = self._seeing.seen(now)
-        if seen is not None:
+        found = self._seeing.seen(now)
+        if found is not None:
+            seen = replace(found, slow_rank=self._slow())
             self._ask(now, lambda strategy: strategy.see(now, seen))
 
     def _keep(self, now: float, decisions: Sequence[Decision]) -> None:

@@ -24,7 +24,7 @@ class Seen:
     world_size: int
     """... of so many that there are."""
     step_seconds: float
-    """What a step in the middle took, on the rank where that is the most."""
+    """What a step took, the mean of them, on the rank where that is the most: bursts count as they are."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Of that, by phase as profile/phases.py names them, usual among ranks; empty where steps were not looked at."""
     held_up_seconds: float = 0.0
