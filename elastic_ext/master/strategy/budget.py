@@ -49,10 +49,9 @@ class Budget:
         took = seen.num_steps * seen.step_seconds + seen.held_up_seconds
         self._saved += seen.num_steps * self._own_seconds - _LEAST_PACE * took
 
-    def most_seconds(self, num_steps: int, best_seconds: float, switching_seconds: float) -> float:
-        """What a step of a probe of so many may take, where changing to it and back again takes so long."""
+    def most_seconds(self, num_steps: int, best_seconds: float) -> float:
+        """What a step of a probe of so many may take, what it costs to change to it and back again among them."""
         if self._own_seconds is None:
             return best_seconds
-        left = self._saved - _LEAST_PACE * switching_seconds
-        most = (left / num_steps + self._own_seconds) / _LEAST_PACE
+        most = (self._saved / num_steps + self._own_seconds) / _LEAST_PACE
         return min(most, _MOST_TIMES * best_seconds)

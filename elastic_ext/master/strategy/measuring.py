@@ -44,6 +44,8 @@ class Measured:
     num_steps: int
     phases: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
+    held_up_seconds: float = 0.0
+    """In which training waited, as the point came into force."""
     is_brief: bool = False
     """Whether it was ended early, since it was clear that they take long."""
 
@@ -63,13 +65,11 @@ class Trial:
         self._wanted = probe_steps
         self._seen: list[Seen] = []
         self._num_passed_over = 0
-
-    @property
-    def has_begun(self) -> bool:
-        return self._num_passed_over > 0
+        self._held_up = 0.0
 
     def add(self, seen: Seen) -> None:
         """More steps at the point; the first ones are passed over."""
+        self._held_up += seen.held_up_seconds
         if not self._num_passed_over:
             self._num_passed_over = seen.num_steps
         else:
@@ -113,6 +113,7 @@ class Trial:
             num_steps=self.num_steps,
             phases={name: statistics.median(each.get(name, 0.0) for each in looked_at) for name in names},
             peak_bytes=max(peaks, default=None),
+            held_up_seconds=self._held_up,
             is_brief=self.num_steps < self._wanted and self._is_clear(best_seconds),
         )
 

@@ -7,7 +7,6 @@ peak is the most of these parts, and such a most lies on no line itself.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,18 +60,24 @@ class _Parts:
 class Memory:
     """Of one job, by its facts and by the peaks that its steps have had."""
 
-    def __init__(self, facts: JobFacts, headroom: float | None = None) -> None:
+    def __init__(self, facts: JobFacts, headroom: float | None = None, before: Memory | None = None) -> None:
+        """``before`` is what was known of the same job, before there were these facts."""
         self._facts = facts
         self._present = point_of(facts.values)
         self._usable = _usable_bytes(facts.memory, HEADROOM if headroom is None else headroom)
-        self._factor: float | None = None
-        self._most_passes = 0
-        self._highest = 0
+        self._seen: dict[Point, int | None] = {}
         self._refused: list[Point] = []
-        self._peak = functools.lru_cache(maxsize=None)(self._peak_of)
+        self._factor: float | None = None
+        self._most_passes = self._highest = 0
+        self._peaks: dict[Shape, Peak | None] = {}
+        if before is not None:
+            self._refused.extend(before._refused)
+            for point, peak_bytes in before._seen.items():
+                self.see(point, peak_bytes)
 
     def see(self, point: Point, peak_bytes: int | None) -> None:
         """Steps were taken at ``point``, and no rank's device has ever held more."""
+        self._seen.setdefault(point, peak_bytes)
         peak = self.peak(point)
         if peak is None:
             return
@@ -88,7 +93,10 @@ class Memory:
 
     def peak(self, point: Point) -> Peak | None:
         """The most that is expected; None where nothing is known of it."""
-        return self._peak(shape_of(point, self._facts))
+        shape = shape_of(point, self._facts)
+        if shape not in self._peaks:
+            self._peaks[shape] = self._peak_of(shape)
+        return self._peaks[shape]
 
     def expected_bytes(self, point: Point) -> int | None:
         """The same with what steps have taken beyond it; None where memory is no concern either."""

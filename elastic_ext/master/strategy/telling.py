@@ -22,7 +22,9 @@ _NOUNS: Mapping[str, str] = {
     "bucket_cap_mb": "MiB per bucket",
 }
 assert tuple(_NOUNS) == tuple(KEYS)
-_NUMBER_FIRST = frozenset({"num_workers", "prefetch_factor", "unit", "activation_checkpoint", "prefetch", "bucket_cap_mb"})
+_NUMBER_FIRST = frozenset(
+    {"num_workers", "prefetch_factor", "unit", "activation_checkpoint", "prefetch", "bucket_cap_mb"}
+)
 _WORTH_TELLING = 0.1
 """Of a step."""
 
