@@ -1,0 +1,126 @@
+"""The whole loop, with nothing made up: a job that starts badly under elastic-run, its master, and what tunes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ext.cli import main
+from elastic_ext.config import ElasticConfig
+from tests.nodes import Node, nodes, samples_of_steps, until
+from tests.test_master_run import record_of
+from tests.tuned_job import GLOBAL_BATCH, NUM_SAMPLES
+
+
+class Tuned:
+    """Two ranks of such a job, and what is said of it."""
+
+    def __init__(self, folder: Path, node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.node = folder, node
+        self._capsys = capsys
+
+    def log(self) -> list[dict[str, Any]]:
+        """Decisions, none as long as nobody answers."""
+        self._capsys.readouterr()
+        status = main(["tuning", "log", "--json", "--master", str(self.node.run_dir)])
+        out = self._capsys.readouterr().out
+        return [json.loads(line) for line in out.splitlines()] if status == 0 else []
+
+    def status(self) -> str:
+        self._capsys.readouterr()
+        main(["status", "--master", str(self.node.run_dir)])
+        return self._capsys.readouterr().out
+
+    def events(self, rank: int = 0) -> list[dict[str, Any]]:
+        text = (self.node.run_dir / f"events-{rank}.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def versions_in_force(self, rank: int) -> list[int]:
+        return [each["details"]["version"] for each in self.events(rank) if each["kind"] == "config-applied"]
+
+    def stop(self) -> None:
+        """At the end of the epoch."""
+        (self.folder / "stop").touch()
+        assert self.node.end() == 0, self.node.text
+
+    def check_samples(self) -> None:
+        """Every sample of every epoch was trained on once."""
+        steps = samples_of_steps(self.folder)
+        assert list(steps) == list(range(1, len(steps) + 1))
+        per_epoch = NUM_SAMPLES // GLOBAL_BATCH
+        assert len(steps) % per_epoch == 0
+        for first in range(1, len(steps) + 1, per_epoch):
+            epoch = [sample for step in range(first, first + per_epoch) for sample in steps[step]]
+            assert sorted(epoch) == list(range(NUM_SAMPLES)), f"of the epoch from step {first} on"
+
+
+def job(folder: Path, *options: str) -> Node:
+    return Node(folder / "node", [*options, "--nproc-per-node=2", "-m", "tests.tuned_job", str(folder)])
+
+
+@pytest.mark.slow
+def test_a_job_that_starts_badly_is_tuned_while_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with nodes(job(tmp_path, "--standalone", "--tuning=auto")) as (node,):
+        tuned = Tuned(tmp_path, node, capsys)
+        log = until(
+            lambda: found if sum(each["measured"] is not None for each in (found := tuned.log())) >= 3 else None,
+            what="three decisions that were measured",
+        )
+        measured = [each for each in log if each["measured"] is not None]
+        for each in measured:
+            assert each["kind"] in ("probe", "settle", "undo") and each["outcome"] in ("kept", "undone")
+            assert each["reason"] and each["predicted"] > 0 and each["before"] > 0
+        first = measured[0]
+        assert first["base"] == 0 and first["version"] == 1 and first["changes"]
+        for rank in (0, 1):
+            in_force = tuned.versions_in_force(rank)
+            assert in_force == list(range(1, len(in_force) + 1)) and len(in_force) >= 3, "each of them, in its order"
+        assert {"dataloader.num_workers"} & {key for each in log for key in each["changes"]}, "what it lacks was tried"
+        config = ElasticConfig.parse((node.run_dir / "config.json").read_bytes())
+        assert config.version >= 3 and "predicted" in config.reason
+        assert "tuner          auto, " in tuned.status()
+
+        assert main(["tuning", "pause", "--master", str(node.run_dir), "--reason", "enough"]) == 0
+        capsys.readouterr()
+        assert "tuner          auto, paused" in tuned.status()
+        assert main(["config", "set", "user.x=1", "--master", str(node.run_dir)]) == 0
+        tuned.stop()
+    assert main(["tuning", "log", "--master", str(node.run_dir)]) == 2, "the master has ended with the job"
+    tuned.check_samples()
+
+
+@pytest.mark.slow
+def test_by_default_it_advises_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with nodes(job(tmp_path, "--standalone")) as (node,):
+        tuned = Tuned(tmp_path, node, capsys)
+        log = until(lambda: tuned.log() or None, what="a decision")
+        assert {each["kind"] for each in log} <= {"advise", "hold"}
+        assert any(each["kind"] == "advise" and each["changes"] for each in log)
+        assert all(each["version"] is None for each in log)
+        assert tuned.versions_in_force(0) == [] and not (node.run_dir / "config.json").exists()
+        node.send(signal.SIGTERM)
+        node.end()
+
+
+@pytest.mark.slow
+def test_an_own_master_that_is_killed_goes_on_with_what_was_decided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nodes(job(tmp_path, "--standalone", "--tuning=auto")) as (node,):
+        tuned = Tuned(tmp_path, node, capsys)
+        before = until(lambda: found if len(found := tuned.log()) >= 2 else None, what="two decisions")
+        record = until(lambda: record_of(node))
+        os.kill(record.pid, signal.SIGKILL)
+        until(lambda: (found := record_of(node)) is not None and found.pid != record.pid or None, what="another master")
+        after = until(
+            lambda: found if len(found := tuned.log()) > len(before) else None, what="a decision of the next master"
+        )
+        assert [each["number"] for each in after] == list(range(1, len(after) + 1))
+        assert [each["reason"] for each in after[: len(before)]] == [each["reason"] for each in before]
+        tuned.stop()
+    tuned.check_samples()
