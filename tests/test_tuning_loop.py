@@ -59,6 +59,10 @@ class Tuned:
             assert sorted(epoch) == list(range(NUM_SAMPLES)), f"of the epoch from step {first} on"
 
 
+def measured_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in log if each["measured"] is not None]
+
+
 def job(folder: Path, *options: str) -> Node:
     return Node(folder / "node", [*options, "--nproc-per-node=2", "-m", "tests.tuned_job", str(folder)])
 
@@ -68,10 +72,10 @@ def test_a_job_that_starts_badly_is_tuned_while_it_trains(tmp_path: Path, capsys
     with nodes(job(tmp_path, "--standalone", "--tuning=auto")) as (node,):
         tuned = Tuned(tmp_path, node, capsys)
         log = until(
-            lambda: found if sum(each["measured"] is not None for each in (found := tuned.log())) >= 3 else None,
+            lambda: found if len(measured_of(found := tuned.log())) >= 3 else None,
             what="three decisions that were measured",
         )
-        measured = [each for each in log if each["measured"] is not None]
+        measured = measured_of(log)
         for each in measured:
             assert each["kind"] in ("probe", "settle", "undo") and each["outcome"] in ("kept", "undone")
             assert each["reason"] and each["predicted"] > 0 and each["before"] > 0
@@ -116,7 +120,7 @@ def test_an_own_master_that_is_killed_goes_on_with_what_was_decided(
         before = until(lambda: found if len(found := tuned.log()) >= 2 else None, what="two decisions")
         record = until(lambda: record_of(node))
         os.kill(record.pid, signal.SIGKILL)
-        until(lambda: (found := record_of(node)) is not None and found.pid != record.pid or None, what="another master")
+        until(lambda: found if (found := record_of(node)) and found.pid != record.pid else None, what="another master")
         after = until(
             lambda: found if len(found := tuned.log()) > len(before) else None, what="a decision of the next master"
         )
