@@ -34,6 +34,8 @@ _USUAL_AMPLITUDE, _UNUSUAL = 0.05, 0.7
 """... and by what is usual, and how far, as a logarithm, it lies from that,"""
 _DISTANCE = 0.6
 """... and how far points lie from each other that are wrong in ways of their own."""
+_ALMOST = 0.5
+"""Of the largest gain: points with so much of it are worth saving up for as well."""
 _NOT_WORTH_GOING_BACK = 0.007
 """A point that is in force is the best where another one is better by less than this share."""
 _MOST_TIMES = 4.0
@@ -135,14 +137,16 @@ class Search:
         self._memory.see(point, measured.peak_bytes)
         self._expected = self._best = None
 
-    def take_facts(self, facts: JobFacts) -> None:
-        """More is known of the same job."""
+    def take_facts(self, facts: JobFacts) -> bool:
+        """More is known of the same job; gives whether other points may be tried for it."""
+        is_bound = facts.bound != self._facts.bound
         is_other = (facts.memory is None) != (self._facts.memory is None) or facts.num_blocks != self._facts.num_blocks
         self._facts = facts
         self._memory = Memory(facts, self._tuning.headroom, self._memory)
         if is_other:
             self._columns = columns_of(self._space.points, facts)
             self._expected = self._best = None
+        return is_other or is_bound
 
     def refuse(self, point: Point, why: str) -> None:
         """``point`` was not put in force; where the reason names a key, nothing else is tried with its value."""
@@ -189,10 +193,11 @@ class Search:
         affordable = np.where(most <= most_seconds, gains, 0.0)
         is_affordable = float(affordable.max()) >= self._least_gain
         place = int(np.argmax(affordable if is_affordable else gains))
+        worth = most[gains >= _ALMOST * gains.max()]
         return Proposal(
             point=self._space.points[place],
             seconds=math.exp(expected.log_seconds[place]),
-            most_seconds=float(most[place]),
+            most_seconds=float(most[place] if is_affordable else worth.min()),
             is_affordable=is_affordable,
         )
 
@@ -217,7 +222,7 @@ class Search:
         far = shorter / deviations
         improvement = shorter * _normal_below(far) + deviations * np.exp(-0.5 * far * far) / math.sqrt(2 * math.pi)
         gains = improvement - switching / self._horizon(best)
-        gains[[self._places[point] for point in self._measured]] = 0.0
+        gains[np.isin(self._columns.same, self._columns.same[[self._places[point] for point in self._measured]])] = 0.0
         return np.where(self._allowed(), gains, 0.0)
 
     def _horizon(self, best: Measured) -> float:
