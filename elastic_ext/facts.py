@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ class FactsOfJob:
         self._is_told = follower.ranks.rank == 0 and follower.settings.enabled
         self._num_processors: int | None = None
         self._is_normalised: bool | None = None
-        self._spreading: tuple[Hashable, _Choices] | None = None  # by which plan the model lay then
+        self._spreading: _Choices | None = None
         self._last: JobFacts | None = None
 
     def tell(self) -> None:
@@ -194,11 +194,16 @@ class FactsOfJob:
     # ---- how the model is spread ----
 
     def _spread_choices(self) -> _Choices:
-        """By what changes of plan would be made; looked at anew where the model lies otherwise."""
-        plan = self._spread.plan
-        if self._spreading is None or self._spreading[0] != plan:
-            self._spreading = plan, self._looked_at(plan)
-        return self._spreading[1]
+        """By what changes of plan would be made; looked at once, from the plan that the model has at first.
+
+        From another plan much the same could be said, and whoever tunes is to choose from the same all along.
+        """
+        if self._spreading is not None:
+            return self._spreading
+        found = self._looked_at(self._spread.plan)
+        if self._spread.plan is not None:
+            self._spreading = found
+        return found
 
     def _looked_at(self, plan: ParallelPlan | None) -> _Choices:
         keys = [key for key in TUNABLE if key.startswith(("parallelism.", "communication."))]
