@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elastic_ext import ElasticDataLoader
 from elastic_ext.agent.node_report import NodeReport
+from elastic_ext.agent.records import WORKERS_FILE, WorkerSeen, WorkersRecord
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.job_facts import FILE, JobFacts
 from elastic_ext.keys import TUNABLE
@@ -208,6 +209,13 @@ def test_of_a_model_that_is_sharded_its_units_are_told(ranks: RankPool, tmp_path
 # ---- by its agent ----
 
 
+def seen(folder: Path, *ranks: int, restart: int = 0) -> None:
+    """What an agent sees of its workers, these ranks."""
+    workers = tuple(WorkerSeen(local_rank=each, rank=each, pid=1, start_ticks=1, state="running") for each in ranks)
+    record = WorkersRecord(time=time.time(), restart=restart, membership_version=1, workers=workers)
+    (folder / WORKERS_FILE).write_text(record.to_json())
+
+
 def filled(report: NodeReport) -> str:
     request = wire.BeatRequest()
     report.fill(request)
@@ -220,10 +228,15 @@ def test_an_agent_tells_of_facts_once_and_again_where_they_have_changed_or_the_m
         run.train(2)
     text = run.file.read_text().strip()
     report = NodeReport(tmp_path / "0", since=0.0)
+    seen(tmp_path / "0", 1)
+    assert filled(report) == "", "which are of another node, where rank 0 is not here"
+    seen(tmp_path / "0", 0, 1)
     assert filled(report) == text == filled(report), "until the master has it"
     report.confirm()
     assert filled(report) == ""
     run.file.write_text(text.replace('"restart":0', '"restart":1'))
+    assert filled(report) == "", "as long as these processes have not written any"
+    seen(tmp_path / "0", 0, 1, restart=1)
     assert json.loads(filled(report))["restart"] == 1
     report.confirm()
     report.forget()
@@ -234,5 +247,6 @@ def test_an_agent_tells_of_facts_once_and_again_where_they_have_changed_or_the_m
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"time": 1}', "x" * (300 << 10)])
 def test_a_file_that_is_damaged_is_told_to_nobody(tmp_path: Path, text: str) -> None:
+    seen(tmp_path, 0)
     (tmp_path / FILE).write_text(text)
     assert filled(NodeReport(tmp_path, since=0.0)) == ""

@@ -16,7 +16,9 @@ import grpc
 import pytest
 
 from elastic_ext.job_facts import JobFacts
+from elastic_ext.master.admission import Refused
 from elastic_ext.master.arguments import parse
+from elastic_ext.master.configs import Late
 from elastic_ext.master.job import Job, JobSettings, Moment
 from elastic_ext.master.prometheus import exposition
 from elastic_ext.master.status import job_status
@@ -50,7 +52,8 @@ class Told:
         self.now += 1
         text = raw if facts is None else facts.to_json()
         held = wire.ConfigHeld(version=self.job.book.version, digest=self._digest)
-        arguments = {"workers": workers, "facts": text, "held": held, **given}
+        told = [wire.Worker(rank=0)] if text and not workers else workers
+        arguments = {"workers": told, "facts": text, "held": held, **given}
         reply, _ = self.job.beat(self._moment, wire.BeatRequest(node_id="a", incarnation=1, **arguments))
         return reply
 
@@ -65,7 +68,7 @@ class Told:
         """What a service does with what is due, with nothing in its way."""
         decision = self.job.tuning.due
         assert decision is not None
-        self.job.enter(self._moment, self.job.generated(self._moment, decision))
+        self.job.enter(self._moment, self.job.generated(self._moment, decision), decision=decision.number)
 
     def set(self, **changes: Any) -> None:
         """A person's version."""
@@ -159,7 +162,7 @@ now = Moment(clock=1.0, time=1.0)
 before = {"numpy", "elastic_ext.master.strategy.controller"} & {*sys.modules}
 job = Job(STORED, JobSettings(library="1", tuning=sys.argv[1]), now)
 job.join(now, join_request("a"))
-job.beat(now, wire.BeatRequest(node_id="a", incarnation=1, facts=FACTS.to_json()))
+job.beat(now, wire.BeatRequest(node_id="a", incarnation=1, facts=FACTS.to_json(), workers=[wire.Worker(rank=0)]))
 job.tick(now)
 print(sorted({"numpy", "elastic_ext.master.strategy.controller"} & {*sys.modules} - before))
 """
@@ -231,6 +234,36 @@ def test_a_persons_version_comes_before_one_that_was_decided_on() -> None:
     assert told.job.tuning.due is None
     assert strategy.names()[-2:] == ["refused", "take_config"]
     assert strategy.all("refused") == [(1, "version 1 of the config was written meanwhile")]
+
+
+def test_what_is_learned_is_never_changed_whatever_was_decided() -> None:
+    told = Told(deciding(decision_of(changes={"dataloader.num_workers": 1, "global_batch_size": 1})))
+    told.beat(facts=FACTS)
+    told.round(1)
+    with pytest.raises(Refused, match="global_batch_size is not for the tuner to change"):
+        told.write()
+
+
+def test_a_persons_version_that_is_still_to_come_is_not_brought_forward() -> None:
+    told = Told(deciding(decision_of(base=1)))
+    changes = {"optimizer.learning_rate": "0.5"}
+    request = wire.SetConfigRequest(changes=changes, at_step=100)
+    now = Moment(clock=1.0, time=1.0)
+    told.job.enter(now, told.job.changed(now, request))
+    told.beat(facts=FACTS)
+    told.round(1)
+    with pytest.raises(Late, match="version 1 comes into force at step 100"):
+        told.write()
+    told.beat(wire.Worker(rank=0, state="running", step=100))
+    told.write()
+    assert told.job.book.version == 2
+
+
+def test_facts_are_those_of_the_node_that_has_rank_0() -> None:
+    strategy = Scripted()
+    told = Told(strategy)
+    told.beat(wire.Worker(rank=1), facts=FACTS)
+    assert strategy.told == []
 
 
 def test_a_version_that_ranks_refuse_is_told_with_their_reason() -> None:
@@ -382,7 +415,7 @@ def test_a_master_that_is_started_again_goes_on_from_what_was_decided(tmp_path: 
         caller = master.caller()
         assert len(caller("GetTuning").decisions) == 1
         caller.join(incarnation=2)
-        caller.beat(incarnation=2, facts=FACTS.to_json())
+        caller.beat(incarnation=2, facts=FACTS.to_json(), workers=[wire.Worker(rank=0)])
     assert [each.version for each in again.earlier] == [1]
     assert again.names()[:3] == ["made", "take_config", "take_facts"]
     assert again.all("take_config") == [(1, "generated")]
@@ -424,7 +457,12 @@ def test_what_cannot_be_asked_of_it_is_refused_with_a_reason(master: MasterThrea
 
 def test_a_version_that_cannot_be_written_is_refused_and_the_beat_is_answered(tmp_path: Path) -> None:
     """One that was made from a version which is not the newest; and one that no config can hold."""
-    for number, given in enumerate(({"base": 7}, {"changes": {"dataloader.num_workers": -1}}, {"changes": {"x": 1}})):
+    unlike: tuple[dict[str, Any], ...] = (
+        {"base": 7},
+        {"changes": {"dataloader.num_workers": -1}},
+        {"changes": {"optimizer.learning_rate": 1.0}},
+    )
+    for number, given in enumerate(unlike):
         strategy = deciding(decision_of(**given))
         folder = tmp_path / str(number)
         folder.mkdir()

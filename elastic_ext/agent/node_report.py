@@ -57,6 +57,10 @@ class NodeReport:
         record = self._record(WORKERS_FILE, MOST_BYTES, WorkersRecord.from_json)
         if record is not None and record.time >= self._since:
             request.workers.extend(self._workers(record))
+            if any(each.rank == 0 for each in record.workers):
+                facts = self._facts(record.restart)
+                if facts and facts != self._known_facts:
+                    request.facts = self._told_facts = facts
         plan = self._record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json)
         if plan is not None and plan.time >= self._since and plan.version != self._known_plan:
             request.membership.CopyFrom(_membership_message(plan))
@@ -64,9 +68,6 @@ class NodeReport:
         hardware = self.hardware()
         if hardware != self._known_hardware:
             request.hardware = self._told_hardware = hardware
-        facts = self._facts()
-        if facts and facts != self._known_facts:
-            request.facts = self._told_facts = facts
 
     def confirm(self) -> None:
         """The master has what was filled in last."""
@@ -86,18 +87,17 @@ class NodeReport:
         self._known_hardware = self._told_hardware = ""
         return is_new
 
-    def _facts(self) -> str:
-        """What rank 0 says of the job, as JSON; empty where it is not of this node, or has said nothing yet."""
+    def _facts(self, restart: int) -> str:
+        """What rank 0, which is of this node, says of the job, as JSON; empty where that is of an earlier process."""
         data = self._data(JOB_FILE, _MOST_FACTS_BYTES)
-        if data is None:
+        text = "" if data is None else data.decode(errors="replace").strip()
+        if text == self._known_facts:
+            return text
+        try:
+            facts = JobFacts.from_json(text)
+        except ValueError:
             return ""
-        text = data.decode(errors="replace").strip()
-        if text != self._known_facts:
-            try:
-                return text if JobFacts.from_json(text).time >= self._since else ""
-            except ValueError:
-                return ""
-        return text
+        return text if facts.time >= self._since and facts.restart == restart else ""
 
     # ---- workers ----
 

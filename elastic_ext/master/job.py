@@ -26,7 +26,7 @@ from .plans import Plans
 from .records import EventRecord, NodeRecord, refusal_in
 from .store import Stored
 from .strategy.decisions import Decision
-from .tuning import Made, Tuning
+from .tuning import Made, Tuning, check_decision
 from .tuning_words import Mode
 from .wire import master_pb2 as wire
 
@@ -158,7 +158,7 @@ class Job:
         is_told = 0 < len(request.hardware) <= MOST_HARDWARE
         if is_told and self.fleet.hear(node.node_id, node.host, request.hardware):
             self._changed_nodes.add(node.node_id)
-        if request.facts:
+        if request.facts and any(each.rank == 0 for each in request.workers):
             self.tuning.take_facts(now.time, request.facts)
         self.tuning.take_workers(now.time, request.workers)  # before their windows are taken out
         self.collector.take(now.time, node.node_id, request.workers, host=node.host)
@@ -232,6 +232,7 @@ class Job:
 
     def generated(self, now: Moment, decision: Decision) -> Page:
         """The next version as the tuner has decided it, to be stored. ConfigError; Late where another one came."""
+        check_decision(decision, self.book.newest, step=self.collector.progress(now.time).step)
         there = self.book.newest.config.values() if self.book.newest is not None else {}
         changes = {path: value for path, value in decision.changes.items() if value is not None}
         return self.book.set(
@@ -244,14 +245,14 @@ class Job:
             made_from=decision.base,
         )
 
-    def enter(self, now: Moment, page: Page) -> None:
-        """A page that has been stored: what all nodes are to have now."""
+    def enter(self, now: Moment, page: Page, *, decision: int | None = None) -> None:
+        """A page that has been stored: what all nodes are to have now; for the decision of that number, if any."""
         self.book.enter(page)
         config = page.config
         whose = {"person": "by a person", "generated": "by what generates strategies", "node": f"on {page.node_id}"}
         words = f"version {config.version} of the config was written {whose[page.author]}"
         self.log.tell(now.time, "config", words + (f": {on_one_line(config.reason)}" if config.reason else ""))
-        self.tuning.take_config(now.time, config, page.author)
+        self.tuning.take_config(now.time, config, page.author, number=decision)
 
     # ---- the tuner ----
 

@@ -199,9 +199,9 @@ class MasterService(MasterServicer):
                     written = replace(decision, version=page.config.version)
                     await self._stored(partial(self._store.enter_page, page, written))
                 except ANSWERED as error:
-                    tuning.refuse_due(moment().time, f"it could not be written: {error}")
+                    tuning.refuse_due(moment().time, decision.number, f"it could not be written: {error}")
                 else:
-                    self._enter(page)
+                    self._enter(page, decision.number)
                     self.counts["generated"] += 1
         self.tell_followers()
 
@@ -236,8 +236,8 @@ class MasterService(MasterServicer):
                 await self._stored(lambda: self._store.enter_page(page))
                 self._enter(page)
 
-    def _enter(self, page: Page) -> None:
-        self._job.enter(moment(), page)
+    def _enter(self, page: Page, decision: int | None = None) -> None:
+        self._job.enter(moment(), page, decision=decision)
         self._watchers.tell(page.config.version)
         self.tell_followers()
 

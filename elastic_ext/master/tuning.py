@@ -16,15 +16,16 @@ from elastic_ext.config import ElasticConfig
 from elastic_ext.job_facts import JobFacts
 
 from .admission import Refused
-from .configs import Author
+from .configs import Author, Late, Page
 from .facts_told import facts_told
 from .seeing import Seeing
 from .strategy.decisions import Decision
 from .strategy.seen import Seen
+from .strategy.space import KEYS
 from .tuning_words import Mode, event_text
 from .wire import master_pb2
 
-__all__ = ["Action", "Made", "Standing", "Strategy", "Tuning", "mode_in"]
+__all__ = ["Action", "Made", "Standing", "Strategy", "Tuning", "check_decision", "mode_in"]
 
 _logger = logging.getLogger(__name__)
 
@@ -177,9 +178,10 @@ class Tuning:
         self._look_at_open(now)
         self._see(now)
 
-    def take_config(self, now: float, config: ElasticConfig, author: Author) -> None:
-        """A version that nodes are to have from now on."""
-        number = self._due.pop(0) if author == "generated" and self._due else None
+    def take_config(self, now: float, config: ElasticConfig, author: Author, *, number: int | None = None) -> None:
+        """A version that nodes are to have from now on; of the decision of that number, if it was written for one."""
+        if number in self._due:
+            self._due.remove(number)
         if number is None:  # what was to be written was made from an older one
             self._drop_due(now, f"version {config.version} of the config was written meanwhile")
         self._config = config, author
@@ -210,11 +212,11 @@ class Tuning:
             self._open = None
             self._ask(now, lambda strategy: strategy.refused(now, opened.number, why))
 
-    def refuse_due(self, now: float, why: str) -> None:
-        """What is ``due`` could not be written."""
-        if self._due:
-            number = self._due.pop(0)
-            self._ask(now, lambda strategy: strategy.refused(now, number, why))
+    def refuse_due(self, now: float, number: int, why: str) -> None:
+        """A decision that was ``due`` could not be written."""
+        if number in self._due:
+            self._due.remove(number)
+        self._ask(now, lambda strategy: strategy.refused(now, number, why))
 
     def tick(self, now: float, *, is_held: bool) -> None:
         """About a second has passed; ``is_held`` says whether all nodes have the newest version in their files."""
@@ -332,6 +334,16 @@ class Tuning:
                 self.refuse_version(now, opened.version, why)
 
 
+def check_decision(decision: Decision, newest: Page | None, *, step: int) -> None:
+    """Late or Refused where a decision must not become the version after ``newest``, whatever has decided it."""
+    learned = [path for path in decision.changes if path not in _KEYS]
+    if learned:
+        raise Refused("other", f"{', '.join(learned)[:_MOST_WORDS]} is not for the tuner to change")
+    begins = None if newest is None else newest.config.apply_at_step
+    if newest is not None and begins is not None and step < begins:
+        raise Late(f"version {newest.config.version} comes into force at step {begins}, and nothing comes before it")
+
+
 def mode_in(config: ElasticConfig, given: Mode) -> Mode:
     """What the tuner may do under ``config``; ``given`` is what counts where that says nothing."""
     return _MODES.get(config.tuning.mode or given, given)
@@ -348,4 +360,6 @@ def _library_strategy(mode: Mode, decisions: Sequence[Decision]) -> Strategy:
     return made
 
 
+_KEYS = frozenset(KEYS.values())
+_MOST_WORDS = 200
 _MODES: Mapping[str, Mode] = {"off": "off", "advise": "advise", "auto": "auto"}
