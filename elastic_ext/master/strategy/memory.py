@@ -25,7 +25,7 @@ HEADROOM = 0.06
 _UNSEEN = 1.1
 """What a prediction that no step has confirmed is multiplied with."""
 _MOST_GROWTH = 4.0
-"""Passes that take so many times what they have taken so far are not tried where memory is short, or where they are measured."""
+"""Passes that take so many times what any have taken are not tried where memory is short, or where it is measured."""
 _PLENTY = 0.7
 """Of what may be used: below it memory is not short."""
 _KEPT_OF_BLOCKS = 0.5

@@ -2,7 +2,8 @@
 
 A step is: micro-steps of a constant and an amount for each sample, part of them once more where activations are
 computed again; what is sent between ranks, so far as nothing is computed beside it; the optimizer; copies to the
-accelerator; and waiting for samples, which workers load meanwhile. It leaves much out, on purpose: search.py learns what it is wrong by.
+accelerator; and waiting for samples, which workers load meanwhile. It leaves much out, on purpose: search.py learns
+what it is wrong by.
 
 The numbers are those that are most likely by what was measured, phase by phase, and by what is usual. With them comes
 how sure they are.
@@ -71,7 +72,7 @@ class Fitted:
     covariance: Floats
 
     def log_seconds(self, columns: Columns, share: int) -> Floats:
-        """(numbers drawn, points): logarithms of what steps take, by numbers that may all be so, the likeliest first."""
+        """(draws, points): logarithms of what steps take, by numbers that may all be so, the likeliest first."""
         roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.numbers)))
         drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.numbers))) @ roots.T
         moved = [np.zeros_like(self.numbers), *drawn, *-drawn]
