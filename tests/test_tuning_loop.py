@@ -5,16 +5,32 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
-from tests.nodes import Node, nodes, samples_of_steps, until
+from tests.nodes import Node, nodes, samples_of_steps
 from tests.test_master_run import record_of
 from tests.tuned_job import GLOBAL_BATCH, NUM_SAMPLES
+
+
+DEADLINE_SECONDS = 240.0
+_Found = TypeVar("_Found")
+
+
+def until(look: Callable[[], _Found | None], *, what: str) -> _Found:
+    """What ``look`` finds, once it finds something; it asks the master, which shares the machine with the training."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while (found := look()) is None:
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        threading.Event().wait(0.5)
+    return found
 
 
 class Tuned:
@@ -96,7 +112,7 @@ def test_a_job_that_starts_badly_is_tuned_while_it_trains(tmp_path: Path, capsys
         version = ElasticConfig.parse((node.run_dir / "config.json").read_bytes()).version
         until(lambda: version in tuned.versions_in_force(0) or None, what="the person's version")
         assert main(["tuning", "resume", "--master", str(node.run_dir)]) == 0
-        until(lambda: "resume" in {each["kind"] for each in tuned.log()} or None)
+        until(lambda: "resume" in {each["kind"] for each in tuned.log()} or None, what="that it goes on")
         tuned.stop()
     assert main(["tuning", "log", "--master", str(node.run_dir)]) == 2, "the master has ended with the job"
     tuned.check_samples()
@@ -122,7 +138,7 @@ def test_an_own_master_that_is_killed_goes_on_with_what_was_decided(
     with nodes(job(tmp_path, "--standalone", "--tuning=auto")) as (node,):
         tuned = Tuned(tmp_path, node, capsys)
         before = until(lambda: found if len(found := tuned.log()) >= 2 else None, what="two decisions")
-        record = until(lambda: record_of(node))
+        record = until(lambda: record_of(node), what="a master")
         os.kill(record.pid, signal.SIGKILL)
         until(lambda: found if (found := record_of(node)) and found.pid != record.pid else None, what="another master")
         after = until(

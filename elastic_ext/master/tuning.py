@@ -110,7 +110,7 @@ class Tuning:
         self._make = make or _library_strategy
         self._strategy: Strategy | None = None
         self._facts: JobFacts | None = None
-        self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"
+        self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
         self._seeing = Seeing(patience_seconds=_PATIENCE_SECONDS)
         self._due: list[int] = []
         self._open: _Open | None = None
@@ -263,9 +263,7 @@ class Tuning:
         """Have a strategy, which goes on from what was decided before."""
         if self._strategy is None and self._mode != "off" and not self._failure:
             self._strategy = self._make(self._mode, self.decisions)
-            config, author = self._config
-            if config.version > 0:
-                self._keep(now, self._strategy.take_config(now, config, author))
+            self._keep(now, self._strategy.take_config(now, *self._config))
 
     def _ask(self, now: float, ask: Callable[[Strategy], list[Decision]], *, begins: bool = False) -> None:
         """Tell the strategy something, and keep what it decides; one that fails is not asked any more.
