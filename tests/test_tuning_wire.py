@@ -160,6 +160,14 @@ def test_bursts_count_as_they_are_and_what_holds_training_up_is_told_apart() -> 
     assert seen.held_up_seconds == pytest.approx(2.5)
 
 
+def test_it_is_told_whether_samples_are_waited_for_or_worked_out() -> None:
+    had = {"data": 0.03, "forward": 0.2}
+    seen = told_by(*(reported(rank, processor_seconds=had) for rank in (0, 1)))
+    assert seen is not None and seen.loading_processor_share == pytest.approx(0.1)
+    seen = told_by(*(reported(rank, step={**STEP, Phase.DATA: 0.0}) for rank in (0, 1)))
+    assert seen is not None and seen.loading_processor_share is None
+
+
 def test_a_step_takes_as_long_as_on_the_rank_where_it_takes_longest() -> None:
     slow = {**STEP, Phase.FORWARD: 0.05}
     seen = told_by(reported(0), reported(1, step=slow))

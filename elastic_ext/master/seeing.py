@@ -157,9 +157,20 @@ def seen_of(
         else {},
         held_up_seconds=max(held_up),
         processor_share=median(processors) if processors else None,
+        loading_processor_share=_loading_share(windows),
         peak_bytes=max(peaks, default=None),
         trouble=_trouble(steps, [rank for rank in expected if rank not in windows], broken),
     )
+
+
+def _loading_share(windows: Mapping[int, Sequence[StepWindow]]) -> float | None:
+    """What training threads had of a processor while they waited for samples, usual among ranks."""
+    label, found = Phase.DATA.label, []
+    for row in windows.values():
+        waited = sum(each.seconds.get(label, 0.0) for each in row)
+        if waited > 0 and any(each.processor_seconds for each in row):
+            found.append(min(sum(each.processor_seconds.get(label, 0.0) for each in row) / waited, 1.0))
+    return median(found) if found else None
 
 
 def _trouble(steps: Mapping[int, float], missing: Sequence[int], broken: Collection[int]) -> str:

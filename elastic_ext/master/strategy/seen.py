@@ -30,7 +30,10 @@ class Seen:
     held_up_seconds: float = 0.0
     """In which training waited for checkpoints or changes, or was rolled back: beside the steps."""
     processor_share: float | None = None
-    """What the training thread had of a processor while it computed."""
+    """What the training thread had of a processor while it computed,"""
+    loading_processor_share: float | None = None
+    """... and while it waited for samples: without workers it loads them itself, and little of one says that they are
+    waited for and not worked out. None where it did not wait."""
     peak_bytes: int | None = None
     """The most that an accelerator of any rank held at once, in these steps or before."""
     slow_rank: str = ""
