@@ -152,6 +152,24 @@ def test_a_peak_above_what_was_expected_raises_what_is_expected() -> None:
     assert memory.expected_bytes(_point(facts, batch_size=64)) == expected, "that peak was of the steps before"
 
 
+def test_what_the_optimizer_takes_for_a_moment_is_counted_until_it_is_seen_not_to() -> None:
+    memory = _memory(capacity_bytes=10**6, optimizer_bytes=0, parameter_bytes=10_000, gradient_bytes=0)
+    facts = _facts(memory, world_size=1)
+    found = Memory(facts)
+    point = _point(facts, batch_size=1)
+    assert found.expected_bytes(point) == 10_000 + 10 + 10_000
+    found.see(point, 10_000 + 10 + 120)
+    assert found.expected_bytes(point) == 10_000 + 10 + 120
+
+
+def test_a_point_that_was_in_force_takes_no_more_than_was_ever_taken() -> None:
+    facts = _facts(_memory(capacity_bytes=12_000))
+    memory = Memory(facts)
+    assert memory.why_not(_point(facts, batch_size=64))
+    memory.see(_point(facts, batch_size=64), 11_000)
+    assert not memory.why_not(_point(facts, batch_size=64))
+
+
 @pytest.mark.parametrize(("source", "is_tried"), [("measured", False), ("fake", True)])
 def test_measured_passes_are_not_believed_far_beyond_what_was_measured(source: str, is_tried: bool) -> None:
     facts = _facts(_memory(source=source, capacity_bytes=10**6))
