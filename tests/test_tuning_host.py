@@ -315,8 +315,10 @@ def test_nodes_tell_more_often_while_something_is_tried_and_there_are_few() -> N
     assert told.beat().beat_seconds == BEAT
     assert told.beat(facts=FACTS).beat_seconds == 0.5
     strategy.standing = replace(strategy.standing, stand="settled")
+    told.tick()
     assert told.beat().beat_seconds == BEAT
     strategy.standing = replace(strategy.standing, stand="probing")
+    told.tick()
     for number in range(40):
         told.job.join(Moment(clock=told.now, time=told.now), join_request(f"node-{number}"))
     assert told.beat().beat_seconds == BEAT

@@ -109,6 +109,7 @@ class Tuning:
         self._slow = slow
         self._make = make or _library_strategy
         self._strategy: Strategy | None = None
+        self._standing: Standing | None = None  # of the strategy, since it was last told something
         self._facts: JobFacts | None = None
         self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
         self._seeing = Seeing(patience_seconds=_PATIENCE_SECONDS)
@@ -137,9 +138,8 @@ class Tuning:
 
     def beat_seconds(self, usual: float, num_nodes: int) -> float:
         """How often nodes should be heard of: more often while something is tried, if there are few."""
-        if self._strategy is None or num_nodes > _MOST_NODES or self._strategy.standing.stand != "probing":
-            return usual
-        return min(usual, _PROBE_BEAT_SECONDS)
+        is_trying = self._standing is not None and self._standing.stand == "probing"
+        return min(usual, _PROBE_BEAT_SECONDS) if is_trying and num_nodes <= _MOST_NODES else usual
 
     def standing(self) -> tuple[str, str, float | None]:
         """How it stands: a word, a sentence, and the best rate so far."""
@@ -149,10 +149,9 @@ class Tuning:
             return "off", _OFF, None
         if self._refused_facts:
             return "waiting", self._refused_facts, None
-        if self._strategy is None or self._facts is None:
+        if self._standing is None or self._facts is None:
             return "waiting", _SILENT, None
-        found = self._strategy.standing
-        return found.stand, found.sentence, found.best_rate
+        return self._standing.stand, self._standing.sentence, self._standing.best_rate
 
     # ---- what it is told ----
 
@@ -199,7 +198,7 @@ class Tuning:
             self._ask(now, lambda strategy: strategy.take_config(now, config, author))
         self._mode = mode
         if mode == "off":
-            self._strategy, self._open = None, None
+            self._strategy = self._standing = self._open = None
             self._due.clear()
         elif self._strategy is None and self._facts is not None:
             facts = self._facts
@@ -277,9 +276,10 @@ class Tuning:
                 self._begin(now)
             if self._strategy is not None:
                 self._keep(now, ask(self._strategy))
+                self._standing = self._strategy.standing
         except Exception as error:  # a master serves its agents, whatever becomes of its tuner
             _logger.exception("the tuner has failed")
-            self._strategy = None
+            self._strategy = self._standing = None
             self._due.clear()
             self._failure = f"the tuner has failed, and decides nothing any more: {type(error).__name__}: {error}"[:400]
             self._tell(now, "tuning-failed", self._failure)
