@@ -78,10 +78,11 @@ class Seeing:
 
     def seen(self, now: float) -> Seen | None:
         """The round that is complete, or will not be as somebody tells nothing or what cannot be: each is told once."""
-        if not self._windows and not self._broken:
+        num_told = len(self._windows) + len(self._broken)
+        is_late = not 0 <= now - self._began <= self._patience_seconds
+        if num_told == 0 or (num_told < len(self._ranks) and not is_late):
             return None
         missing = [rank for rank in self._ranks if rank not in self._windows]
-        is_late = not 0 <= now - self._began <= self._patience_seconds
         if missing and not is_late and not self._broken.issuperset(missing):
             return None
         windows, broken = self._windows, self._broken
@@ -130,13 +131,16 @@ def seen_of(
     """
     steps: dict[int, float] = {}
     weighed: list[Weighed] = []
+    shares: dict[Phase, list[float]] = {phase: [] for phase in IN_STEPS}  # of steps, by rank
     for rank, row in windows.items():
         view = view_of(row, host="", measures=Measures())
         found = weigh(view)
         weighed.append(found)
-        steps[rank] = found.in_steps * sum(view.window.seconds.values()) / view.window.num_steps
+        in_steps = found.in_steps
+        steps[rank] = in_steps * sum(view.window.seconds.values()) / view.window.num_steps
+        for phase, each in shares.items():
+            each.append(found.shares.get(phase, 0.0) / max(in_steps, 1e-9))
     last = [row[-1] for row in windows.values()]
-    shares = {phase: [each.shares.get(phase, 0.0) / max(each.in_steps, 1e-9) for each in weighed] for phase in IN_STEPS}
     seconds = max(steps.values())
     processors = [each.processor_share for each in weighed if each.processor_share is not None]
     peaks = [each.accelerator_peak_bytes for each in last if each.accelerator_peak_bytes is not None]
