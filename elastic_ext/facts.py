@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .batches import Batches
@@ -82,8 +83,8 @@ class FactsOfJob:
         self._memory = memory
         self._is_told = follower.ranks.rank == 0 and follower.settings.enabled
         self._num_processors: int | None = None
-        self._is_normalised: bool | None = None
-        self._spreading: _Choices | None = None
+        self._choices: _Choices | None = None
+        self._num_parameters = 0
         self._last: JobFacts | None = None
 
     def tell(self) -> None:
@@ -106,8 +107,7 @@ class FactsOfJob:
         if self._num_processors is None:
             self._num_processors = max(_processors() // num_local, 1)
         share = batches.share or -(-global_batch // num_replicas)
-        choices = self._loading(share, self._num_processors) | self._spread_choices()
-        free = {key: tuple(given) for key, given in choices.free.items() if key not in choices.fixed}
+        choices = self._choices or self._looked_for(share, self._num_processors)
         device = next((part.device.type for part in self._model.parameters()), "cpu")
         return JobFacts(
             time=time.time(),
@@ -119,14 +119,14 @@ class FactsOfJob:
             config_version=follower.config.version,
             config_revision=follower.config.revision,
             values=self._values(global_batch, share),
-            choices=free,
-            fixed={key: choices.fixed.get(key, _LEARNED) for key in TUNABLE if key not in free},
+            choices=choices.free,
+            fixed=choices.fixed,
             global_batch=global_batch,
             share=share,
             num_replicas=num_replicas,
             bound=self._growing.bound,
             num_blocks=self._spread.num_blocks,
-            num_parameters=sum(part.numel() for part in self._model.parameters()),
+            num_parameters=self._counted(),
             census=reports.census,
             calibration=reports.calibration,
             memory=self._memory(),
@@ -147,6 +147,28 @@ class FactsOfJob:
             values.update({key: None for key in values if key.startswith(("parallelism.", "communication."))})
             values.update(values_of(plan))
         return values
+
+    def _counted(self) -> int:
+        """Parameters; those without a size are none before the first step."""
+        if self._num_parameters == 0:
+            parts = list(self._model.parameters())
+            if any(map(is_lazy, parts)):
+                return 0
+            self._num_parameters = sum(part.numel() for part in parts)
+        return self._num_parameters
+
+    def _looked_for(self, share: int, num_processors: int) -> _Choices:
+        """What can be changed; looked for once the model has a plan, and the same from then on.
+
+        From another plan much the same could be said, and whoever tunes is to choose from the same all along.
+        """
+        found = self._loading(share, num_processors) | self._spreading(self._spread.plan)
+        free = {key: tuple(given) for key, given in found.free.items()}
+        fixed = {key: found.fixed.get(key, _LEARNED) for key in TUNABLE if key not in free}
+        choices = _Choices(free, fixed)
+        if self._spread.plan is not None or self._why_not_reshard is not None:
+            self._choices = choices
+        return choices
 
     # ---- samples ----
 
@@ -169,18 +191,17 @@ class FactsOfJob:
                 fixed[key] = why_fixed[name]
             else:
                 free[key] = ()
-        if isinstance(loader, ChangingSource) and loader.least_workers > 0:
+        least = loader.least_workers if isinstance(loader, ChangingSource) else 0
+        if least > 0 and "dataloader.num_workers" in free:
             most = min(max(2 * num_processors, _FEW_WORKERS), _MOST_WORKERS)
-            free["dataloader.num_workers"] = range(loader.least_workers, most + 1)
+            free["dataloader.num_workers"] = range(least, most + 1)
         return _Choices(free, fixed)
 
     def _why_not_resize(self, share: int) -> str | None:
         """Why micro-batches cannot be of another size, or must not, None where they can."""
         if self._batches.source is None:
             return _UNTOLD.format("batch_size")
-        if self._is_normalised is None:
-            self._is_normalised = any(isinstance(part, _BatchNorm) for part in self._model.modules())
-        if self._is_normalised:
+        if any(isinstance(part, _BatchNorm) for part in self._model.modules()):
             return _NORMALISED
         applier, now = self._batches.loader_applier, self._batches.largest
         if applier is None or share == 1:
@@ -193,19 +214,8 @@ class FactsOfJob:
 
     # ---- how the model is spread ----
 
-    def _spread_choices(self) -> _Choices:
-        """By what changes of plan would be made; looked at once, from the plan that the model has at first.
-
-        From another plan much the same could be said, and whoever tunes is to choose from the same all along.
-        """
-        if self._spreading is not None:
-            return self._spreading
-        found = self._looked_at(self._spread.plan)
-        if self._spread.plan is not None:
-            self._spreading = found
-        return found
-
-    def _looked_at(self, plan: ParallelPlan | None) -> _Choices:
+    def _spreading(self, plan: ParallelPlan | None) -> _Choices:
+        """By what changes of plan would be made."""
         keys = [key for key in TUNABLE if key.startswith(("parallelism.", "communication."))]
         if plan is None or self._why_not_reshard is not None:
             why = self._why_not_reshard or _NO_PLAN

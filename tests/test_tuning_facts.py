@@ -123,8 +123,13 @@ class Stream(IterableDataset[tuple[torch.Tensor]]):
 
 
 def test_workers_of_a_stream_do_not_change_within_a_loop_and_so_are_not_chosen(tmp_path: Path) -> None:
-    found = in_alone(tmp_path, blocks(), ElasticDataLoader(Stream(), batch_size=2), global_batch_size=4)
-    assert "from one loop to the next" in found.fixed["dataloader.num_workers"]
+    kept: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    for number, given in enumerate(({}, kept)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        loader = ElasticDataLoader(Stream(), batch_size=2, **given)
+        found = in_alone(folder, blocks(), loader, global_batch_size=4)
+        assert "from one loop to the next" in found.fixed["dataloader.num_workers"]
 
 
 def test_workers_that_are_kept_are_never_none(tmp_path: Path) -> None:
