@@ -72,6 +72,7 @@ class Memory:
         self._factor: float | None = None
         self._most_passes = self._highest = 0
         self._peaks: dict[Shape, Peak | None] = {}
+        self._parts: dict[tuple[int, float], _Parts | None] = {}
         if before is not None:
             self._refused.extend(dict.fromkeys([*before._refused, *before._bound_points()]))
             for point, peak_bytes in before._seen.items():
@@ -177,7 +178,10 @@ class Memory:
         memory = self._facts.memory
         if memory is None:
             return None
-        parts = _passes_at(memory.passes, shape, self._facts.num_blocks)
+        size = shape.micro_batch, shape.activation_checkpoint
+        if size not in self._parts:
+            self._parts[size] = _passes_at(memory.passes, shape, self._facts.num_blocks)
+        parts = self._parts[size]
         if parts is None:
             return None
         degree = shape.shard_degree
