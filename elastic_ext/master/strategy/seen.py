@@ -33,5 +33,7 @@ class Seen:
     """What the training thread had of a processor while it computed."""
     peak_bytes: int | None = None
     """The most that an accelerator of any rank held at once, in these steps or before."""
+    slow_rank: str = ""
+    """Who keeps the others waiting, as profile/straggling.py has it: a sentence; empty where nobody does."""
     trouble: str = ""
     """Why nothing is to be decided by this: a sentence, such as that a rank is silent; empty where there is nothing."""

@@ -1,0 +1,80 @@
+"""Telling: decisions as sentences for people, with numbers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .measuring import Measured
+from .space import KEYS, Point, Value
+
+__all__ = ["change_in_words", "cost_in_words", "listed", "rate_in_words"]
+
+_NOUNS: Mapping[str, str] = {
+    "batch_size": "micro-batch",
+    "num_workers": "workers",
+    "prefetch_factor": "batches ahead per worker",
+    "pin_memory": "pinned memory",
+    "strategy": "strategy",
+    "shard_degree": "shard degree",
+    "unit": "blocks per unit",
+    "activation_checkpoint": "of activations computed again",
+    "prefetch": "units ahead",
+    "bucket_cap_mb": "MiB per bucket",
+}
+assert tuple(_NOUNS) == tuple(KEYS)
+_NUMBER_FIRST = frozenset(
+    {"num_workers", "prefetch_factor", "unit", "activation_checkpoint", "prefetch", "bucket_cap_mb"}
+)
+_WORTH_TELLING = 0.1
+"""Of a step."""
+
+
+def change_in_words(new: Point, old: Point) -> str:
+    """What of ``new`` is other than in ``old``, such as "micro-batch 8 instead of 1, 4 workers instead of 0"."""
+    pairs = zip(Point._fields, new, old, strict=True)
+    return ", ".join(_one_in_words(name, after, before) for name, after, before in pairs if after != before)
+
+
+def _one_in_words(name: str, new: Value, old: Value) -> str:
+    noun, after, before = _NOUNS[name], _value(name, new), _value(name, old)
+    if name in _NUMBER_FIRST:
+        return f"{after} {noun} instead of {before}"
+    return f"{noun} {after} instead of {before}"
+
+
+def _value(name: str, value: Value) -> str:
+    if value is None:
+        return "the usual" if name in _NUMBER_FIRST else "as usual"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name == "activation_checkpoint" and isinstance(value, float):
+        return f"{value:.0%}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def rate_in_words(samples_per_second: float) -> str:
+    """Three digits or more, such as "1,240 samples/s"."""
+    digits = 0 if samples_per_second >= 100 else 1 if samples_per_second >= 10 else 2
+    return f"{samples_per_second:,.{digits}f} samples/s"
+
+
+def cost_in_words(measured: Measured | None) -> str:
+    """What steps lose most time with, such as "samples were waited for 61% of the step"; empty where nothing stands out."""
+    if measured is None:
+        return ""
+    shares = {name: measured.phases.get(name, 0.0) / measured.seconds for name in ("data", "communication", "transfer")}
+    name = max(shares, key=lambda each: shares[each])
+    share = min(shares[name], 1.0)
+    if share < _WORTH_TELLING:
+        return ""
+    return {
+        "data": f"samples were waited for {share:.0%} of the step",
+        "communication": f"gradients and parameters of other ranks were waited for {share:.0%} of the step",
+        "transfer": f"samples were on their way to the accelerator {share:.0%} of the step",
+    }[name]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names as a person writes them: "a, b and c"."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
