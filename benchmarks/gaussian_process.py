@@ -29,7 +29,8 @@ def features_of(points: Sequence[Point], choices: Mapping[str, Sequence[Value]])
         columns.append([place.get(getattr(point, name), 0.0) for point in points])
     for strategy in STRATEGIES:
         columns.append([_FROM_EACH_OTHER * (point.strategy == strategy) for point in points])
-    return np.array(columns).T
+    found: Array = np.array(columns).T
+    return found
 
 
 def chosen_by_improvement(candidates: Array, tried: Array, logs: Array) -> tuple[int, float]:

@@ -11,7 +11,7 @@ again after a change of pace see it with the same detector, which is the library
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from statistics import median
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from benchmarks.simulated_draw import Array
 from benchmarks.simulated_job import NUM_STEPS_UNKNOWN, SimulatedJob
 from benchmarks.simulated_memory import HEADROOM
 from elastic_ext.master.strategy.seen import Seen
-from elastic_ext.master.strategy.space import Point
+from elastic_ext.master.strategy.space import Point, Value
 from elastic_ext.profile.changing import ChangeDetector
 
 __all__ = [
@@ -213,7 +213,7 @@ def _by_coordinates(job: SimulatedJob) -> Searching:
     job.change(best)
 
 
-def _neighbour(point: Point, name: str, choices: tuple[object, ...], way: int, job: SimulatedJob) -> Point | None:
+def _neighbour(point: Point, name: str, choices: Sequence[Value], way: int, job: SimulatedJob) -> Point | None:
     """The next choice of one knob, the others as they are, those that it makes idle as they were at the start."""
     at = choices.index(getattr(point, name)) + way if getattr(point, name) in choices else -1
     if not 0 <= at < len(choices):

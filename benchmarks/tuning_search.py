@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean, median
+from typing import TypeAlias
 
 from benchmarks.harness import Result, Verdict
 from benchmarks.simulated_cases import CHANGES, REPORT_SEEDS, seeds_tried
@@ -27,7 +28,7 @@ from benchmarks.tuning_race import GOOD, Raced, is_felt, oracle, race, race_afte
 
 __all__ = ["Target", "TuningTable", "after_changes", "from_a_bad_start", "main", "without_change"]
 
-NUM_JOBS, NUM_JOBS_CHANGED, NUM_JOBS_LONG = 60, 20, 6
+NUM_JOBS, NUM_JOBS_CHANGED, NUM_JOBS_LONG = 48, 14, 5
 NUM_STEPS_LONG, NUM_STEPS_SEARCHED = 20_000, 500
 WITHIN_STEPS = 100
 LONG_STEP_SECONDS = 1.0
@@ -56,13 +57,17 @@ class Target:
         return f"{self.name} {sign} {limit:g}"
 
 
+Row: TypeAlias = tuple[str, Sequence[str], Sequence[Target]]
+"""A tuner's name, what it came to, and what was claimed of it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningTable:
-    """One row for each tuner: what it came to, and what was claimed of it."""
+    """One row for each tuner."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[str], Sequence[Target]]]
+    rows: Sequence[Row]
     notes: Sequence[str] = ()
 
     @property
@@ -99,7 +104,7 @@ def from_a_bad_start(seeds: Sequence[int]) -> TuningTable:
     }
     found = {name: [race(SimulatedJob(seed), make()) for seed in seeds] for name, make in ways.items()}
     restarts = fmean(each.efficiency for each in found[DEEPSPEED])
-    rows = []
+    rows: list[Row] = []
     for name, raced in found.items():
         times = fmean(each.efficiency for each in raced) / max(restarts, 1e-9)
         soon = _share(raced, lambda each: each.held_from is not None and each.held_from <= WITHIN_STEPS)
@@ -139,7 +144,7 @@ def after_changes(seeds: Sequence[int], most: int) -> TuningTable:
         OURS: Ours,
         ORACLE: _always(oracle),
     }
-    rows = []
+    rows: list[Row] = []
     all_of_ours: list[Raced] = []
     for change, circumstances in CHANGES.items():
         felt = list(islice((seed for seed in seeds if is_felt(seed, circumstances)), most))
