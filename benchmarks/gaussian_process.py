@@ -13,7 +13,7 @@ from elastic_ext.master.strategy.space import Point, Value
 __all__ = ["chosen_by_improvement", "features_of"]
 
 LENGTH = 0.45
-NOISE = 0.02
+NOISE = 0.005
 """The variance of what is measured, by that of what is to be found."""
 _FROM_EACH_OTHER = 0.5
 """How far strategies are apart, along an axis of their own each."""
