@@ -12,8 +12,6 @@ __all__ = ["Budget"]
 
 _LEAST_PACE = 0.9
 """Of the pace of the user's own config, since the tuner began."""
-_MOST_TIMES = 4.0
-"""A probe's steps take at most so many times as long as those at the best point, whatever was saved."""
 
 
 class Budget:
@@ -53,5 +51,4 @@ class Budget:
         """What a step of a probe of so many may take, what it costs to change to it and back again among them."""
         if self._own_seconds is None:
             return best_seconds
-        most = (self._saved / num_steps + self._own_seconds) / _LEAST_PACE
-        return min(most, _MOST_TIMES * best_seconds)
+        return (self._saved / num_steps + self._own_seconds) / _LEAST_PACE

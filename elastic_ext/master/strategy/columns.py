@@ -52,6 +52,8 @@ class Columns:
     part_near: Floats
     part_far: Floats
     """Bytes of such a part."""
+    same: NDArray[np.intp]
+    """A number that points share that come to the same."""
     features: Floats
     """(points, features): how near two points are to each other."""
 
@@ -64,6 +66,8 @@ class Columns:
 def columns_of(points: Sequence[Point], facts: JobFacts) -> Columns:
     """All of ``points``, in their order."""
     shapes = [shape_of(point, facts) for point in points]
+    known: dict[Shape, int] = {}
+    same = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.intp)
     numbers = np.array([_numbers(shape) for shape in shapes], dtype=np.float64).T
     micro, steps, workers, ahead, pinned, strategy, degree, unit, recomputed, units_ahead, bucket = numbers
     traffic = _Traffic(facts, strategy, degree, unit, bucket)
@@ -97,6 +101,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> Columns:
         num_parts=traffic.num_parts,
         part_near=traffic.part_near,
         part_far=traffic.part_far,
+        same=same,
         features=np.stack(features, axis=1),
     )
 

@@ -60,6 +60,7 @@ class Course:
         self._watch = PaceWatch()
         self._last: Measured | None = None
         self._wanted_seconds = 0.0
+        self._must_look = False
         self._num_elsewhere = 0
         self._advised: tuple[Mapping[str, Any], float] | None = None
 
@@ -85,7 +86,7 @@ class Course:
     def take_facts(self, facts: JobFacts) -> None:
         """More is known of the same job."""
         self._facts = facts
-        self.search.take_facts(facts)
+        self._must_look = self.search.take_facts(facts) or self._must_look
 
     # ---- what happens ----
 
@@ -101,7 +102,8 @@ class Course:
         change = self._watch.see(seen)
         if change is not None:
             return self._reopen(now, change)
-        if self.stage == "saving" and writes and self._most_seconds() >= self._wanted_seconds:
+        is_saved = self.stage == "saving" and writes and self._most_seconds() >= self._wanted_seconds
+        if is_saved or self._must_look:
             return self.go_on(now, writes=writes)
         return []
 
@@ -138,7 +140,7 @@ class Course:
 
     def go_on(self, now: float, *, writes: bool) -> list[Decision]:
         """What is next, with all that was measured."""
-        best = self.search.best
+        best, self._must_look = self.search.best, False
         if best is None:
             return []
         proposal = self.search.propose(self.here, self._most_seconds(), self._num_steps)

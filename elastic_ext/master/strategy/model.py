@@ -74,7 +74,7 @@ class Fitted:
             moved = self.numbers.copy()
             moved[at] += by
             slopes[:, at] = (_log_steps(moved, columns, share) - means) / by
-        variance = np.einsum("ij,jk,ik->i", slopes, self.covariance, slopes, optimize=True)
+        variance = ((slopes @ self.covariance) * slopes).sum(axis=1)
         return means, np.sqrt(np.maximum(variance, 0.0))
 
 

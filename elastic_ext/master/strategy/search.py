@@ -28,13 +28,21 @@ from .switching import Switching
 __all__ = ["Proposal", "Search"]
 
 _LEAST_IMPROVEMENT = 0.01
-_AMPLITUDE = 0.08
-"""How far the model is wrong, as a logarithm,"""
+_AMPLITUDES = (0.02, 0.03, 0.045, 0.065, 0.09)
+"""How far the model may be wrong, as a logarithm: the most likely of these by what it was wrong by,"""
+_USUAL_AMPLITUDE, _UNUSUAL = 0.05, 0.7
+"""... and by what is usual, and how far, as a logarithm, it lies from that,"""
 _DISTANCE = 0.6
 """... and how far points lie from each other that are wrong in ways of their own."""
+_ALMOST = 0.5
+"""Of the largest gain: points with so much of it are worth saving up for as well."""
+_NOT_WORTH_GOING_BACK = 0.007
+"""A point that is in force is the best where another one is better by less than this share."""
+_MOST_TIMES = 4.0
+"""A probe's steps are expected to take at most so many times as long as those at the best point."""
 _MAY_HAVE_CHANGED = 0.5
 """How far what was learnt lies from what is so by now, where a search begins again, as a logarithm."""
-_NOISE = 0.02
+_NOISE = 0.025
 """Of one measured point,"""
 _BRIEF_NOISE = 0.06
 """... and of one that was left early."""
@@ -43,7 +51,7 @@ _HORIZON_STEPS = 1000
 """Within these, a change has to pay for itself."""
 _MOST_POINTS = 40
 """Measured points that are learnt from, the newest and the best of them."""
-_SURE = 1.0
+_SURE = 0.5
 """Deviations by which a probe may be slower than expected, when it is asked whether it can be paid for."""
 
 
@@ -75,6 +83,7 @@ class Search:
         self._refused: dict[Point, None] = {}
         self._last: Point | None = None
         self._expected: _Expected | None = None
+        self._best: Measured | None = None
         self._take(facts, before)
 
     def _take(self, facts: JobFacts, before: Search | None) -> None:
@@ -89,12 +98,21 @@ class Search:
     @property
     def best(self) -> Measured | None:
         """The measured point that is expected to be the fastest, and what its steps are expected to take."""
-        possible = [each for point, each in self._measured.items() if point not in self._refused]
-        if not possible:
-            return None
-        expected = self._expectation()
-        found = min(possible, key=lambda each: expected.log_seconds[self._places[each.point]])
-        return replace(found, seconds=math.exp(expected.log_seconds[self._places[found.point]]))
+        if self._best is None:
+            possible = [each for point, each in self._measured.items() if point not in self._refused]
+            if not possible:
+                return None
+            expected = self._expectation()
+            found = min(possible, key=lambda each: self._log_seconds(expected, each))
+            if self._last in self._measured and self._last not in self._refused:
+                last = self._measured[self._last]
+                if self._log_seconds(expected, last) < self._log_seconds(expected, found) + _NOT_WORTH_GOING_BACK:
+                    found = last
+            self._best = replace(found, seconds=math.exp(self._log_seconds(expected, found)))
+        return self._best
+
+    def _log_seconds(self, expected: _Expected, measured: Measured) -> float:
+        return float(expected.log_seconds[self._places[measured.point]])
 
     @property
     def learnt(self) -> Prior | None:
@@ -117,20 +135,23 @@ class Search:
         self._last = point
         self._measured[point] = measured
         self._memory.see(point, measured.peak_bytes)
-        self._expected = None
+        self._expected = self._best = None
 
-    def take_facts(self, facts: JobFacts) -> None:
-        """More is known of the same job."""
+    def take_facts(self, facts: JobFacts) -> bool:
+        """More is known of the same job; gives whether other points may be tried for it."""
+        is_bound = facts.bound != self._facts.bound
         is_other = (facts.memory is None) != (self._facts.memory is None) or facts.num_blocks != self._facts.num_blocks
         self._facts = facts
         self._memory = Memory(facts, self._tuning.headroom, self._memory)
         if is_other:
             self._columns = columns_of(self._space.points, facts)
-            self._expected = None
+            self._expected = self._best = None
+        return is_other or is_bound
 
     def refuse(self, point: Point, why: str) -> None:
         """``point`` was not put in force; where the reason names a key, nothing else is tried with its value."""
         self._refused[point] = None
+        self._best = None
         before = self._last
         for name, key in KEYS.items():
             value = getattr(point, name)
@@ -163,18 +184,20 @@ class Search:
             return None
         expected = self._expectation()
         switching = self._switching.seconds(here, self._space.points)
-        most = np.exp(expected.log_seconds + _SURE * expected.deviations) + 2 * switching / num_steps
-        gains = self._gains(expected, best, switching)
+        most = np.exp(expected.log_seconds + _SURE * expected.deviations)
+        gains = np.where(most <= _MOST_TIMES * best.seconds, self._gains(expected, best, switching), 0.0)
+        most += switching / num_steps
         if float(gains.max()) < self._least_gain:
             return None
         self._least_gain = _LEAST_IMPROVEMENT  # once a search goes on, it goes on to the end
         affordable = np.where(most <= most_seconds, gains, 0.0)
         is_affordable = float(affordable.max()) >= self._least_gain
         place = int(np.argmax(affordable if is_affordable else gains))
+        worth = most[gains >= _ALMOST * gains.max()]
         return Proposal(
             point=self._space.points[place],
             seconds=math.exp(expected.log_seconds[place]),
-            most_seconds=float(most[place]),
+            most_seconds=float(most[place] if is_affordable else worth.min()),
             is_affordable=is_affordable,
         )
 
@@ -199,7 +222,7 @@ class Search:
         far = shorter / deviations
         improvement = shorter * _normal_below(far) + deviations * np.exp(-0.5 * far * far) / math.sqrt(2 * math.pi)
         gains = improvement - switching / self._horizon(best)
-        gains[[self._places[point] for point in self._measured]] = 0.0
+        gains[np.isin(self._columns.same, self._columns.same[[self._places[point] for point in self._measured]])] = 0.0
         return np.where(self._allowed(), gains, 0.0)
 
     def _horizon(self, best: Measured) -> float:
@@ -233,8 +256,8 @@ class Search:
         means, unsure = fitted.seconds(self._columns, share)
         wrong = np.log([each.seconds for each in measured]) - means[places]
         noise = np.array([_BRIEF_NOISE if each.is_brief else _NOISE for each in measured])
-        by, left = _process(self._columns.features, places, wrong, noise)
-        return _Expected(fitted, means + by, np.sqrt(unsure**2 * left + _AMPLITUDE**2 * left))
+        by, deviations = _process(self._columns.features, places, wrong, noise)
+        return _Expected(fitted, means + by, np.hypot(unsure * 0.7, deviations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +270,22 @@ class _Expected:
 
 
 def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
-    """At all points what the model is wrong by, by what it was wrong by at some; and what part of the variance is left."""
+    """At all points what the model is wrong by, by what it was wrong by at some, and the deviations of that."""
     known = features[places]
-    among = _alike(known, known) + np.diag((noise / _AMPLITUDE) ** 2)
+    alike = _alike(known, known)
+    amplitude = max(_AMPLITUDES, key=lambda each: _likelihood(each, alike, wrong, noise))
+    inverse = np.linalg.inv(alike + np.diag((noise / amplitude) ** 2))
     to_known = _alike(features, known)
-    inverse = np.linalg.inv(among)
-    left = 1 - np.einsum("ij,jk,ik->i", to_known, inverse, to_known, optimize=True)
-    return to_known @ (inverse @ wrong), np.maximum(left, 1e-9)
+    left = 1 - ((to_known @ inverse) * to_known).sum(axis=1)
+    return to_known @ (inverse @ wrong), amplitude * np.sqrt(np.maximum(left, 1e-9))
+
+
+def _likelihood(amplitude: float, alike: Floats, wrong: Floats, noise: Floats) -> float:
+    """Of an amplitude, by what the model was wrong by and by what is usual; a logarithm."""
+    among = amplitude**2 * alike + np.diag(noise**2)
+    _, volume = np.linalg.slogdet(among)
+    fits = float(wrong @ np.linalg.solve(among, wrong))
+    return -0.5 * (fits + float(volume) + (math.log(amplitude / _USUAL_AMPLITUDE) / _UNUSUAL) ** 2)
 
 
 def _alike(these: Floats, those: Floats) -> Floats:

@@ -16,9 +16,11 @@ from .space import Point
 
 __all__ = ["Switching"]
 
-_LAID_OUT = ("strategy", "shard_degree", "unit")
-_WRAPPED = ("activation_checkpoint", "prefetch", "bucket_cap_mb")
-_LOADED = ("num_workers", "prefetch_factor", "pin_memory")
+_LOADED, _LAID_OUT, _WRAPPED = slice(1, 4), slice(4, 7), slice(7, 10)
+"""Fields of a point: of the loader, of where the model lies, and of how it is wrapped there."""
+assert Point._fields[_LOADED] == ("num_workers", "prefetch_factor", "pin_memory")
+assert Point._fields[_LAID_OUT] == ("strategy", "shard_degree", "unit")
+assert Point._fields[_WRAPPED] == ("activation_checkpoint", "prefetch", "bucket_cap_mb")
 _SECONDS_TO_MOVE = 1.0
 _BYTES_PER_SECOND = 2e9
 _SECONDS_TO_WRAP = 0.1
@@ -40,25 +42,17 @@ class Switching:
 
     def see(self, old: Point, new: Point, seconds: float) -> None:
         """A change was waited for so long."""
-        if _differ(old, new, _LAID_OUT):
+        if old[_LAID_OUT] != new[_LAID_OUT]:
             self._to_move = (self._to_move + seconds) / 2
-        elif _differ(old, new, _LOADED) and not _differ(old, new, _WRAPPED):
+        elif old[_LOADED] != new[_LOADED] and old[_WRAPPED] == new[_WRAPPED]:
             self._to_start = (self._to_start + seconds) / 2
 
     def seconds(self, here: Point, points: Sequence[Point]) -> Floats:
         """For a change from ``here`` to each of ``points``."""
-        return np.array([self._seconds(here, point) for point in points])
-
-    def _seconds(self, old: Point, new: Point) -> float:
-        found = 0.0
-        if _differ(old, new, _LAID_OUT):
-            found += self._to_move
-        elif _differ(old, new, _WRAPPED):
-            found += _SECONDS_TO_WRAP
-        if _differ(old, new, _LOADED):
-            found += self._to_start
-        return found
-
-
-def _differ(one: Point, other: Point, names: Sequence[str]) -> bool:
-    return any(getattr(one, name) != getattr(other, name) for name in names)
+        laid_out, wrapped, loaded = here[_LAID_OUT], here[_WRAPPED], here[_LOADED]
+        found = [
+            (self._to_move if point[_LAID_OUT] != laid_out else _SECONDS_TO_WRAP if point[_WRAPPED] != wrapped else 0.0)
+            + (self._to_start if point[_LOADED] != loaded else 0.0)
+            for point in points
+        ]
+        return np.array(found)
