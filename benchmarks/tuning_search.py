@@ -28,7 +28,7 @@ from benchmarks.tuning_race import GOOD, Raced, is_felt, oracle, race, race_afte
 
 __all__ = ["Target", "TuningTable", "after_changes", "from_a_bad_start", "main", "without_change"]
 
-NUM_JOBS, NUM_JOBS_CHANGED, NUM_JOBS_LONG = 48, 14, 5
+NUM_JOBS, NUM_JOBS_CHANGED, NUM_JOBS_LONG = 60, 16, 6
 NUM_STEPS_LONG, NUM_STEPS_SEARCHED = 20_000, 500
 WITHIN_STEPS = 100
 LONG_STEP_SECONDS = 1.0
