@@ -49,7 +49,8 @@ def changed_facts(before: JobFacts, now: JobFacts) -> str:
     if now.restart != before.restart:
         return "the job's processes were started again"
     if now.num_local != before.num_local or now.device != before.device:
-        return f"the job has {now.num_local} ranks with {now.device} to a machine, before {before.num_local} with {before.device}"
+        ranks = f"{now.num_local} ranks with {now.device} to a machine"
+        return f"the job has {ranks}, before {before.num_local} with {before.device}"
     if now.global_batch != before.global_batch:
         return f"a step has {now.global_batch:,} samples instead of {before.global_batch:,}"
     if now.share != before.share or now.num_replicas != before.num_replicas:

@@ -18,7 +18,7 @@ from .change import PaceWatch
 from .decisions import Decision, Kind
 from .measuring import PROBE_STEPS, Measured, Trial
 from .seen import Seen
-from .space import KEYS, Point, point_of, values_of
+from .space import Point, point_of, values_of
 from .telling import change_in_words, cost_in_words, rate_in_words
 
 if TYPE_CHECKING:

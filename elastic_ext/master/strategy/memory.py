@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic_ext.job_facts import JobFacts, MemoryFacts, PassesMemory
 from elastic_ext.wording import size_in_words
@@ -24,7 +25,7 @@ HEADROOM = 0.06
 _UNSEEN = 1.1
 """What a prediction that no step has confirmed is multiplied with."""
 _MOST_GROWTH = 4.0
-"""Passes that take so many times what they have taken so far are not tried where memory is short, or where they are measured."""
+"""Passes that take so many times what any have taken are not tried where memory is short, or where it is measured."""
 _PLENTY = 0.7
 """Of what may be used: below it memory is not short."""
 _KEPT_OF_BLOCKS = 0.5
@@ -176,12 +177,12 @@ class Memory:
         degree = shape.shard_degree
         state = (memory.parameter_bytes + memory.optimizer_bytes) / degree + memory.buffer_bytes + memory.besides_bytes
         gathered = _gathered_bytes(memory, shape)
-        kept, made = _gradient_bytes(memory, shape, self._facts.world_size)
+        gradients = _gradient_bytes(memory, shape, self._facts.world_size)
         scale = memory.scale
         between = max(
-            state + gathered + kept + scale * max(parts.forward, parts.loss),
-            state + gathered + made + scale * parts.backward,
-            state + made + memory.parameter_bytes / degree,  # what optimizers take for a moment
+            state + gathered + gradients.forward + scale * max(parts.forward, parts.loss),
+            state + gathered + gradients.backward + scale * parts.backward,
+            state + gradients.optimizer + memory.parameter_bytes / degree,  # what optimizers take for a moment
         )
         return Peak(int(between), int(scale * parts.most))
 
@@ -206,21 +207,24 @@ def _gathered_bytes(memory: MemoryFacts, shape: Shape) -> float:
     return float(blocks + memory.other_bytes)
 
 
-def _gradient_bytes(memory: MemoryFacts, shape: Shape, world_size: int) -> tuple[float, float]:
-    """Gradients that are there while a forward pass runs, and those that are there as a step ends."""
-    whole = float(memory.gradient_bytes)
+class _Gradients(NamedTuple):
+    """Bytes of gradients: while a forward pass runs, in the last backward pass, and as the optimizer steps."""
+
+    forward: float
+    backward: float
+    optimizer: float
+
+
+def _gradient_bytes(memory: MemoryFacts, shape: Shape, world_size: int) -> _Gradients:
+    whole, has_earlier = float(memory.gradient_bytes), shape.num_micro_steps > 1
     if not shape.is_sharded:
         buckets = whole if world_size > 1 else 0.0  # DDP has a copy of its own
-        return (whole if shape.num_micro_steps > 1 else 0.0) + buckets, whole + buckets
+        return _Gradients(whole * has_earlier + buckets, whole + buckets, whole + buckets)
     part = whole / shape.shard_degree
-    if shape.num_micro_steps > 1:  # they are added up whole, and shared out once
-        return whole, whole + part
-    of_unit = (
-        memory.gradient_bytes
-        / max(memory.parameter_bytes, 1)
-        * max(shape.unit * memory.block_bytes, memory.other_bytes)
-    )
-    return 0.0, part + 2 * of_unit
+    of_unit = min(whole, whole / max(memory.parameter_bytes, 1) * shape.unit * memory.block_bytes)
+    if has_earlier:  # they are added up whole, and shared out unit by unit in the last micro-step
+        return _Gradients(whole, whole + of_unit, part)
+    return _Gradients(0.0, part + 2 * of_unit, part)
 
 
 # ---- passes: lines through what is known ----

@@ -2,7 +2,8 @@
 
 A step is: micro-steps of a constant and an amount for each sample, part of them once more where activations are
 computed again; what is sent between ranks, so far as nothing is computed beside it; the optimizer; copies to the
-accelerator; and waiting for samples, which workers load meanwhile. It leaves much out, on purpose: search.py learns what it is wrong by.
+accelerator; and waiting for samples, which workers load meanwhile. It leaves much out, on purpose: search.py learns
+what it is wrong by.
 
 The numbers are those that are most likely by what was measured, phase by phase, and by what is usual. With them comes
 how sure they are.
@@ -36,7 +37,9 @@ NAMES = (
     "message",  # ... and of a message
     "beside",  # share of computing beside which something can be sent, as log odds
     "loading",  # seconds of a sample in one loader
-    "loaders",  # that make progress side by side
+    "loaders",  # that make progress side by side,
+    "hindering",  # ... share by which each further one slows down the others,
+    "unevenness",  # ... and share by which the time of a batch differs from others
     "optimizer",  # seconds of a step with the whole model
     "copying",  # seconds of a sample to the accelerator, from pageable memory,
     "pinned",  # ... times that, from pinned memory
@@ -49,6 +52,9 @@ _SOFT = 0.05
 """Corners are rounded off by this share."""
 _TOO_MANY = 0.5
 """Power by which more loaders than make progress hold each other up."""
+
+
+_NUM_DRAWN = 16
 
 
 class Prior(NamedTuple):
@@ -65,17 +71,12 @@ class Fitted:
     numbers: Floats
     covariance: Floats
 
-    def seconds(self, columns: Columns, share: int) -> tuple[Floats, Floats]:
-        """Logarithms of what steps take, and the deviations of these."""
-        means = _log_steps(self.numbers, columns, share)
-        slopes = np.empty((len(means), len(self.numbers)))
-        for at, deviation in enumerate(np.sqrt(np.diag(self.covariance))):
-            by = max(0.3 * float(deviation), 1e-4)
-            moved = self.numbers.copy()
-            moved[at] += by
-            slopes[:, at] = (_log_steps(moved, columns, share) - means) / by
-        variance = ((slopes @ self.covariance) * slopes).sum(axis=1)
-        return means, np.sqrt(np.maximum(variance, 0.0))
+    def log_seconds(self, columns: Columns, share: int) -> Floats:
+        """(draws, points): logarithms of what steps take, by numbers that may all be so, the likeliest first."""
+        roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.numbers)))
+        drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.numbers))) @ roots.T
+        moved = [np.zeros_like(self.numbers), *drawn, *-drawn]
+        return np.stack([_log_steps(self.numbers + each, columns, share) for each in moved])
 
 
 def phases_of(numbers: Floats, columns: Columns, share: int) -> dict[str, Floats]:
@@ -120,10 +121,17 @@ def _waiting(value: Mapping[str, float], columns: Columns, share: int, busy: Flo
     alone = share * value["loading"]
     workers = np.maximum(columns.num_workers, 1.0)
     most = value["loaders"]
-    at_once = (workers**-6.0 + most**-6.0) ** (-1 / 6)
+    at_once = _shorter(workers, most) / (1 + value["hindering"] * (workers - 1))
     too_many = np.maximum(workers / most, 1.0) ** _TOO_MANY
     loading = alone / at_once * too_many
-    return np.where(columns.num_workers > 0, _above(loading - busy, _SOFT * loading), alone)
+    uneven = (
+        value["unevenness"] * loading / np.sqrt(workers * columns.prefetch_factor) * np.minimum(loading / busy, 1.0)
+    )
+    return np.where(columns.num_workers > 0, _above(loading - busy, _SOFT * loading) + uneven, alone)
+
+
+def _shorter(one: Floats, other: float) -> Floats:
+    return 1 / _longer(1 / one, 1 / other)
 
 
 def _longer(one: Floats, other: float) -> Floats:
@@ -170,6 +178,8 @@ def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
         "beside": (3.0, 0.8),
         "loading": (max(loading, 0.1 * workers * passes) / share, 0.3 if is_short else 1.5),
         "loaders": (float(facts.num_processors), 0.7),
+        "hindering": (0.02, 0.8),
+        "unevenness": (0.15, 0.8),
         "optimizer": (max(seen.get("optimizer", 0.0), little) * float(columns.shard_degree[0]), 0.5),
         "copying": (copied / share * (5.0 if pinned else 1.0), 0.7),
         "pinned": (0.2, 1.0),

@@ -217,11 +217,11 @@ class Search:
 
     def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
-        deviations = np.maximum(expected.deviations, 1e-6)
-        shorter = math.log(best.seconds) - expected.log_seconds
+        deviations = expected.own_deviations
+        shorter = math.log(best.seconds) - expected.drawn
         far = shorter / deviations
         improvement = shorter * _normal_below(far) + deviations * np.exp(-0.5 * far * far) / math.sqrt(2 * math.pi)
-        gains = improvement - switching / self._horizon(best)
+        gains = improvement.mean(axis=0) - switching / self._horizon(best)
         gains[np.isin(self._columns.same, self._columns.same[[self._places[point] for point in self._measured]])] = 0.0
         return np.where(self._allowed(), gains, 0.0)
 
@@ -253,31 +253,39 @@ class Search:
         if self._prior is None:
             self._prior = prior_of(self._facts, measured[0], columns)
         fitted = fit(self._prior, measured, columns, share)
-        means, unsure = fitted.seconds(self._columns, share)
-        wrong = np.log([each.seconds for each in measured]) - means[places]
+        drawn = fitted.log_seconds(self._columns, share)
+        wrong = np.log([each.seconds for each in measured]) - drawn[:, places]
         noise = np.array([_BRIEF_NOISE if each.is_brief else _NOISE for each in measured])
         by, deviations = _process(self._columns.features, places, wrong, noise)
-        return _Expected(fitted, means + by, np.hypot(unsure * 0.7, deviations))
+        drawn = drawn + by
+        return _Expected(fitted, drawn, deviations, drawn.mean(axis=0), np.hypot(drawn.std(axis=0), deviations))
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """Of all points, logarithms of what steps take, and their deviations."""
+    """Of all points, what steps take, as logarithms."""
 
     fitted: Fitted
+    drawn: Floats
+    """(draws, points): by numbers of the model that may all be so;"""
+    own_deviations: Floats
+    """... beside which each point has something of its own."""
+
     log_seconds: Floats
     deviations: Floats
+    """Of all draws together, and with that."""
 
 
 def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
-    """At all points what the model is wrong by, by what it was wrong by at some, and the deviations of that."""
+    """At all points what each draw of the model is wrong by, by what it was wrong by at some; and the deviations of
+    that, which are those of any draw."""
     known = features[places]
     alike = _alike(known, known)
-    amplitude = max(_AMPLITUDES, key=lambda each: _likelihood(each, alike, wrong, noise))
+    amplitude = max(_AMPLITUDES, key=lambda each: _likelihood(each, alike, wrong[0], noise))
     inverse = np.linalg.inv(alike + np.diag((noise / amplitude) ** 2))
     to_known = _alike(features, known)
     left = 1 - ((to_known @ inverse) * to_known).sum(axis=1)
-    return to_known @ (inverse @ wrong), amplitude * np.sqrt(np.maximum(left, 1e-9))
+    return (to_known @ (inverse @ wrong.T)).T, amplitude * np.sqrt(np.maximum(left, 1e-9))
 
 
 def _likelihood(amplitude: float, alike: Floats, wrong: Floats, noise: Floats) -> float:

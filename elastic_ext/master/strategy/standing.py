@@ -10,7 +10,7 @@ from elastic_ext.record_json import JsonRecord
 __all__ = ["Stand", "Standing"]
 
 Stand = Literal["off", "waiting", "watching", "probing", "settled", "paused"]
-"""Told to do nothing; without what it has to know; looking on, and advising; trying; done for now; stopped by somebody."""
+"""Told to do nothing; without what it has to know; looking on, and advising; trying; done for now; stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,9 +18,9 @@ __all__ = ["Switching"]
 
 _LOADED, _LAID_OUT, _WRAPPED = slice(1, 4), slice(4, 7), slice(7, 10)
 """Fields of a point: of the loader, of where the model lies, and of how it is wrapped there."""
-assert Point._fields[_LOADED] == ("num_workers", "prefetch_factor", "pin_memory")
-assert Point._fields[_LAID_OUT] == ("strategy", "shard_degree", "unit")
-assert Point._fields[_WRAPPED] == ("activation_checkpoint", "prefetch", "bucket_cap_mb")
+assert list(Point._fields)[_LOADED] == ["num_workers", "prefetch_factor", "pin_memory"]
+assert list(Point._fields)[_LAID_OUT] == ["strategy", "shard_degree", "unit"]
+assert list(Point._fields)[_WRAPPED] == ["activation_checkpoint", "prefetch", "bucket_cap_mb"]
 _SECONDS_TO_MOVE = 1.0
 _BYTES_PER_SECOND = 2e9
 _SECONDS_TO_WRAP = 0.1

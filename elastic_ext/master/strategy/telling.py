@@ -59,7 +59,7 @@ def rate_in_words(samples_per_second: float) -> str:
 
 
 def cost_in_words(measured: Measured | None) -> str:
-    """What steps lose most time with, such as "samples were waited for 61% of the step"; empty where nothing stands out."""
+    """What steps lose most with, such as "samples were waited for 61% of the step"; empty where nothing stands out."""
     if measured is None:
         return ""
     shares = {name: measured.phases.get(name, 0.0) / measured.seconds for name in ("data", "communication", "transfer")}
