@@ -182,6 +182,7 @@ LAYERS: Mapping[str, int] = {
     "master.status": 1,
     "master.store": 1,
     "master.strategy": 1,
+    "master.strategy.advice": 1,
     "master.strategy.book": 1,
     "master.strategy.budget": 1,
     "master.strategy.change": 1,

@@ -196,6 +196,8 @@ class Controller:
             return "watching", "the tuner looks on and advises"
         if self._course.stage == "settled":
             return "settled", "the tuner has settled, and watches the pace"
+        if self._course.stage == "saving":
+            return "probing", "the tuner trains at the best config until that has paid for what it tries next"
         return "probing", "the tuner tries what may be faster"
 
     def _begin(self, now: float, reason: str = "") -> list[Decision]:
@@ -211,6 +213,8 @@ class Controller:
         told = [self._say(now, "reopen", reason)] if reason else []
         told += self._tell_limits(now, facts)
         self._must_begin, self._num_waited = False, 0
+        if reason:
+            self._budget = Budget()  # what the user's own config would do in this job is not known
         self._course = self._made(facts, earlier)
         return [*told, *self._take_back_unmeasured(now, facts)]
 

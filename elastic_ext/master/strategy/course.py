@@ -5,13 +5,13 @@ Words: *here* is the point in force, or the one that was asked for; the *best* i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from elastic_ext.job_facts import JobFacts
 from elastic_ext.profile.changing import PaceChange
 from elastic_ext.sections import TuningSection
 
+from .advice import Advice
 from .book import Book
 from .budget import Budget
 from .change import PaceWatch
@@ -19,7 +19,7 @@ from .decisions import Decision, Kind
 from .measuring import PROBE_STEPS, Measured, Trial
 from .seen import Seen
 from .space import Point, point_of, values_of
-from .telling import change_in_words, cost_in_words, rate_in_words
+from .telling import change_in_words, cost_in_words, number_in_words, rate_in_words
 
 if TYPE_CHECKING:
     from .search import Proposal, Search
@@ -29,11 +29,8 @@ __all__ = ["Course", "Stage"]
 Stage = Literal["probing", "saving", "settled"]
 """Measuring; at the best point until probes can be paid for; at the best point, with nothing more to be tried."""
 
-_WORSE = 0.05
-"""By this share a point takes longer than was predicted, beyond what steps differ by, to be called worse."""
 _PATIENCE = 50
 """Windows under an older version that are waited for."""
-_ADVISED_ANEW = 0.05
 
 
 class _Base(NamedTuple):
@@ -61,8 +58,8 @@ class Course:
         self._last: Measured | None = None
         self._wanted_seconds = 0.0
         self._must_look = False
-        self._num_elsewhere = 0
-        self._advised: tuple[Mapping[str, Any], float] | None = None
+        self._num_elsewhere = self._num_scattered = 0
+        self._advice = Advice()
 
     # ---- what others ask ----
 
@@ -143,16 +140,16 @@ class Course:
         best, self._must_look = self.search.best, False
         if best is None:
             return []
-        proposal = self.search.propose(self.here, self._most_seconds(), self._num_steps)
         if not writes:
             self._rest()
-            return self._advise(now, best, proposal)
+            return self._advise(now, best)
+        proposal = self.search.propose(self.here, self._most_seconds(), self._num_steps)
         if proposal is None:
             return self._settle(now, best)
         if not proposal.is_affordable:
             return self._save(now, best, proposal)
         self.stage = "probing"
-        return self._write(now, "probe", proposal.point, self._why_probe(proposal, best), proposal)
+        return self._write(now, "probe", proposal.point, self._why_probe(proposal, best), proposal.seconds)
 
     # ---- steps are measured ----
 
@@ -161,20 +158,29 @@ class Course:
         if not trial.is_done(best.seconds if best else None):
             return []
         if trial.why_nothing:
-            self._trial = self._trial_of(self._base)  # measured anew
-            return self._say(now, "hold", f"nothing is decided: {trial.why_nothing}")
+            return self._measure_anew(now, trial.why_nothing)
+        self._num_scattered = 0
         measured = trial.measured(best.seconds if best else None)
         self._trial, self._last = None, measured
         self.search.tell(measured)
         if not self._budget.is_known:
             self._budget.take_own(measured.seconds)
-        return [*self._close(measured, best), *self.go_on(now, writes=writes)]
+        return [*self._close(measured), *self.go_on(now, writes=writes)]
 
-    def _close(self, measured: Measured, best: Measured | None) -> list[Decision]:
+    def _measure_anew(self, now: float, why: str) -> list[Decision]:
+        """Steps that say nothing, told once; what is tried is taken back where they say nothing again."""
+        self._num_scattered += 1
+        self._trial = self._trial_of(self._base)
+        if self._num_scattered == 1:
+            return self._say(now, "hold", f"nothing is decided: {why}")
+        return self.leave(now, f"what was tried cannot be measured: {why}")
+
+    def _close(self, measured: Measured) -> list[Decision]:
         open_ = self._book.open
         if open_ is None or open_.version != self._base.version:
             return []
-        is_kept = open_.kind != "probe" or best is None or measured.seconds < best.seconds
+        best = self.search.best
+        is_kept = open_.kind != "probe" or (best is not None and best.point == measured.point)
         return _some(self._book.close(open_.number, "kept" if is_kept else "undone", self.rate(measured.seconds)))
 
     def _see_elsewhere(self, now: float, seen: Seen) -> list[Decision]:
@@ -234,30 +240,12 @@ class Course:
             return self._write(now, "undo", best.point, f"{change}: back to {rate}, from {measured} now; {why}")
         return self._write(now, "settle", best.point, f"{change}: {rate} were measured so; {why}")
 
-    def _advise(self, now: float, best: Measured, proposal: Proposal | None) -> list[Decision]:
+    def _advise(self, now: float, best: Measured) -> list[Decision]:
         found = self.search.advise(self.here)
-        if found is None:
+        if found is None or not self._advice.is_news(found.point, self.rate(found.seconds)):
             return []
-        rate, before = self.rate(found.seconds), self.rate(best.seconds)
-        changes = values_of(found.point, self.here)
-        if self._advised is not None:
-            told, its_rate = self._advised
-            if told == changes and abs(rate / its_rate - 1) < _ADVISED_ANEW:
-                return []
-        self._advised = (changes, rate)
-        return [
-            self._book.add(
-                time=now,
-                kind="advise",
-                reason=self._why_probe(found, best),
-                base=self._base.version,
-                changes=changes,
-                instead=values_of(self.here, found.point),
-                before=before,
-                predicted=rate,
-                predicted_bytes=self.search.bytes_at(found.point),
-            )
-        ]
+        told = self._decide(now, "advise", found.point, self._why_probe(found, best), found.seconds)
+        return [told]
 
     def _reopen(self, now: float, change: PaceChange) -> list[Decision]:
         self._budget.change_pace(change.ratio)
@@ -266,20 +254,23 @@ class Course:
         return self._say(now, "reopen", f"the search begins again: {self._watch.why(change)}")
 
     def _why_probe(self, proposal: Proposal, best: Measured) -> str:
-        rate, now = rate_in_words(self.rate(proposal.seconds)), f"{self.rate(best.seconds):,.4g}"
-        words = f"{change_in_words(proposal.point, self.here)}: {rate} predicted, {now} now"
-        if best.point != self.here:
-            words = f"{change_in_words(proposal.point, self.here)}: {rate} predicted, {now} at best so far"
+        rate, now = self.rate(proposal.seconds), self.rate(best.seconds)
+        words = f"{change_in_words(proposal.point, self.here)}: {rate_in_words(rate)} predicted"
+        if rate < now:
+            words = f"{words}, perhaps {number_in_words(self.rate(proposal.least_seconds))}"
+        words = f"{words}, {number_in_words(now)} {'now' if best.point == self.here else 'at best so far'}"
         cost = cost_in_words(best)
         return f"{words}; {cost}" if cost else words
 
-    def _write(
-        self, now: float, kind: Kind, point: Point, reason: str, proposal: Proposal | None = None
-    ) -> list[Decision]:
+    def _write(self, now: float, kind: Kind, point: Point, reason: str, seconds: float | None = None) -> list[Decision]:
         """A decision that a config is to be written for."""
+        made = self._decide(now, kind, point, reason, self.search.seconds_at(point) if seconds is None else seconds)
+        self._asked, self._trial = (made.number, point), None
+        return [made]
+
+    def _decide(self, now: float, kind: Kind, point: Point, reason: str, seconds: float | None) -> Decision:
         best = self.search.best
-        seconds = proposal.seconds if proposal else self.search.seconds_at(point)
-        made = self._book.add(
+        return self._book.add(
             time=now,
             kind=kind,
             reason=reason,
@@ -287,11 +278,9 @@ class Course:
             changes=values_of(point, self._base.point),
             instead=values_of(self._base.point, point),
             before=self.rate(best.seconds) if best else None,
-            predicted=self.rate(seconds) if seconds else None,
+            predicted=None if seconds is None else self.rate(seconds),
             predicted_bytes=self.search.bytes_at(point),
         )
-        self._asked, self._trial = (made.number, point), None
-        return [made]
 
     # ---- small parts ----
 

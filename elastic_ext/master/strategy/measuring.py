@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic_ext.job_facts import JobFacts
 
 from .seen import Seen
 from .space import Point
 
-__all__ = ["PROBE_STEPS", "Measured", "Trial", "why_untrusted"]
+__all__ = ["PROBE_STEPS", "Measured", "Trial", "together", "why_untrusted"]
 
 PROBE_STEPS = 3
 """That are measured at a point, where nobody says otherwise."""
@@ -126,6 +126,19 @@ class Trial:
         if best_seconds is None or self.num_steps < min(2, self._wanted):
             return False
         return min(self._lengths) > _MUCH_LONGER * best_seconds
+
+
+def together(one: Measured, other: Measured) -> Measured:
+    """What was measured at a point at two times."""
+    parts = one.num_steps + other.num_steps
+    logs = one.num_steps * math.log(one.seconds) + other.num_steps * math.log(other.seconds)
+    return replace(
+        other,
+        seconds=math.exp(logs / parts),
+        spread=max(one.spread, other.spread),
+        num_steps=parts,
+        is_brief=one.is_brief and other.is_brief,
+    )
 
 
 def why_untrusted(seen: Seen, facts: JobFacts) -> str:

@@ -72,7 +72,7 @@ class Memory:
         self._most_passes = self._highest = 0
         self._peaks: dict[Shape, Peak | None] = {}
         if before is not None:
-            self._refused.extend(before._refused)
+            self._refused.extend(dict.fromkeys([*before._refused, *before._bound_points()]))
             for point, peak_bytes in before._seen.items():
                 self.see(point, peak_bytes)
 

@@ -19,7 +19,7 @@ from elastic_ext.sections import TuningSection
 
 from .change import LEAST_GAIN
 from .columns import Floats, columns_of
-from .measuring import Measured
+from .measuring import PROBE_STEPS, Measured, together
 from .memory import Memory
 from .model import Fitted, Prior, fit, prior_of
 from .space import KEYS, Point, space_of
@@ -43,7 +43,8 @@ _MOST_TIMES = 4.0
 _MAY_HAVE_CHANGED = 0.5
 """How far what was learnt lies from what is so by now, where a search begins again, as a logarithm."""
 _NOISE = 0.025
-"""Of one measured point,"""
+"""Of one measured point, and no less however many steps are measured,"""
+_LEAST_NOISE = 0.01
 _BRIEF_NOISE = 0.06
 """... and of one that was left early."""
 _HORIZON_SECONDS = 600.0
@@ -62,8 +63,10 @@ class Proposal:
     point: Point
     seconds: float
     """What a step is expected to take,"""
+    least_seconds: float
+    """... what it takes if all goes well,"""
     most_seconds: float
-    """... and what it takes at most, if all is well."""
+    """... and what it takes at most, as far as can be told, with its share of the change to the point."""
     is_affordable: bool
     """Whether that is no more than a probe may take."""
 
@@ -91,7 +94,9 @@ class Search:
         self._space = space_of(facts, self._tuning)
         self._columns = columns_of(self._space.points, facts)
         self._places = {point: at for at, point in enumerate(self._space.points)}
-        self._memory: Memory = Memory(facts, self._tuning.headroom, before._memory if before is not None else None)
+        is_alike = before is not None and before._facts.world_size == facts.world_size
+        memory = before._memory if before is not None and is_alike else None
+        self._memory: Memory = Memory(facts, self._tuning.headroom, memory)
 
     # ---- what is learnt ----
 
@@ -133,7 +138,7 @@ class Search:
         if self._last is not None:
             self._switching.see(self._last, point, measured.held_up_seconds)
         self._last = point
-        self._measured[point] = measured
+        self._measured[point] = together(self._measured[point], measured) if point in self._measured else measured
         self._memory.see(point, measured.peak_bytes)
         self._expected = self._best = None
 
@@ -197,6 +202,7 @@ class Search:
         return Proposal(
             point=self._space.points[place],
             seconds=math.exp(expected.log_seconds[place]),
+            least_seconds=math.exp(expected.log_seconds[place] - expected.deviations[place]),
             most_seconds=float(most[place] if is_affordable else worth.min()),
             is_affordable=is_affordable,
         )
@@ -213,7 +219,8 @@ class Search:
         if math.log(best.seconds) - float(log_seconds[place]) < LEAST_GAIN:
             return None
         seconds = math.exp(expected.log_seconds[place])
-        return Proposal(point=self._space.points[place], seconds=seconds, most_seconds=seconds, is_affordable=True)
+        point = self._space.points[place]
+        return Proposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds, is_affordable=True)
 
     def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
@@ -255,7 +262,7 @@ class Search:
         fitted = fit(self._prior, measured, columns, share)
         drawn = fitted.log_seconds(self._columns, share)
         wrong = np.log([each.seconds for each in measured]) - drawn[:, places]
-        noise = np.array([_BRIEF_NOISE if each.is_brief else _NOISE for each in measured])
+        noise = np.array([_noise(each) for each in measured])
         by, deviations = _process(self._columns.features, places, wrong, noise)
         drawn = drawn + by
         return _Expected(fitted, drawn, deviations, drawn.mean(axis=0), np.hypot(drawn.std(axis=0), deviations))
@@ -274,6 +281,13 @@ class _Expected:
     log_seconds: Floats
     deviations: Floats
     """Of all draws together, and with that."""
+
+
+def _noise(measured: Measured) -> float:
+    """Of a measured point, as a logarithm."""
+    if measured.is_brief:
+        return _BRIEF_NOISE
+    return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_steps), _LEAST_NOISE)
 
 
 def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from .measuring import Measured
 from .space import KEYS, Point, Value
 
-__all__ = ["change_in_words", "cost_in_words", "listed", "rate_in_words"]
+__all__ = ["change_in_words", "cost_in_words", "listed", "number_in_words", "rate_in_words"]
 
 _NOUNS: Mapping[str, str] = {
     "batch_size": "micro-batch",
@@ -52,10 +52,14 @@ def _value(name: str, value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def number_in_words(amount: float) -> str:
+    """Three digits or more, such as "1,240"."""
+    return f"{amount:,.{0 if amount >= 100 else 1 if amount >= 10 else 2}f}"
+
+
 def rate_in_words(samples_per_second: float) -> str:
-    """Three digits or more, such as "1,240 samples/s"."""
-    digits = 0 if samples_per_second >= 100 else 1 if samples_per_second >= 10 else 2
-    return f"{samples_per_second:,.{digits}f} samples/s"
+    """The same with its unit, such as "1,240 samples/s"."""
+    return f"{number_in_words(samples_per_second)} samples/s"
 
 
 def cost_in_words(measured: Measured | None) -> str:
