@@ -35,6 +35,10 @@ LONG_STEP_SECONDS = 1.0
 OURS, DEEPSPEED, ORACLE = "ours", "DeepSpeed-style restarts", "the best, known from the start"
 SETTLED = "the best before the change, which stays"
 
+_NOTE_OF_NOISE = (
+    "an efficiency is of the steps that the best would make if none took longer than usual; spikes make them longer"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
@@ -132,7 +136,7 @@ def from_a_bad_start(seeds: Sequence[int]) -> TuningTable:
         "out of memory",
     ]
     title = f"Tuning from a user's config ({len(seeds)} jobs, 3,000 steps of the best)"
-    return TuningTable(title=title, columns=columns, rows=rows, notes=[_note_of_long(seeds, found)])
+    return TuningTable(title=title, columns=columns, rows=rows, notes=[_NOTE_OF_NOISE, _note_of_long(seeds, found)])
 
 
 def after_changes(seeds: Sequence[int], most: int) -> TuningTable:
