@@ -20,7 +20,7 @@ from .course import Course
 from .decisions import Decision, Kind
 from .measuring import why_untrusted
 from .seen import Seen
-from .space import KEYS, point_of, space_of
+from .space import KEYS, point_of, space_of, values_of
 from .standing import Stand, Standing
 from .telling import change_in_words, listed, rate_in_words
 
@@ -125,8 +125,7 @@ class Controller:
     def refused(self, now: float, number: int, why: str) -> list[Decision]:
         """The config of a decision is not put in force."""
         if self._course is None:
-            closed = self._book.close(number, "refused", reason=f"it was refused: {why}")
-            return [] if closed is None else [closed]
+            return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
         writes = self._writes and not self._is_paused
         return self._course.refused(now, number, why, writes=writes)
 
@@ -156,9 +155,9 @@ class Controller:
         here = self._course.here
         target = here._replace(**{name: last.instead[key] for name, key in KEYS.items() if key in last.instead})
         why = f"{change_in_words(target, here)}: a person takes decision {last.number} back"
-        closed = self._book.close(last.number, "undone")
+        closed = _some(self._book.close(last.number, "undone"))
         taken = self._course.to(now, target, why)
-        return [*abandoned, *([closed] if closed else []), *taken, *self._pause(now, f"{why}; say resume to go on")]
+        return [*abandoned, *closed, *taken, *self._pause(now, f"{why}; say resume to go on")]
 
     @property
     def standing(self) -> Standing:
@@ -209,7 +208,7 @@ class Controller:
         if config is not None and facts.config_version < config.version and self._num_waited < _PATIENCE:
             return []  # facts of that version will come, unless it is not put in force
         if self._mode == "off":
-            return []
+            return self._take_back_unmeasured(now, facts)
         told = [self._say(now, "reopen", reason)] if reason else []
         told += self._tell_limits(now, facts)
         self._must_begin, self._num_waited = False, 0
@@ -229,16 +228,20 @@ class Controller:
     def _take_back_unmeasured(self, now: float, facts: JobFacts) -> list[Decision]:
         """What was being tried as the search ended, or the master, is in force and was not measured."""
         open_ = self._book.open
-        if open_ is None or self._course is None:
+        if open_ is None:
             return []
-        closed = self._book.close(open_.number, "undone" if open_.kind == "probe" else "kept")
+        closed = _some(self._book.close(open_.number, "undone" if open_.kind == "probe" else "kept"))
         left = {key: old for key, old in open_.instead.items() if facts.values.get(key) == open_.changes.get(key)}
-        here = point_of(facts.values)
-        target = point_of({**facts.values, **left})
-        if open_.kind != "probe" or target == here or not self._writes:
-            return [] if closed is None else [closed]
+        here, target = point_of(facts.values), point_of({**facts.values, **left})
+        if open_.kind != "probe" or target == here or self._mode == "advise":
+            return closed
         why = f"{change_in_words(target, here)}: what was being tried was not measured to its end"
-        return [*([] if closed is None else [closed]), *self._course.to(now, target, why)]
+        if self._mode == "off" or self._course is None:
+            changes, instead = values_of(target, here), values_of(here, target)
+            base = facts.config_version
+            made = self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)
+            return [*closed, made]
+        return [*closed, *self._course.to(now, target, why)]
 
     def _wait(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
         """Steps before a search has begun: facts may never come of a config that ranks have refused."""
@@ -262,8 +265,7 @@ class Controller:
     def _abandon(self) -> list[Decision]:
         """What is being tried is no longer in force."""
         open_ = self._book.open
-        closed = self._book.close(open_.number, "undone") if open_ else None
-        return [] if closed is None else [closed]
+        return _some(self._book.close(open_.number, "undone")) if open_ else []
 
     def _pause(self, now: float, why: str) -> list[Decision]:
         self._is_paused = True
@@ -299,3 +301,7 @@ def _why_edited(author: Author, config: ElasticConfig, edited: Sequence[str]) ->
     who = "a person" if author == "person" else "a config of the node"
     keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
     return f"{who} set {keys} in version {config.version}; say resume to let the tuner go on from there"
+
+
+def _some(decision: Decision | None) -> list[Decision]:
+    return [] if decision is None else [decision]

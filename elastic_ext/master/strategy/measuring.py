@@ -24,7 +24,7 @@ _MUCH_LONGER = 1.5
 _TIMES_AS_MANY = 4
 """Steps are measured at most, where they differ."""
 _SCATTERED = 0.2
-"""Half of the steps lie further than this from the one in the middle, as a logarithm: they say nothing."""
+"""A quarter of the steps each lies this far above and below the middle, as a logarithm: they say nothing."""
 _UNLIKE = 0.06
 """The same of steps of which a few more are measured."""
 _MOST_OF_A_STEP = 1.5
@@ -40,7 +40,7 @@ class Measured:
     seconds: float
     """The one in the middle."""
     spread: float
-    """How far from it half of them lie, as a logarithm."""
+    """How far from it a quarter of them lies on each side, as a logarithm."""
     num_steps: int
     phases: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
@@ -165,11 +165,11 @@ def why_untrusted(seen: Seen, facts: JobFacts) -> str:
 
 
 def _spread(lengths: Sequence[float]) -> float:
+    """Half of the way between the quarters of the lengths that are shortest and longest, as a logarithm."""
     if len(lengths) < 2:
         return 0.0
-    logs = [math.log(each) for each in lengths]
-    middle = statistics.median(logs)
-    return statistics.median(abs(each - middle) for each in logs)
+    low, _, high = statistics.quantiles((math.log(each) for each in lengths), n=4, method="inclusive")
+    return (high - low) / 2
 
 
 def _milliseconds(seconds: float) -> str:

@@ -67,10 +67,12 @@ class Memory:
         self._present = point_of(facts.values)
         self._usable = _usable_bytes(facts.memory, HEADROOM if headroom is None else headroom)
         self._seen: dict[Point, int | None] = {}
+        self._optimizer_takes = 1.0  # of the parameters, for a moment; foreach optimizers do, as long as nobody knows
         self._refused: list[Point] = []
         self._factor: float | None = None
         self._most_passes = self._highest = 0
         self._peaks: dict[Shape, Peak | None] = {}
+        self._parts: dict[tuple[int, float], _Parts | None] = {}
         if before is not None:
             self._refused.extend(dict.fromkeys([*before._refused, *before._bound_points()]))
             for point, peak_bytes in before._seen.items():
@@ -82,6 +84,10 @@ class Memory:
         peak = self.peak(point)
         if peak is None:
             return
+        if peak_bytes is not None and peak_bytes < _ALIKE * peak.num_bytes and self._optimizer_takes:
+            self._optimizer_takes = 0.0  # it can not have been so much
+            self._peaks.clear()
+            peak = self.peak(point) or peak
         self._most_passes = max(self._most_passes, peak.passes_bytes)
         if peak_bytes is None or peak_bytes <= self._highest:
             return
@@ -127,6 +133,7 @@ class Memory:
         if peak is None:
             return "" if point == self._present else f"nothing is known of the memory that {_words(point)} takes"
         expected = peak.num_bytes * (_UNSEEN if self._factor is None else self._factor)
+        expected = min(expected, self._seen.get(point) or expected)
         if expected > self._usable:
             return f"{_words(point)} would take {size_in_words(int(expected))} of {size_in_words(int(self._usable))}"
         is_far = self._most_passes and peak.passes_bytes > _MOST_GROWTH * self._most_passes
@@ -171,7 +178,10 @@ class Memory:
         memory = self._facts.memory
         if memory is None:
             return None
-        parts = _passes_at(memory.passes, shape, self._facts.num_blocks)
+        size = shape.micro_batch, shape.activation_checkpoint
+        if size not in self._parts:
+            self._parts[size] = _passes_at(memory.passes, shape, self._facts.num_blocks)
+        parts = self._parts[size]
         if parts is None:
             return None
         degree = shape.shard_degree
@@ -182,7 +192,7 @@ class Memory:
         between = max(
             state + gathered + gradients.forward + scale * max(parts.forward, parts.loss),
             state + gathered + gradients.backward + scale * parts.backward,
-            state + gradients.optimizer + memory.parameter_bytes / degree,  # what optimizers take for a moment
+            state + gradients.optimizer + self._optimizer_takes * memory.parameter_bytes / degree,
         )
         return Peak(int(between), int(scale * parts.most))
 

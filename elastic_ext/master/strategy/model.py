@@ -54,7 +54,7 @@ _TOO_MANY = 0.5
 """Power by which more loaders than make progress hold each other up."""
 
 
-_NUM_DRAWN = 16
+_NUM_DRAWN = 12
 
 
 class Prior(NamedTuple):
@@ -177,7 +177,7 @@ def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
         "message": (6e-5 if is_gpu else 2e-4, 0.7),
         "beside": (3.0, 0.8),
         "loading": (max(loading, 0.1 * workers * passes) / share, 0.3 if is_short else 1.5),
-        "loaders": (float(facts.num_processors), 0.7),
+        "loaders": (float(facts.num_processors), 1.0),
         "hindering": (0.02, 0.8),
         "unevenness": (0.15, 0.8),
         "optimizer": (max(seen.get("optimizer", 0.0), little) * float(columns.shard_degree[0]), 0.5),

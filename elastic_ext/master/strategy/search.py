@@ -224,13 +224,15 @@ class Search:
 
     def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
-        deviations = expected.own_deviations
-        shorter = math.log(best.seconds) - expected.drawn
+        measured = self._columns.same[[self._places[point] for point in self._measured]]
+        possible = np.flatnonzero(self._allowed() & ~np.isin(self._columns.same, measured))
+        deviations = expected.own_deviations[possible]
+        shorter = math.log(best.seconds) - expected.drawn[:, possible]
         far = shorter / deviations
         improvement = shorter * _normal_below(far) + deviations * np.exp(-0.5 * far * far) / math.sqrt(2 * math.pi)
-        gains = improvement.mean(axis=0) - switching / self._horizon(best)
-        gains[np.isin(self._columns.same, self._columns.same[[self._places[point] for point in self._measured]])] = 0.0
-        return np.where(self._allowed(), gains, 0.0)
+        gains = np.zeros(len(self._space.points))
+        gains[possible] = improvement.mean(axis=0) - switching[possible] / self._horizon(best)
+        return gains
 
     def _horizon(self, best: Measured) -> float:
         return max(_HORIZON_SECONDS, _HORIZON_STEPS * best.seconds)
