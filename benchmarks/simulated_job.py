@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.simulated_best import best_point
 from benchmarks.simulated_draw import STRATEGIES, Array, Columns, Hidden, columns_of, draw
 from benchmarks.simulated_memory import HEADROOM, expected_bytes, memory_facts, true_bytes
 from benchmarks.simulated_time import PHASES, Circumstances, phase_seconds
@@ -78,6 +79,8 @@ class SimulatedJob:
         self._calibrated_at = 0.0
         self._held_up = 0.0
         self._is_new = True
+        self._best: Point | None = None
+        self._is_best_known = False
         start = self._start()
         self.has_start = start is not None
         """Whether a user's plausible config is safe; where not, the job is none to be tried."""
@@ -190,16 +193,17 @@ class SimulatedJob:
 
     @property
     def oracle(self) -> Point | None:
-        """The fastest safe point by the present circumstances; None where none is safe."""
-        safe = self._truth.device_bytes <= (1 - HEADROOM) * self.hidden.capacity_bytes
-        if not safe.any():
-            return None
-        return self.space.points[int(np.argmin(np.where(safe, self._truth.step_seconds, np.inf)))]
+        """The fastest safe point by the present circumstances, of the space or not; None where none is safe."""
+        if not self._is_best_known:
+            self._best = best_point(self.hidden, self.circumstances)
+            self._is_best_known = True
+        return self._best
 
     def meet(self, circumstances: Circumstances) -> None:
         """From now on, all is otherwise."""
         self.circumstances = circumstances
         self._known.clear()
+        self._is_best_known = False
         self._truth = self._work_out()
 
     # ---- within ----

@@ -132,7 +132,7 @@ def test_some_memory_is_left_free_and_what_was_not_seen_is_not_believed_to_the_l
     facts = _facts(_memory(capacity_bytes=20_000))
     unseen = Memory(facts)
     assert not unseen.why_not(_point(facts, batch_size=64)), f"{_bytes(facts, batch_size=64)} of 20,000"
-    tight = _facts(_memory(capacity_bytes=13_000))
+    tight = _facts(_memory(capacity_bytes=13_200))
     why = Memory(tight).why_not(_point(tight, batch_size=64))
     assert "64 samples at once by no_shard would take" in why
     seen = Memory(tight)
@@ -189,6 +189,16 @@ def test_worked_out_passes_grow_by_steps_where_memory_is_short() -> None:
     assert "times what any have taken" in memory.why_not(_point(facts, batch_size=64))
     memory.see(_point(facts, batch_size=16), None)
     assert not memory.why_not(_point(facts, batch_size=64))
+
+
+def test_passes_that_are_larger_than_any_so_far_get_some_room_beside() -> None:
+    facts = _facts(_memory())
+    needed = _bytes(facts, batch_size=64)
+    for size, fits in ((64, True), (32, False)):
+        tight = _facts(_memory(capacity_bytes=int(needed / 0.94) + 10))
+        memory = Memory(tight)
+        memory.see(_point(tight, batch_size=size), _bytes(facts, batch_size=size))
+        assert (not memory.why_not(_point(tight, batch_size=64, num_workers=1))) is fits
 
 
 def test_what_did_not_fit_is_not_tried_again_nor_what_takes_as_much() -> None:

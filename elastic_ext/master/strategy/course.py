@@ -19,7 +19,7 @@ from .decisions import Decision, Kind
 from .measuring import PROBE_STEPS, Measured, Trial
 from .seen import Seen
 from .space import Point, point_of, values_of
-from .telling import change_in_words, cost_in_words, number_in_words, rate_in_words
+from .telling import change_in_words, rate_in_words, why_try
 
 if TYPE_CHECKING:
     from .search import Proposal, Search
@@ -149,7 +149,7 @@ class Course:
         if not proposal.is_affordable:
             return self._save(now, best, proposal)
         self.stage = "probing"
-        return self._write(now, "probe", proposal.point, self._why_probe(proposal, best), proposal.seconds)
+        return self._write(now, "probe", proposal.point, self._why(proposal, best), proposal.seconds)
 
     # ---- steps are measured ----
 
@@ -244,7 +244,7 @@ class Course:
         found = self.search.advise(self.here)
         if found is None or not self._advice.is_news(found.point, self.rate(found.seconds)):
             return []
-        told = self._decide(now, "advise", found.point, self._why_probe(found, best), found.seconds)
+        told = self._decide(now, "advise", found.point, self._why(found, best), found.seconds)
         return [told]
 
     def _reopen(self, now: float, change: PaceChange) -> list[Decision]:
@@ -253,14 +253,8 @@ class Course:
         self._trial, self.stage, self._last = self._trial_of(self._base), "probing", None
         return self._say(now, "reopen", f"the search begins again: {self._watch.why(change)}")
 
-    def _why_probe(self, proposal: Proposal, best: Measured) -> str:
-        rate, now = self.rate(proposal.seconds), self.rate(best.seconds)
-        words = f"{change_in_words(proposal.point, self.here)}: {rate_in_words(rate)} predicted"
-        if rate < now:
-            words = f"{words}, perhaps {number_in_words(self.rate(proposal.least_seconds))}"
-        words = f"{words}, {number_in_words(now)} {'now' if best.point == self.here else 'at best so far'}"
-        cost = cost_in_words(best)
-        return f"{words}; {cost}" if cost else words
+    def _why(self, proposal: Proposal, best: Measured) -> str:
+        return why_try(proposal, best, self.here, self._facts.global_batch)
 
     def _write(self, now: float, kind: Kind, point: Point, reason: str, seconds: float | None = None) -> list[Decision]:
         """A decision that a config is to be written for."""

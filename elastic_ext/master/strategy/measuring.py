@@ -23,12 +23,14 @@ _MUCH_LONGER = 1.5
 """Times as long as at the best point so far: such steps are not looked at any longer than they have to be."""
 _TIMES_AS_MANY = 4
 """Steps are measured at most, where they differ."""
-_SCATTERED = 0.2
+_SCATTERED = 0.35
 """A quarter of the steps each lies this far above and below the middle, as a logarithm: they say nothing."""
 _UNLIKE = 0.06
 """The same of steps of which a few more are measured."""
 _MOST_OF_A_STEP = 1.5
 """Phases are of the rank in the middle, steps of the slowest one: together phases take no more than so many steps."""
+_OF_A_MEDIAN = 1.25 * 1.4826
+"""How far medians of some differ, by how far a quarter of them lies on each side of the middle, and their number."""
 _LEAST, _MOST = 1e-7, 1e6  # seconds; beyond them numbers are taken for broken
 
 
@@ -42,6 +44,8 @@ class Measured:
     spread: float
     """How far from it a quarter of them lies on each side, as a logarithm."""
     num_steps: int
+    unsure: float = 0.0
+    """How far the one in the middle of very many lies from it, as a logarithm, by how much these differ."""
     phases: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None
     held_up_seconds: float = 0.0
@@ -111,6 +115,7 @@ class Trial:
             seconds=statistics.median(self._lengths),
             spread=_spread(self._lengths),
             num_steps=self.num_steps,
+            unsure=_OF_A_MEDIAN * _spread(self._lengths) / math.sqrt(len(self._lengths)),
             phases={name: statistics.median(each.get(name, 0.0) for each in looked_at) for name in names},
             peak_bytes=max(peaks, default=None),
             held_up_seconds=self._held_up,
@@ -137,6 +142,7 @@ def together(one: Measured, other: Measured) -> Measured:
         seconds=math.exp(logs / parts),
         spread=max(one.spread, other.spread),
         num_steps=parts,
+        unsure=max(one.unsure, other.unsure) / math.sqrt(2),
         is_brief=one.is_brief and other.is_brief,
     )
 

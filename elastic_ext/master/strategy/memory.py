@@ -8,6 +8,7 @@ peak is the most of these parts, and such a most lies on no line itself.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,8 @@ _UNSEEN = 1.1
 """What a prediction that no step has confirmed is multiplied with."""
 _MOST_GROWTH = 4.0
 """Passes that take so many times what any have taken are not tried where memory is short, or where it is measured."""
+_UNSURE = 0.015
+"""Of passes that are twice as large as any have been, what they may take beside what is expected."""
 _PLENTY = 0.7
 """Of what may be used: below it memory is not short."""
 _KEPT_OF_BLOCKS = 0.5
@@ -72,6 +75,7 @@ class Memory:
         self._factor: float | None = None
         self._most_passes = self._highest = 0
         self._peaks: dict[Shape, Peak | None] = {}
+        self._parts: dict[tuple[int, float], _Parts | None] = {}
         if before is not None:
             self._refused.extend(dict.fromkeys([*before._refused, *before._bound_points()]))
             for point, peak_bytes in before._seen.items():
@@ -131,7 +135,7 @@ class Memory:
         peak = self.peak(point)
         if peak is None:
             return "" if point == self._present else f"nothing is known of the memory that {_words(point)} takes"
-        expected = peak.num_bytes * (_UNSEEN if self._factor is None else self._factor)
+        expected = (peak.num_bytes + self._unsure_bytes(peak)) * (_UNSEEN if self._factor is None else self._factor)
         expected = min(expected, self._seen.get(point) or expected)
         if expected > self._usable:
             return f"{_words(point)} would take {size_in_words(int(expected))} of {size_in_words(int(self._usable))}"
@@ -140,6 +144,12 @@ class Memory:
             times = peak.passes_bytes / self._most_passes
             return f"passes of {_words(point)} would take {times:.1f} times what any have taken so far"
         return ""
+
+    def _unsure_bytes(self, peak: Peak) -> float:
+        """What passes may take beside what is expected of them, since none have been so large yet."""
+        if not self._most_passes or peak.passes_bytes <= self._most_passes:
+            return 0.0
+        return _UNSURE * peak.passes_bytes * min(math.log2(peak.passes_bytes / self._most_passes), 2.0)
 
     def _why_not_unlimited(self, point: Point) -> str:
         """Without a limit that is known everything may be tried, where there is none; where there may be one, no more
@@ -177,7 +187,10 @@ class Memory:
         memory = self._facts.memory
         if memory is None:
             return None
-        parts = _passes_at(memory.passes, shape, self._facts.num_blocks)
+        size = shape.micro_batch, shape.activation_checkpoint
+        if size not in self._parts:
+            self._parts[size] = _passes_at(memory.passes, shape, self._facts.num_blocks)
+        parts = self._parts[size]
         if parts is None:
             return None
         degree = shape.shard_degree

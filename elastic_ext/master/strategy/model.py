@@ -54,7 +54,7 @@ _TOO_MANY = 0.5
 """Power by which more loaders than make progress hold each other up."""
 
 
-_NUM_DRAWN = 16
+_NUM_DRAWN = 12
 
 
 class Prior(NamedTuple):

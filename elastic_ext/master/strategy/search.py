@@ -145,7 +145,7 @@ class Search:
     def take_facts(self, facts: JobFacts) -> bool:
         """More is known of the same job; gives whether other points may be tried for it."""
         is_bound = facts.bound != self._facts.bound
-        is_other = (facts.memory is None) != (self._facts.memory is None) or facts.num_blocks != self._facts.num_blocks
+        is_other = _known(facts) != _known(self._facts)
         self._facts = facts
         self._memory = Memory(facts, self._tuning.headroom, self._memory)
         if is_other:
@@ -224,13 +224,15 @@ class Search:
 
     def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
-        deviations = expected.own_deviations
-        shorter = math.log(best.seconds) - expected.drawn
+        measured = self._columns.same[[self._places[point] for point in self._measured]]
+        possible = np.flatnonzero(self._allowed() & ~np.isin(self._columns.same, measured))
+        deviations = expected.own_deviations[possible]
+        shorter = math.log(best.seconds) - expected.drawn[:, possible]
         far = shorter / deviations
         improvement = shorter * _normal_below(far) + deviations * np.exp(-0.5 * far * far) / math.sqrt(2 * math.pi)
-        gains = improvement.mean(axis=0) - switching / self._horizon(best)
-        gains[np.isin(self._columns.same, self._columns.same[[self._places[point] for point in self._measured]])] = 0.0
-        return np.where(self._allowed(), gains, 0.0)
+        gains = np.zeros(len(self._space.points))
+        gains[possible] = improvement.mean(axis=0) - switching[possible] / self._horizon(best)
+        return gains
 
     def _horizon(self, best: Measured) -> float:
         return max(_HORIZON_SECONDS, _HORIZON_STEPS * best.seconds)
@@ -283,11 +285,19 @@ class _Expected:
     """Of all draws together, and with that."""
 
 
+def _known(facts: JobFacts) -> tuple[object, ...]:
+    """What of the facts says which points there are to be tried, but for what steps tell by themselves."""
+    memory = facts.memory
+    if memory is None:
+        return (facts.num_blocks,)
+    return facts.num_blocks, bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
+
+
 def _noise(measured: Measured) -> float:
     """Of a measured point, as a logarithm."""
     if measured.is_brief:
         return _BRIEF_NOISE
-    return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_steps), _LEAST_NOISE)
+    return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_steps), _LEAST_NOISE, measured.unsure)
 
 
 def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from .measuring import Measured
 from .space import KEYS, Point, Value
 
-__all__ = ["change_in_words", "cost_in_words", "listed", "number_in_words", "rate_in_words"]
+if TYPE_CHECKING:
+    from .search import Proposal
+
+__all__ = ["change_in_words", "cost_in_words", "listed", "number_in_words", "rate_in_words", "why_try"]
 
 _NOUNS: Mapping[str, str] = {
     "batch_size": "micro-batch",
@@ -76,6 +80,17 @@ def cost_in_words(measured: Measured | None) -> str:
         "communication": f"gradients and parameters of other ranks were waited for {share:.0%} of the step",
         "transfer": f"samples were on their way to the accelerator {share:.0%} of the step",
     }[name]
+
+
+def why_try(proposal: Proposal, best: Measured, here: Point, num_samples: int) -> str:
+    """Why a point is tried from ``here``, where a step has so many samples."""
+    rate, now = num_samples / proposal.seconds, num_samples / best.seconds
+    words = f"{change_in_words(proposal.point, here)}: {rate_in_words(rate)} predicted"
+    if rate < now:
+        words = f"{words}, perhaps {number_in_words(num_samples / proposal.least_seconds)}"
+    words = f"{words}, {number_in_words(now)} {'now' if best.point == here else 'at best so far'}"
+    cost = cost_in_words(best)
+    return f"{words}; {cost}" if cost else words
 
 
 def listed(names: Sequence[str]) -> str:
