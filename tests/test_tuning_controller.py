@@ -355,6 +355,24 @@ def test_a_restarted_master_can_still_take_changes_back() -> None:
     assert "undo" in [each.kind for each in told]
 
 
+def test_undo_after_a_persons_edit_is_made_to_what_the_person_wrote() -> None:
+    job = _settled()
+    job.edit({"user.mixup": 0.5})
+    job.tell_facts()
+    told = job.take(job.controller.undo(job.now))
+    assert [each.kind for each in told if not each.outcome] == ["undo"], "it was paused already"
+    assert job.configs[job.version]["user.mixup"] == 0.5 and told[-1].base == job.version - 1
+
+
+def test_a_paused_master_that_was_restarted_can_take_changes_back() -> None:
+    job = _settled()
+    job.take(job.controller.pause(job.now, "a person wants to look at it"))
+    before = job.point
+    again = TunedJob(decisions=list({each.number: each for each in job.told}.values()), configs=job.configs)
+    again.take(again.controller.undo(again.now))
+    assert again.point != before
+
+
 def test_what_changes_what_is_learned_is_not_tuned_and_that_is_said() -> None:
     knobs = {"optimizer.learning_rate": (1e-4, 1e-2), "global_batch_size": (64, 128)}
     job = TunedJob(config={"tuning.knobs": knobs})

@@ -73,7 +73,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> Columns:
     traffic = _Traffic(facts, strategy, degree, unit, bucket)
     features = [
         np.log2(micro) / 6,
-        np.log2(workers + 1) / 4,
+        np.log2(workers + 1) / 2,
         np.log2(np.maximum(ahead, 1)) / 6,
         pinned / 2,
         *(0.7 * (strategy == each) for each in range(len(_STRATEGIES))),

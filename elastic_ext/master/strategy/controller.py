@@ -20,7 +20,7 @@ from .course import Course
 from .decisions import Decision, Kind
 from .measuring import why_untrusted
 from .seen import Seen
-from .space import KEYS, point_of, space_of, values_of
+from .space import KEYS, Point, point_of, space_of, values_of
 from .standing import Stand, Standing
 from .telling import change_in_words, listed, rate_in_words
 
@@ -148,16 +148,17 @@ class Controller:
 
     def undo(self, now: float) -> list[Decision]:
         """The last change that was kept is taken back, and nothing else is tried until ``resume``."""
-        last = self._book.last_kept
-        if last is None or self._course is None or self._facts is None:
+        last, facts = self._book.last_kept, self._facts
+        if last is None or facts is None:
             return [self._say(now, "hold", "there is no change to be taken back")]
         abandoned = self._abandon()
-        here = self._course.here
+        here = point_of(facts.values) if self._must_begin or self._course is None else self._course.here
         target = here._replace(**{name: last.instead[key] for name, key in KEYS.items() if key in last.instead})
         why = f"{change_in_words(target, here)}: a person takes decision {last.number} back"
         closed = _some(self._book.close(last.number, "undone"))
-        taken = self._course.to(now, target, why)
-        return [*abandoned, *closed, *taken, *self._pause(now, f"{why}; say resume to go on")]
+        taken = self._go_back(now, facts, here, target, why)
+        paused = [] if self._is_paused else self._pause(now, f"{why}; say resume to go on")
+        return [*abandoned, *closed, *taken, *paused]
 
     @property
     def standing(self) -> Standing:
@@ -236,12 +237,17 @@ class Controller:
         if open_.kind != "probe" or target == here or self._mode == "advise":
             return closed
         why = f"{change_in_words(target, here)}: what was being tried was not measured to its end"
-        if self._mode == "off" or self._course is None:
-            changes, instead = values_of(target, here), values_of(here, target)
-            base = facts.config_version
-            made = self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)
-            return [*closed, made]
-        return [*closed, *self._course.to(now, target, why)]
+        return [*closed, *self._go_back(now, facts, here, target, why)]
+
+    def _go_back(self, now: float, facts: JobFacts, here: Point, target: Point, why: str) -> list[Decision]:
+        """Have a point in force again, be it with a search or without one."""
+        if target == here:
+            return []
+        if self._course is not None and not self._must_begin:
+            return self._course.to(now, target, why)
+        changes, instead = values_of(target, here), values_of(here, target)
+        base = facts.config_version
+        return [self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)]
 
     def _wait(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
         """Steps before a search has begun: facts may never come of a config that ranks have refused."""

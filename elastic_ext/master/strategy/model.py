@@ -50,7 +50,7 @@ _FORWARD = 1 / 3
 """Of both passes."""
 _SOFT = 0.05
 """Corners are rounded off by this share."""
-_TOO_MANY = 0.5
+_TOO_MANY = 0.25
 """Power by which more loaders than make progress hold each other up."""
 
 
@@ -121,7 +121,7 @@ def _waiting(value: Mapping[str, float], columns: Columns, share: int, busy: Flo
     alone = share * value["loading"]
     workers = np.maximum(columns.num_workers, 1.0)
     most = value["loaders"]
-    at_once = _shorter(workers, most) / (1 + value["hindering"] * (workers - 1))
+    at_once = 1 / _longer(1 / workers, 1 / most, 12.0) / (1 + value["hindering"] * (workers - 1))
     too_many = np.maximum(workers / most, 1.0) ** _TOO_MANY
     loading = alone / at_once * too_many
     uneven = (
@@ -130,12 +130,7 @@ def _waiting(value: Mapping[str, float], columns: Columns, share: int, busy: Flo
     return np.where(columns.num_workers > 0, _above(loading - busy, _SOFT * loading) + uneven, alone)
 
 
-def _shorter(one: Floats, other: float) -> Floats:
-    return 1 / _longer(1 / one, 1 / other)
-
-
-def _longer(one: Floats, other: float) -> Floats:
-    power = 6.0
+def _longer(one: Floats, other: float, power: float = 6.0) -> Floats:
     return np.asarray((one**power + other**power) ** (1 / power))
 
 
