@@ -104,9 +104,9 @@ def test_a_job_that_starts_badly_is_tuned_while_it_trains(tmp_path: Path, capsys
         assert config.version >= 3 and "predicted" in config.reason
         assert "tuner          auto, " in tuned.status()
 
-        assert main(["config", "set", "dataloader.num_workers=1", "--master", str(node.run_dir)]) == 0
+        assert main(["config", "set", "dataloader.prefetch_factor=5", "--master", str(node.run_dir)]) == 0
         (pause,) = until(lambda: [each for each in tuned.log() if each["kind"] == "pause"] or None, what="a pause")
-        assert "a person set dataloader.num_workers in version" in pause["reason"]
+        assert "a person set dataloader.prefetch_factor in version" in pause["reason"]
         assert "tuner          auto, paused" in tuned.status()
         version = ElasticConfig.parse((node.run_dir / "config.json").read_bytes()).version
         until(lambda: version in tuned.versions_in_force(0) or None, what="the person's version")
