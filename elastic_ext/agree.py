@@ -121,6 +121,10 @@ class Agreement:
         """Have ``applier`` check and apply its section, on this rank, from the next change on."""
         self.appliers.add(applier)
 
+    def tell_refusals(self, tell: Callable[[int, str], None]) -> None:
+        """Have rank 0 call ``tell`` with each version from outside that ranks refuse, and why."""
+        self._rounds.on_refusal = tell
+
     def resume(self, config: ElasticConfig) -> None:
         """Take the config in force of a checkpoint: it wins over the script's start-up values, the file over it.
 

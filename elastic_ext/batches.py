@@ -100,6 +100,11 @@ class Batches:
         """The most samples of a full step that are a rank's; 0 where that is not known."""
         return 0 if self._full is None else max(map(sum, self._full[0].micro_batches))
 
+    @property
+    def step_samples(self) -> int | None:
+        """Of a full step over all ranks, where that is known."""
+        return self._single.num_samples if self._full is None else self._global_batch
+
     def largest_under(self, config: ElasticConfig) -> int:
         """The same as ``largest``, were ``config`` in force, which was checked."""
         if self.source is None:

@@ -11,6 +11,9 @@
     elastic-ext status [RUN_DIR]               who runs, how far it is, what is wrong
     elastic-ext events [RUN_DIR] --follow      what has happened, and what does
 
+    elastic-ext tuning log                     what the tuner has decided, why, and what came of it
+    elastic-ext tuning pause|resume|undo       have it wait, go on, or take its last change back
+
     elastic-ext report [RUN] --out FILE        where the time of a training went, on one page
 
     elastic-ext ckpt ls PATH                   the checkpoints that are there
@@ -25,7 +28,7 @@
 
 The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR. Where an
 agent runs, `set` and `undo` have it write the file. With --master ADDR, or ELASTIC_EXT_MASTER, a job's master is asked
-instead, from any machine: by `config`, `status` and `events`.
+instead, from any machine: by `config`, `status` and `events`; `tuning` always asks one.
 """
 
 from __future__ import annotations
@@ -142,6 +145,24 @@ def _run_events(options: argparse.Namespace) -> int:
         return _INTERRUPTED
 
 
+def _run_tuning(options: argparse.Namespace) -> int:
+    terminal = Terminal(sys.stdout, sys.stderr, as_json=options.json)
+    try:
+        master = named_master(options, os.environ, is_other=False)
+        if master is None:
+            raise ValueError(
+                "no master is named; allowed: --master ADDR, HOST:PORT or the run directory of one of its agents, or "
+                "ELASTIC_EXT_MASTER set"
+            )
+    except ValueError as error:
+        terminal.complain(f"refused: {error}")
+        return 2
+    _quiet_grpc()
+    from .master.tuning_command import run_tuning
+
+    return run_tuning(master, options, terminal)
+
+
 def _quiet_grpc() -> None:
     """What it would print of connections, commands say themselves."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -165,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     report = groups.add_parser("report", help="where the time of a training went, on one page")
     add_report(report)
     report.set_defaults(run=_run_report)
+    _add_tuning(groups.add_parser("tuning", help="what the tuner of a job does", description=_TUNING))
     add_doctor(groups.add_parser("doctor", help="what is wrong with this machine, or with pairs of nodes"))
     config = groups.add_parser("config", help="the versioned config file of a job")
     config.set_defaults(run=_run_config)
@@ -187,6 +209,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_tuning(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_tuning)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, words in _TUNING_HELP.items():
+        command = commands.add_parser(name, help=words, description=words)
+        add_ways(command)
+        command.add_argument("--json", action="store_true", help="JSON: of log an object per decision, else one object")
+        if name == "log":
+            command.add_argument("--last", type=_count, default=0, metavar="N", help="the newest N (default: all)")
+        else:
+            command.add_argument("--reason", default="", help="why, for the log")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"{text!r} is given; allowed: a number")
+    return int(text)
+
+
+_TUNING = """Show what the tuner of a job's master has decided, with why, what it expected and what it measured; or
+have it wait, go on, or take its last change back. Exit status: 0 done, 1 nobody answers, 2 refused."""
+_TUNING_HELP = {
+    "log": "every decision that is kept, oldest first",
+    "pause": "have it decide nothing until it is told to go on",
+    "resume": "have it go on",
+    "undo": "take back the last change that it has made, and pause",
+}
 _HELP = {
     "show": "what the file holds",
     "set": f"write the next version; keys: {', '.join(path for path in KEYS if '.' in path)}, user.NAME",

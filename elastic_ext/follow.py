@@ -148,6 +148,7 @@ class ConfigFollower:
         self._agreement.appliers.pulse = self.pulse
         if self._watcher is not None:
             self._watcher.on_news = self._agreement.rouse
+        self._agreement.tell_refusals(self._tell_refusal)
         self._knobs = Knobs()
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
@@ -409,6 +410,13 @@ class ConfigFollower:
         if applied is not None:
             self.reports.tell_of(applied)
         self._write_metrics()
+
+    def _tell_refusal(self, version: int, why: str) -> None:
+        """Report what does not come into force."""
+        details = {"version": version, "why": why}
+        self.reports.tell(
+            "config-refused", step=self.step, text=f"version {version} was refused: {why}", details=details
+        )
 
     def _write_metrics(self) -> None:
         self.reports.write(step=self.step, config=self.config, agree_every_steps=self._agreement.every)

@@ -16,6 +16,7 @@ __all__ = [
     "KEYS",
     "REPLACES",
     "SECTIONS",
+    "TUNABLE",
     "USER_NAME",
     "USER_RULE",
     "Key",
@@ -52,6 +53,8 @@ _TUNABLE = (
     Key("parallelism.prefetch", OrTorch(Integer(0)), "units gathered ahead"),
     Key("communication.bucket_cap_mb", OrTorch(Number(above=0.0)), "size of a gradient bucket in MiB"),
 )
+TUNABLE = tuple(key.path for key in _TUNABLE)
+"""What a tuner may be given bounds for."""
 KEYS: Mapping[str, Key] = {
     key.path: key
     for key in (

@@ -17,12 +17,14 @@ from .batches import Batches
 from .checkpoints import checkpoints_for
 from .counts import Counts
 from .device_memory import DeviceMemory
+from .facts import FactsOfJob
 from .follow import ConfigFollower, follow_config
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.spread import Spread
 from .gradients import Gradients
 from .growing import Growing
 from .guarding import Guarding, GuardMode
+from .metrics import StepWindow
 from .model_report import profile_of
 from .parallelism import Parallelism, values_of
 from .profile.analyzing import Analyzer
@@ -184,7 +186,19 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         gradients.before_step = keep_up
     follower.compare_schedules(lambda: state.num_scheduled)
     follower.compare_at_start({"guard": setup.guard, "sync_every_micro_step": setup.shares_always})
+    why_not_reshard = spread.why_not or (None if spread.plan else NOT_SPREAD)
     growing = Growing(follower, batches, setup.counts, memory, plan=lambda: spread.plan)
+    facts = FactsOfJob(
+        setup.model,
+        follower,
+        batches,
+        growing,
+        spread,
+        [each.inner for each in parts.optimizers],
+        why_not_reshard=why_not_reshard,
+        num_replicas=lambda: gradients.sharing.num_ranks,
+    )
+    _after_each_window(follower, facts.tell)
     session = Session(
         follower,
         setup.counts,
@@ -194,13 +208,14 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         guarding,
         growing,
         parallelism=parallelism,
-        why_not_reshard=spread.why_not or (None if spread.plan else NOT_SPREAD),
+        why_not_reshard=why_not_reshard,
         accelerated=setup.accelerated,
         startup=startup,
         rule=setup.rule,
         shows_progress=setup.shows_progress,
         recorder=recorder,
         showing=showing,
+        facts=facts,
     )
     pass_boundary = session.pass_boundary if recorder is None else recorder.around_boundary(session.pass_boundary)
     kind_of_steps = PulsingSteps if follower.pulse.is_seen else Steps
@@ -279,6 +294,19 @@ def _showing(setup: Setup, follower: ConfigFollower, *, how_it_trains: Callable[
     )
     follower.reports.on_window = showing.see
     return showing
+
+
+def _after_each_window(follower: ConfigFollower, tell: Callable[[], None]) -> None:
+    """Have rank 0 do this once it has written where its time went, beside what is done then."""
+    on_window = follower.reports.on_window
+    if follower.ranks.rank != 0 or on_window is None:
+        return
+
+    def see(window: StepWindow) -> None:
+        on_window(window)
+        tell()
+
+    follower.reports.on_window = see
 
 
 def _training(gradients: Gradients, batches: Batches, steps: Steps) -> Training:

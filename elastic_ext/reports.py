@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .appliers import Applied
 from .config import ElasticConfig
+from .job_facts import JobFacts
 from .metrics import JobEvent, Measures, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .rundir import RunDirectory
 from .settings import Settings
@@ -31,6 +32,9 @@ class Reports:
         self._settings = settings
         self._ranks = ranks
         self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
+        self.census: StepCensus | None = None
+        self.calibration: NodeCalibration | None = None
+        """The last that were written."""
         self.due_at = 0.0
         """When it is time for metrics, on the clock of ``time.perf_counter``."""
 
@@ -67,6 +71,7 @@ class Reports:
 
     def write_census(self, census: StepCensus) -> None:
         """What a step asks of its machine."""
+        self.census = census
         if self._directory is not None:
             self._directory.write_census(census)
 
@@ -77,8 +82,14 @@ class Reports:
 
     def write_calibration(self, calibration: NodeCalibration) -> None:
         """What this machine does at best."""
+        self.calibration = calibration
         if self._directory is not None:
             self._directory.write_calibration(calibration)
+
+    def write_facts(self, facts: JobFacts) -> None:
+        """What can be changed in the job."""
+        if self._directory is not None:
+            self._directory.write_facts(facts)
 
     def profiled_until(self) -> float:
         """The end of the last window of this rank that was written, in seconds since 1970; 0 where there is none."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -81,6 +81,8 @@ class Rounds:
         self._conflict = ""
         self._looked_at: ElasticConfig | None = None
         self._is_started = False
+        self.on_refusal: Callable[[int, str], None] | None = None
+        """Told on rank 0 of a version that comes from outside, and why it was refused."""
 
     def resume(self, config: ElasticConfig) -> None:
         """Take the config in force of a checkpoint: it wins over the script's start-up values."""
@@ -154,7 +156,7 @@ class Rounds:
         new, self.scheduled = self.scheduled, None
         assert new is not None
         applied, reasons = self._put_in_force(new, step)
-        self._log_refusal(new.label, _in_words(reasons))
+        self._tell_refusal(new, _in_words(reasons))
         return applied
 
     @property
@@ -235,12 +237,12 @@ class Rounds:
         if file.apply_at_step is not None and file.apply_at_step < step and not at_start:
             advice = "give a later step or leave it out"
             passed = f"apply_at_step {file.apply_at_step} has passed, this is step {step}; {advice}"
-            self._log_refusal(file.label, passed, otherwise)
+            self._tell_refusal(file, passed, otherwise)
             return None
         try:
             new = file.over(self._base)
         except ConfigError as error:
-            self._log_refusal(file.label, f"with the start-up values: {error}", otherwise)
+            self._tell_refusal(file, f"with the start-up values: {error}", otherwise)
             return None
         displaced = self.scheduled
         applied: Applied | None = None
@@ -254,7 +256,7 @@ class Rounds:
                 _logger.info("%s is agreed and comes into force at step %d", new.label, file.apply_at_step)
         if displaced is not None and self.scheduled is not displaced and self._ranks.rank == 0:
             _logger.info("%s, agreed for step %s, gives way to it", displaced.label, displaced.apply_at_step)
-        self._log_refusal(file.label, _in_words(reasons), otherwise)
+        self._tell_refusal(file, _in_words(reasons), otherwise)
         return applied
 
     def revise(self, changes: Mapping[str, object], reason: str, step: int) -> tuple[Applied | None, str]:
@@ -298,6 +300,12 @@ class Rounds:
         if self._ranks.rank == 0:
             _logger.info("%s, on all %d ranks", applied, self._ranks.world_size)
         return applied, {}
+
+    def _tell_refusal(self, file: ElasticConfig, why: str, otherwise: ElasticConfig | None = None) -> None:
+        """As ``_log_refusal``, of a version; it is told to who wants to know besides."""
+        self._log_refusal(file.label, why, otherwise)
+        if why and self._ranks.rank == 0 and self.on_refusal is not None:
+            self.on_refusal(file.version, why)
 
     def _log_refusal(self, what: str, why: str, otherwise: ElasticConfig | None = None) -> None:
         """Have rank 0 warn; nothing where there is no reason."""

@@ -4,6 +4,7 @@
       config.json              what training should be doing; one writer: a person, or the agent where there is one
       metrics-<rank>.json      what a rank is doing; one writer: that rank
       model-<rank>.json        what a rank trains; one writer: that rank
+      job.json                 what can be changed in the job, for whoever tunes it; one writer: rank 0
       census-<rank>.json       what a step asks of its machine; one writer: that rank
       trace-<rank>.json        what torch's profiler saw of a step; one writer: that rank
       calibration.json         what the machine does at best; one writer: the first rank on it
@@ -21,6 +22,8 @@ import os
 from pathlib import Path
 
 from .files import append_line, open_regular, write_whole
+from .job_facts import FILE as JOB_FILE
+from .job_facts import JobFacts
 from .metrics import JobEvent, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
 from .record_json import JsonRecord
 
@@ -42,6 +45,7 @@ class RunDirectory:
         self.profile_file = path / f"profile-{rank}.jsonl"
         self.trace_file = path / f"trace-{rank}.json"
         self.census_file = path / f"census-{rank}.json"
+        self.job_file = path / JOB_FILE
         self.calibration_file = path / "calibration.json"
         self._warned = False
 
@@ -71,6 +75,10 @@ class RunDirectory:
     def write_calibration(self, calibration: NodeCalibration) -> None:
         """Replace what is said of this machine."""
         self._replace(self.calibration_file, calibration)
+
+    def write_facts(self, facts: JobFacts) -> None:
+        """Replace what is said of the job."""
+        self._replace(self.job_file, facts)
 
     def profiled_until(self) -> float:
         """The end of the last window in this rank's profile; 0 where there is none that can be read."""

@@ -18,6 +18,7 @@ from .checkpoints import Checkpoints
 from .config import ElasticConfig
 from .counts import Counts
 from .errors import ElasticError, RanksError, StepError
+from .facts import FactsOfJob
 from .fixed_sharding import FixedSharding
 from .follow import ConfigFollower
 from .gradients import Gradients
@@ -63,6 +64,7 @@ class Session:
         shows_progress: bool | None,
         recorder: Recorder | None,
         showing: Showing,
+        facts: FactsOfJob,
     ) -> None:
         self.follower = follower
         self.steps: Steps
@@ -80,7 +82,7 @@ class Session:
         self._parallelism = parallelism
         self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
-        self._recorder, self._showing = recorder, showing
+        self._recorder, self._showing, self._facts = recorder, showing, facts
         self._startup = ElasticConfig.from_values(startup)
         self._rule: BatchRule = rule
         shows = sys.stderr.isatty() if shows_progress is None else shows_progress
@@ -207,6 +209,7 @@ class Session:
 
     def _measure(self) -> Measures:
         self._growing.warn()
+        self._facts.tell()
         return self._showing.measured(self._speed.measure())
 
     def _tell_begun(self) -> None:
@@ -218,6 +221,7 @@ class Session:
             "checkpoints": None if self.checkpoints is None else str(self.checkpoints.root),
         }
         self.follower.reports.tell("training-began", step=step, text=text, details=details)
+        self._facts.tell()
 
     def fence(self) -> None:
         """Return once parameters and optimizer state may change: nothing of them is being copied any more."""

@@ -6,7 +6,7 @@ outside: how many samples each of its batches holds is worked out from its setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from .profile.timeline import Timeline
 
 __all__ = [
     "BatchDrawingSource",
+    "ChangingSource",
     "CountedSource",
     "FixedBatches",
     "LeavableSource",
@@ -160,6 +161,19 @@ class TimedSource(Protocol):
 
     timeline: Timeline | None
     """Where it says so."""
+
+
+@runtime_checkable
+class ChangingSource(Protocol):
+    """A loader whose workers and their like follow the config while a loop is over it."""
+
+    @property
+    def fixed_settings(self) -> Mapping[str, str]:
+        """Those of num_workers, prefetch_factor and pin_memory that cannot change there, each with the reason."""
+
+    @property
+    def least_workers(self) -> int:
+        """The fewest that it can have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ import grpc
 
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.process import serve
+from elastic_ext.master.tuning import Made
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 
@@ -63,8 +64,9 @@ class Reached:
 class MasterThread(Reached):
     """A master on a thread of this process."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, strategy: Made | None = None) -> None:
         super().__init__(folder)
+        self._strategy = strategy
         self._options = parse([*self.arguments, *options])
         self._told: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -87,7 +89,7 @@ class MasterThread(Reached):
     async def _serve(self) -> None:
         has_to_end = asyncio.Event()
         self._told.set_result((asyncio.get_running_loop(), has_to_end))
-        await serve(self._options, has_to_end)
+        await serve(self._options, has_to_end, strategy=self._strategy)
 
 
 class MasterProcess(Reached):
@@ -227,9 +229,9 @@ def until(is_so: Callable[[], Any], seconds: float = _DEADLINE) -> Any:
     return found
 
 
-def master_on_thread(folder: Path, *options: str) -> Iterator[MasterThread]:
+def master_on_thread(folder: Path, *options: str, strategy: Made | None = None) -> Iterator[MasterThread]:
     """For a fixture: a master that has started, ended with the test."""
-    master = MasterThread(folder, *options)
+    master = MasterThread(folder, *options, strategy=strategy)
     master.start()
     try:
         yield master

@@ -82,6 +82,14 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="What the master's certificate is checked by, where it has one: a file in PEM.",
     )
+    own.add_argument(
+        "--tuning",
+        action=env,
+        type=str,
+        default=None,
+        help="What the tuner of the master that this launcher starts may do: off, advise (the default) or auto. The "
+        "config's tuning.mode comes before it; another master has been told by itself.",
+    )
     with contextlib.suppress(argparse.ArgumentError):  # torch 2.13 has it, 2.11 has not
         found.add_argument(
             "--shutdown-timeout",

@@ -42,7 +42,7 @@ from .failures import Failure, first_of, told
 from .folder import NodeFolders, keep_newest
 from .hanging import HangLimits
 from .journal import Journal
-from .master_choice import link_with, master_choice
+from .master_choice import link_with, master_choice, tuning_mode
 from .master_link import MasterLink
 from .monitor import Monitor
 from .persisting import persist
@@ -145,6 +145,7 @@ class _Node:
             keep_newest(folders.run_dir / "logs", _KEPT_LOGS - 1)
         self._is_checked = bool(options.node_check)
         self._master = master_choice(options)
+        self._tuning = tuning_mode(options, self._master)
         self._hang_limits = HangLimits.of(options.hang_seconds)
         options = with_rendezvous(options)
         self._launch, self._entrypoint, self._arguments = config_from_args(options)
@@ -290,6 +291,7 @@ class _Node:
             host=self._host,
             library=library,
             started_at=self._started_at,
+            tuning=self._tuning,
         )
         if link is not None:
             link.start()

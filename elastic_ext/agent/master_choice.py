@@ -6,6 +6,7 @@ import argparse
 import os
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from elastic_ext.files import read_at_most
 from elastic_ext.given import expanded
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import read_token
+from elastic_ext.master.tuning_words import Mode
 from elastic_ext.wording import on_one_line
 
 from .backoff import Backoff
@@ -23,10 +25,11 @@ from .node_identity import NodeSelf, next_incarnation, node_id_of
 from .own_master import OwnMaster
 from .tuner import ConfigTuner
 
-__all__ = ["MasterChoice", "link_with", "master_choice"]
+__all__ = ["MasterChoice", "link_with", "master_choice", "tuning_mode"]
 
 MasterChoice = MasterPlace | Literal["own", "none"]
 _OFF = "off"
+_MODES: Mapping[str, Mode] = {"off": "off", "advise": "advise", "auto": "auto"}
 _MOST_NAME = 200
 _FIRST_SECONDS, _MOST_SECONDS = 0.2, 30.0
 
@@ -67,6 +70,26 @@ def _check_alone(options: argparse.Namespace) -> None:
         )
 
 
+def tuning_mode(options: argparse.Namespace, choice: MasterChoice) -> Mode:
+    """What the tuner of the agent's own master may do; ValueError where something else was asked for."""
+    given = options.tuning
+    if given is None:
+        return "advise"
+    found = _MODES.get(given.strip().lower())
+    if found is None:
+        raise ValueError(f"--tuning is {given!r}; allowed: {', '.join(_MODES)}")
+    if choice == "none" and found != "off":
+        raise ValueError(
+            f"--tuning is {found}, and there is no master that could tune; --standalone starts one, --master names one"
+        )
+    if isinstance(choice, MasterPlace):
+        raise ValueError(
+            f"--tuning is {found}, and the master at {choice.address} has been told by itself; leave it out, and give "
+            "--tuning to that one, or set tuning.mode in the config"
+        )
+    return found
+
+
 def link_with(
     choice: MasterChoice,
     run_dir: Path,
@@ -78,8 +101,9 @@ def link_with(
     host: str,
     library: str,
     started_at: float,
+    tuning: Mode = "advise",
 ) -> MasterLink | None:
-    """The link of an agent that begins now; None where there is to be no master."""
+    """The link of an agent that begins now; None where there is to be no master. ``tuning`` is for its own."""
     if choice == "none":
         return None
     job = on_one_line(job)[:_MOST_NAME].encode(errors="replace").decode()  # as masters know it
@@ -96,5 +120,6 @@ def link_with(
     if choice == "own":
         chance = random.Random(f"{node.node_id}/{node.incarnation}/own")
         backoff = Backoff(chance, first_seconds=_FIRST_SECONDS, most_seconds=_MOST_SECONDS)
-        return MasterLink(run_dir, node, OwnMaster(run_dir, job, journal, backoff), tuner, journal)
+        own = OwnMaster(run_dir, job, journal, backoff, tuning=tuning)
+        return MasterLink(run_dir, node, own, tuner, journal)
     return MasterLink(run_dir, node, GivenMaster(choice), tuner, journal)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_ext.files import read_at_most
+from elastic_ext.job_facts import FILE as JOB_FILE
+from elastic_ext.job_facts import JobFacts
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.master.wire.plain import filled, window_message
 from elastic_ext.metrics import JobEvent, RankMetrics, StepWindow
@@ -23,7 +25,7 @@ from .records import HARDWARE_FILE, MEMBERSHIP_FILE, MOST_BYTES, WORKERS_FILE, M
 __all__ = ["NodeReport", "event_message", "wire_text"]
 
 _MOST_METRICS_BYTES = 64 << 10
-_MOST_HARDWARE_BYTES = 256 << 10
+_MOST_HARDWARE_BYTES = _MOST_FACTS_BYTES = 256 << 10
 _MOST_WINDOWS = 512
 """Of all workers of a node, in one message."""
 _MOST_WINDOWS_OF_RANK = 16
@@ -41,6 +43,7 @@ class NodeReport:
         self._since = since
         self._known_plan = self._told_plan = 0
         self._known_hardware = self._told_hardware = ""
+        self._known_facts = self._told_facts = ""
         self._known_windows: dict[int, float] = {}  # rank -> when the last one has ended that the master has
         self._told_windows: dict[int, float] = {}
 
@@ -54,6 +57,10 @@ class NodeReport:
         record = self._record(WORKERS_FILE, MOST_BYTES, WorkersRecord.from_json)
         if record is not None and record.time >= self._since:
             request.workers.extend(self._workers(record))
+            if any(each.rank == 0 for each in record.workers):
+                facts = self._facts(record.restart)
+                if facts and facts != self._known_facts:
+                    request.facts = self._told_facts = facts
         plan = self._record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json)
         if plan is not None and plan.time >= self._since and plan.version != self._known_plan:
             request.membership.CopyFrom(_membership_message(plan))
@@ -65,18 +72,32 @@ class NodeReport:
     def confirm(self) -> None:
         """The master has what was filled in last."""
         self._known_plan, self._known_hardware = self._told_plan, self._told_hardware
+        self._known_facts = self._told_facts
         self._known_windows.update(self._told_windows)
 
     def forget(self) -> None:
         """A master answers that may know nothing of this node; windows that one had are not told again."""
         self._known_plan = self._told_plan = 0
         self._known_hardware = self._told_hardware = ""
+        self._known_facts = self._told_facts = ""
 
     def forget_hardware(self) -> bool:
         """The master asks for it: whether there is something that it was not told yet, and not only to be repeated."""
         is_new = self.hardware() != self._known_hardware
         self._known_hardware = self._told_hardware = ""
         return is_new
+
+    def _facts(self, restart: int) -> str:
+        """What rank 0, which is of this node, says of the job, as JSON; empty where that is of an earlier process."""
+        data = self._data(JOB_FILE, _MOST_FACTS_BYTES)
+        text = "" if data is None else data.decode(errors="replace").strip()
+        if text == self._known_facts:
+            return text
+        try:
+            facts = JobFacts.from_json(text)
+        except ValueError:
+            return ""
+        return text if facts.time >= self._since and facts.restart == restart else ""
 
     # ---- workers ----
 

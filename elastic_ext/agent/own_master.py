@@ -54,6 +54,7 @@ class OwnMaster:
         journal: Journal,
         backoff: Backoff,
         *,
+        tuning: str = "advise",
         command: Sequence[str] = (sys.executable, "-m", "elastic_ext.master"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,6 +62,7 @@ class OwnMaster:
         self._job = job
         self._journal = journal
         self._backoff = backoff
+        self._tuning = tuning
         self._command = command
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
@@ -128,7 +130,7 @@ class OwnMaster:
         run_dir = self._run_dir
         files = ["--port-file", run_dir / _PORT_FILE, "--state-dir", run_dir / _STATE_FOLDER]
         files += ["--token-file", run_dir / _TOKEN_FILE]
-        often = ["--beat-seconds", str(_BEAT_SECONDS)]
+        often = ["--beat-seconds", str(_BEAT_SECONDS), "--tuning", self._tuning]
         return [
             "--port",
             "0",

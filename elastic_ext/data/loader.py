@@ -34,7 +34,7 @@ from .following import Following
 from .internals import pinned
 from .making import Making
 from .pool import Work
-from .refusing import why_not_change
+from .refusing import fixed_settings, why_not_change
 
 __all__ = ["ElasticDataLoader"]
 
@@ -231,6 +231,16 @@ class ElasticDataLoader(DataLoader[_Sample]):
     def rewind(self, state: Mapping[str, Any]) -> None:
         """Go on from there in the loop that is under way, or in the one that comes. Called between two steps."""
         self._epochs.rewind(state)
+
+    @property
+    def fixed_settings(self) -> dict[str, str]:
+        """Which of its settings cannot change while a loop is over it, each with the reason."""
+        return fixed_settings(keeps_workers=self._epochs.keeps_workers, can_pin=_can_pin())
+
+    @property
+    def least_workers(self) -> int:
+        """The fewest that it can have."""
+        return int(self.persistent_workers)
 
     def check(self, new: ElasticConfig) -> str | None:
         """Why the workers and their like cannot change so."""

@@ -10,7 +10,7 @@ from elastic_ext.sections import DataloaderSection
 
 from .epochs import Epochs
 
-__all__ = ["why_not_change"]
+__all__ = ["fixed_settings", "why_not_change"]
 
 
 def why_not_change(loader: DataLoader[Any], batches: Any, epochs: Epochs, wanted: DataloaderSection) -> str | None:
@@ -34,3 +34,13 @@ def why_not_change(loader: DataLoader[Any], batches: Any, epochs: Epochs, wanted
             "or the loader a sampler and a batch_size"
         )
     return epochs.why_not_resize(wanted.batch_size)
+
+
+def fixed_settings(*, keeps_workers: bool, can_pin: bool) -> dict[str, str]:
+    """Which settings cannot change while a loop is under way, each with the reason."""
+    found = {}
+    if keeps_workers:
+        found["num_workers"] = "workers of an IterableDataset change from one loop to the next, and not within one"
+    if not can_pin:
+        found["pin_memory"] = "there is no accelerator that batches could be copied to"
+    return found

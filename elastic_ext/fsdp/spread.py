@@ -94,6 +94,11 @@ class Spread:
         return self._blocks
 
     @property
+    def num_blocks(self) -> int:
+        """That the model repeats, as far as they were found or named."""
+        return len(self._blocks)
+
+    @property
     def engine(self) -> DistributedDataParallel | None:
         """What averages gradients beneath the model, None where it is not DDP, or a wrapper of the user's own."""
         return None if self._replica is None else self._replica.engine

@@ -19,6 +19,7 @@ __all__ = [
     "MOST_WORDS",
     "amount",
     "fitting_table",
+    "fitting_window",
     "fitting_worker",
     "window_in",
     "words",
@@ -92,9 +93,13 @@ def fitting_worker(worker: master_pb2.Worker) -> master_pb2.Worker:
 def window_in(data: bytes, rank: int) -> StepWindow | None:
     """The window of this rank that was written as ``data``, None where it is none: then no part of it counts."""
     try:
-        said = master_pb2.StepWindow.FromString(data)
+        return fitting_window(master_pb2.StepWindow.FromString(data), rank)
     except DecodeError:
         return None
+
+
+def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
+    """The window of this rank that was sent; None where anything in it cannot be."""
     tables = (said.seconds, said.processor_seconds, said.typical)
     numbers: Iterable[float] = (
         *(value for table in tables for value in table.values()),
@@ -110,6 +115,7 @@ def window_in(data: bytes, rank: int) -> StepWindow | None:
     )
     if not fits:
         return None
+    peak = said.accelerator_peak_bytes
     return StepWindow(
         begin=said.begin,
         end=said.end,
@@ -129,4 +135,5 @@ def window_in(data: bytes, rank: int) -> StepWindow | None:
         num_bytes=said.num_bytes,
         num_detailed=said.num_detailed,
         accelerator_bytes=said.accelerator_bytes if said.HasField("accelerator_bytes") else None,
+        accelerator_peak_bytes=peak if said.HasField("accelerator_peak_bytes") and peak <= _MOST_BYTES else None,
     )

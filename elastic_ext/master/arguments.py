@@ -8,8 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from elastic_ext.given import expanded
+
+from .tuning_words import Mode
 
 __all__ = ["MasterOptions", "is_loopback", "parse"]
 
@@ -35,6 +38,7 @@ class MasterOptions:
     beat_seconds: float
     acknowledge_seconds: float
     refuse_bad_nodes: bool
+    tuning: Mode
     lifeline: int | None
     """A file descriptor: the master ends when its other end is closed."""
 
@@ -98,6 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--refuse-bad-nodes", action="store_true", help="keep out nodes whose machine has errors (elastic-ext doctor)"
+    )
+    parser.add_argument(
+        "--tuning",
+        choices=get_args(Mode),
+        default="advise",
+        help="what the tuner may do, where the config's tuning.mode does not say (default: advise)",
     )
     parser.add_argument("--lifeline", type=_descriptor, help=argparse.SUPPRESS)
     return parser

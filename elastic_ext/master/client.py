@@ -152,6 +152,17 @@ class MasterClient:
         reply: pb.MetricHistory = self._ask(self._stub.GetMetrics, pb.GetMetricsRequest(since=since), _CALL_SECONDS)
         return tuple(reply.points)
 
+    def tuning(self, *, most: int = 0) -> pb.TuningReport:
+        """How the tuner stands and what it has decided, the newest ``most`` of that."""
+        reply: pb.TuningReport = self._ask(self._stub.GetTuning, pb.GetTuningRequest(most=most), _CALL_SECONDS)
+        return reply
+
+    def control_tuning(self, action: str, reason: str) -> pb.TuningReport:
+        """Have the tuner pause, resume, or undo its last change; how it stands then, and what it has decided since."""
+        request = pb.ControlTuningRequest(action=action, reason=reason)
+        reply: pb.TuningReport = self._ask(self._stub.ControlTuning, request, _CALL_SECONDS)
+        return reply
+
     def close(self) -> None:
         """Hang up; calls under way end with MasterAbsent."""
         self._channel.close()

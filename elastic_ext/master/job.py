@@ -23,8 +23,11 @@ from .fleet import Fleet
 from .machines import BadMachines
 from .nodes import Fenced, Node, NodeChange, Nodes, TooMany, UnknownNode
 from .plans import Plans
-from .records import EventRecord, NodeRecord
+from .records import EventRecord, NodeRecord, refusal_in
 from .store import Stored
+from .strategy.decisions import Decision
+from .tuning import Made, Tuning, check_decision
+from .tuning_words import Mode
 from .unsaved import Unsaved, UnsavedChanges
 from .wire import master_pb2 as wire
 
@@ -54,12 +57,15 @@ class JobSettings:
     acknowledge_seconds: float = 5.0
     refuses_bad_nodes: bool = False
     """Whether nodes whose machine has errors are kept out."""
+    tuning: Mode = "advise"
+    """What the tuner may do, where the config does not say."""
 
 
 class Job:
     """One job. Its methods for agents raise Refused."""
 
-    def __init__(self, stored: Stored, settings: JobSettings, now: Moment) -> None:
+    def __init__(self, stored: Stored, settings: JobSettings, now: Moment, *, strategy: Made | None = None) -> None:
+        """``strategy`` is what makes the one that tunes, by default the library's."""
         self.settings = settings
         self.job_id = stored.job_id
         self.epoch = stored.epoch
@@ -75,6 +81,9 @@ class Job:
         self.fleet = Fleet(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
+        self.tuning = Tuning(settings.tuning, stored.decisions, tell=self.log.tell, slow=self._slow_rank, make=strategy)
+        if self.book.newest is not None:
+            self.tuning.take_config(now.time, self.book.newest.config, self.book.newest.author)
         self._bad_machines = BadMachines(are_refused=settings.refuses_bad_nodes)
         self._unsaved = UnsavedChanges(
             nodes=self.nodes,
@@ -82,6 +91,7 @@ class Job:
             plans=self.plans,
             log=self.log,
             collector=self.collector,
+            tuning=self.tuning,
             saved_until=now.time,
         )
         for node in stored.nodes:
@@ -138,6 +148,9 @@ class Job:
             self._check_machine(now, node.node_id, request.hardware, node)
         if is_told and self.fleet.hear(node.node_id, node.host, request.hardware):
             self._unsaved.note_node(node.node_id)
+        if request.facts and any(each.rank == 0 for each in request.workers):
+            self.tuning.take_facts(now.time, request.facts)
+        self.tuning.take_workers(now.time, request.workers)  # before their windows are taken out
         self.collector.take(now.time, node.node_id, request.workers, host=node.host)
         if request.HasField("membership") and (told := self.plans.take(request.membership, now.time)) is not None:
             self._unsaved.note("membership")
@@ -150,7 +163,7 @@ class Job:
             epoch=self.epoch,
             job_id=self.job_id,
             lease_seconds=self.settings.lease_seconds,
-            beat_seconds=self.settings.beat_seconds,
+            beat_seconds=self.tuning.beat_seconds(self.settings.beat_seconds, len(self.nodes)),
             config_version=self.book.version,
             config=self.book.text if lags else "",
             wants_config=wants_config,
@@ -184,6 +197,7 @@ class Job:
             self._unsaved.note_forgotten(node_id)
         for words in self.collector.tick(now.time):
             self.log.tell(now.time, "pace", words)
+        self.tuning.tick(now.time, is_held=all(each.held_version >= self.book.version for each in self.nodes.present))
         self.log.tell_of_dropped(now.time)
 
     # ---- configs ----
@@ -205,13 +219,36 @@ class Job:
         check_job(request.job, self.name)
         return self.book.undo(now=now.time)
 
-    def enter(self, now: Moment, page: Page) -> None:
-        """A page that has been stored: what all nodes are to have now."""
+    def generated(self, now: Moment, decision: Decision) -> Page:
+        """The next version as the tuner has decided it, to be stored. ConfigError; Late where another one came."""
+        check_decision(decision, self.book.newest, step=self.collector.progress(now.time).step)
+        there = self.book.newest.config.values() if self.book.newest is not None else {}
+        changes = {path: value for path, value in decision.changes.items() if value is not None}
+        return self.book.set(
+            changes,
+            remove=[path for path, value in decision.changes.items() if value is None and path in there],
+            reason=decision.reason,
+            at_step=None,
+            now=now.time,
+            author="generated",
+            made_from=decision.base,
+        )
+
+    def enter(self, now: Moment, page: Page, *, decision: int | None = None) -> None:
+        """A page that has been stored: what all nodes are to have now; for the decision of that number, if any."""
         self.book.enter(page)
         config = page.config
         whose = {"person": "by a person", "generated": "by what generates strategies", "node": f"on {page.node_id}"}
         words = f"version {config.version} of the config was written {whose[page.author]}"
         self.log.tell(now.time, "config", words + (f": {on_one_line(config.reason)}" if config.reason else ""))
+        self.tuning.take_config(now.time, config, page.author, number=decision)
+
+    # ---- the tuner ----
+
+    def control_tuning(self, now: Moment, request: wire.ControlTuningRequest) -> None:
+        """What a person asks of the tuner."""
+        check_job(request.job, self.name)
+        self.tuning.control(now.time, request.action, on_one_line(request.reason[:_MOST_TROUBLE]))
 
     # ---- people ----
 
@@ -233,6 +270,9 @@ class Job:
         self._unsaved.give_back(unsaved)
 
     # ---- how ----
+
+    def _slow_rank(self) -> str:
+        return next((each.text for each in self.collector.stragglers), "")
 
     def _check_machine(self, now: Moment, node_id: str, hardware: str, node: Node | None = None) -> None:
         """Refused where bad machines are kept out and this is one; a ``node`` that had joined has left by it."""
@@ -262,7 +302,9 @@ class Job:
 
     def _hear(self, now: Moment, node_id: str, events: Sequence[wire.JobEvent], num_dropped: int) -> None:
         for each in events[:_MOST_EVENTS]:
-            self.log.hear(now.clock, _heard(each, node_id, now))
+            heard = _heard(each, node_id, now)
+            if self.log.hear(now.clock, heard) and (refusal := refusal_in(heard)) is not None:
+                self.tuning.refuse_version(now.time, *refusal)
         if num_dropped > 0:
             words = f"node {node_id} could not keep {num_dropped} events until it was heard"
             self.log.tell(now.time, "events-dropped", words, node_id=node_id)

@@ -9,7 +9,7 @@ from elastic_ext.wording import age_in_words, counted, on_one_line, size_in_word
 
 from .wire import master_pb2 as wire
 
-__all__ = ["event_words", "is_healthy", "status_words"]
+__all__ = ["event_words", "is_healthy", "moment_words", "status_words"]
 
 _MOST_NODES = 64
 _MOST_RANKS = 16
@@ -51,7 +51,7 @@ def event_words(event: wire.JobEvent) -> str:
     who = [event.node_id or "master"]
     who += [f"rank {event.rank}"] if event.rank >= 0 else []
     who += [f"step {event.step}"] if event.step >= 0 else []
-    return on_one_line(f"{_moment(event.time)}  {', '.join(who)}: {event.text}")
+    return on_one_line(f"{moment_words(event.time)}  {', '.join(who)}: {event.text}")
 
 
 def _heading(status: wire.JobStatus) -> str:
@@ -69,7 +69,7 @@ def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
         plan = status.membership
         ranks = sum(each.num_workers for each in plan.nodes)
         size = f"{counted(len(plan.nodes), 'node')}, {counted(ranks, 'rank')}"
-        yield "membership", f"version {plan.version}: {size}, since {_moment(plan.time)}: {plan.reason}"
+        yield "membership", f"version {plan.version}: {size}, since {moment_words(plan.time)}: {plan.reason}"
         if unknown := _unknown_shares(status):
             yield "", f"never heard of here: {', '.join(unknown)}"
     if speed := _speed(status.progress):
@@ -79,6 +79,8 @@ def _facts(status: wire.JobStatus, address: str) -> Iterator[tuple[str, str]]:
     elif status.progress.shares:
         yield "profile", _largest(status.progress.shares, num=len(status.progress.shares))
     yield "config", _config(status.config)
+    if status.tuning.mode:
+        yield "tuner", f"{status.tuning.mode}, {status.tuning.standing}: {status.tuning.text}"
     for group in status.groups:
         yield "near", ", ".join(group.node_ids)
 
@@ -100,7 +102,7 @@ def _config(config: wire.ConfigStatus) -> str:
     reason = f": {config.reason}" if config.reason else ""
     held = f"held by {config.num_holding} of {counted(config.num_nodes, 'node')}"
     in_force = f", version {', '.join(map(str, config.in_force))} in force" if config.in_force else ""
-    return f"version {config.version} ({config.author}, {_moment(config.time)}{reason}), {held}{in_force}"
+    return f"version {config.version} ({config.author}, {moment_words(config.time)}{reason}), {held}{in_force}"
 
 
 def _unknown_shares(status: wire.JobStatus) -> list[str]:
@@ -157,7 +159,8 @@ def _largest(shares: Mapping[str, float], *, num: int) -> str:
     return ", ".join(f"{label} {share:.0%}" for label, share in largest)
 
 
-def _moment(seconds: float) -> str:
+def moment_words(seconds: float) -> str:
+    """A time of day, and its date."""
     try:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):  # which no clock has shown

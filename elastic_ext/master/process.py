@@ -27,6 +27,7 @@ from .service import MasterService, moment
 from .status import job_status
 from .store import Store, StoreError, Superseded
 from .tokens import read_token
+from .tuning import Made
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import add_MasterServicer_to_server
 
@@ -69,8 +70,11 @@ class NotStarted(ElasticError):
     """A master could not be started as asked."""
 
 
-async def serve(options: MasterOptions, has_to_end: asyncio.Event) -> None:
-    """Be the master until ``has_to_end``. NotStarted, and Superseded where another process has become it."""
+async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: Made | None = None) -> None:
+    """Be the master until ``has_to_end``. NotStarted, and Superseded where another process has become it.
+
+    ``strategy`` is what makes the one that tunes, by default the library's.
+    """
     token = _token_of(options)
     with ThreadPoolExecutor(1, thread_name_prefix="elastic_ext store") as executor:
         loop = asyncio.get_running_loop()
@@ -79,13 +83,18 @@ async def serve(options: MasterOptions, has_to_end: asyncio.Event) -> None:
         except StoreError as error:
             raise NotStarted(str(error)) from error
         try:
-            await _serve(options, store, executor, token, has_to_end)
+            await _serve(options, store, executor, token, has_to_end, strategy)
         finally:
             await loop.run_in_executor(executor, store.close)
 
 
 async def _serve(
-    options: MasterOptions, store: Store, executor: Executor, token: str | None, has_to_end: asyncio.Event
+    options: MasterOptions,
+    store: Store,
+    executor: Executor,
+    token: str | None,
+    has_to_end: asyncio.Event,
+    strategy: Made | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     try:
@@ -105,8 +114,9 @@ async def _serve(
         beat_seconds=options.beat_seconds,
         acknowledge_seconds=options.acknowledge_seconds,
         refuses_bad_nodes=options.refuse_bad_nodes,
+        tuning=options.tuning,
     )
-    job = Job(stored, settings, moment())
+    job = Job(stored, settings, moment(), strategy=strategy)
     guard = Guard(token, loop.time)
     service = MasterService(job, store, executor, guard)
     health = Health()
@@ -193,6 +203,7 @@ async def _keep_going(
         freed.give_back(asyncio.get_running_loop().time())
         number = job.log.number
         job.tick(moment())
+        await service.tune()
         if job.log.number != number:
             service.tell_followers()
         await _keep(job, store, executor)
@@ -214,6 +225,7 @@ async def _keep(job: Job, store: Store, executor: Executor) -> None:
                 job=unsaved.job,
                 pairs=unsaved.pairs,
                 points=unsaved.points,
+                decisions=unsaved.decisions,
             ),
         )
     except Superseded:

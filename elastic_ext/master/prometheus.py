@@ -30,10 +30,17 @@ _PREFIX = "elastic_ext"
 _PHASES = tuple(phase.label for phase in Phase)
 _NODE_STATES = ("live", "late", "lost", "left")
 _PRESENT = ("live", "late")
+_TUNER_MODES = ("off", "advise", "auto")
+_TUNER_RATES: Mapping[str, str] = {
+    "best": "The best that the tuner has measured so far.",
+    "predicted": "What the tuner's last decision was to bring,",
+    "measured": "... and has brought, once that is known.",
+}
 _COUNTERS: Mapping[str, str] = {
     "joins": "Agents that have joined.",
     "beats": "Beats of nodes that were answered.",
     "pushes": "Configs that were sent to nodes as they came.",
+    "generated": "Versions of the config that the tuner has written.",
     "unacknowledged": "Streams of configs that were ended as their node did not hold what it was sent.",
     "events": "Events, by the number of the last one.",
 }
@@ -121,6 +128,22 @@ def _of_job(status: master_pb2.JobStatus) -> Iterator[_Family]:
         kind = {"kind": status.verdict.kind}
         yield _one("verdict", "What holds training up, as a label.", 1, kind)
     yield _optional("verdict_ratio", "Which part of the time that takes.", status.verdict, "share")
+    yield from _of_tuner(status.tuning)
+
+
+def _of_tuner(tuning: master_pb2.TuningStatus) -> Iterator[_Family]:
+    if not tuning.mode:  # a master without one
+        return
+    modes = [({"mode": mode}, mode == tuning.mode) for mode in _TUNER_MODES]
+    yield _Family(name="tuner_mode", kind="gauge", help="What the tuner may do, as a label.", samples=modes)
+    yield _Family(
+        name="tuner_decisions_total",
+        kind="counter",
+        help="What the tuner has decided.",
+        samples=[({}, tuning.num_decisions)],
+    )
+    for name, text in _TUNER_RATES.items():
+        yield _optional(f"tuner_{name}_samples_per_second", text, tuning, name)
 
 
 def _of_nodes(nodes: Sequence[master_pb2.NodeStatus]) -> Iterator[_Family]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_ext.record_json import JsonRecord
+from elastic_ext.record_json import JsonRecord, object_of
+from elastic_ext.wording import on_one_line
 
-__all__ = ["MASTERS_OWN", "EventRecord", "NodeRecord"]
+__all__ = ["MASTERS_OWN", "EventRecord", "NodeRecord", "refusal_in"]
 
 MASTERS_OWN = ""
 """The node of events that are the master's."""
+_MOST_REASON = 1_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,3 +45,17 @@ class NodeRecord(JsonRecord):
     hardware: str
     agent_id: str = ""
     """As the job's agents call it in a membership plan."""
+
+
+def refusal_in(event: EventRecord) -> tuple[int, str] | None:
+    """Which version of the config ranks say that they refuse, and why; None where an event says no such thing."""
+    if event.kind != "config-refused" or event.rank < 0:
+        return None
+    try:
+        details = object_of(event.details)
+    except ValueError:
+        return None
+    version, why = details.get("version"), details.get("why")
+    if type(version) is not int or not isinstance(why, str):
+        return None
+    return version, on_one_line(why[:_MOST_REASON])

@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from .admission import Refused
@@ -18,7 +20,7 @@ from .configs import Page
 from .guard import ANSWERED, Guard, Peer
 from .job import Job, Moment
 from .shown import Shown
-from .status import config_history, event_message, job_status, newest_events
+from .status import config_history, event_message, job_status, newest_events, tuning_report
 from .store import Store
 from .watchers import Unacknowledged, Watchers
 from .wire import master_pb2 as wire
@@ -28,6 +30,8 @@ __all__ = ["MasterService", "moment"]
 
 _MOST_FOLLOWERS = 64
 _MOST_CHANGES = 1_000
+_MOST_GENERATED = 8
+"""One after another; what is refused may call for the next."""
 _Result = TypeVar("_Result")
 
 
@@ -75,6 +79,7 @@ class MasterService(MasterServicer):
             if page is not None:
                 await self._take(page)
                 reply.config_version = self._job.book.version
+            await self.tune()
         except ANSWERED as error:
             await self._guard.refuse(peer, error)
         self._watchers.acknowledge(request.node_id, request.held.version)
@@ -167,7 +172,43 @@ class MasterService(MasterServicer):
         await self._guard.admit(peer)
         return self._job.collector.history(request.since)
 
+    async def GetTuning(self, request: wire.GetTuningRequest, peer: Peer) -> wire.TuningReport:
+        await self._guard.admit(peer)
+        return tuning_report(self._job.tuning, most=request.most)
+
+    async def ControlTuning(self, request: wire.ControlTuningRequest, peer: Peer) -> wire.TuningReport:
+        await self._guard.admit(peer)
+        newest = max((each.number for each in self._job.tuning.decisions), default=0)
+        try:
+            self._job.control_tuning(moment(), request)
+            await self.tune()
+        except ANSWERED as error:
+            await self._guard.refuse(peer, error)
+        self.tell_followers()
+        return tuning_report(self._job.tuning, after=newest)
+
     # ---- how ----
+
+    async def tune(self) -> None:
+        """Write what the tuner has decided as versions of the config."""
+        tuning = self._job.tuning
+        if tuning.due is None:
+            return
+        async with self._writing:
+            for _ in range(_MOST_GENERATED):
+                decision = tuning.due
+                if decision is None:
+                    break
+                try:
+                    page = self._job.generated(moment(), decision)
+                    written = replace(decision, version=page.config.version)
+                    await self._stored(partial(self._store.enter_page, page, written))
+                except ANSWERED as error:
+                    tuning.refuse_due(moment().time, decision.number, f"it could not be written: {error}")
+                else:
+                    self._enter(page, decision.number)
+                    self.counts["generated"] += 1
+        self.tell_followers()
 
     def tell_followers(self) -> None:
         """Events have come."""
@@ -210,8 +251,8 @@ class MasterService(MasterServicer):
                 await self._stored(lambda: self._store.enter_page(page))
                 self._enter(page)
 
-    def _enter(self, page: Page) -> None:
-        self._job.enter(moment(), page)
+    def _enter(self, page: Page, decision: int | None = None) -> None:
+        self._job.enter(moment(), page, decision=decision)
         self._watchers.tell(page.config.version)
         self.tell_followers()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 
 from .configs import ConfigBook
 from .job import Job, Moment
 from .nodes import Node
 from .records import EventRecord
+from .strategy.decisions import Decision
+from .tuning import Tuning
 from .wire import master_pb2 as wire
 from .wire.plain import filled
 
-__all__ = ["config_history", "event_message", "job_status", "newest_events"]
+__all__ = ["config_history", "event_message", "job_status", "newest_events", "tuning_report"]
 
 _NUM_EVENTS = 20
 _MOST_EVENTS = 1_000
@@ -31,6 +34,7 @@ def job_status(job: Job, now: Moment, request: wire.GetStatusRequest) -> wire.Jo
         progress=job.collector.progress(now.time),
         events=newest_events(job, request.num_events),
         troubles=list(_troubles(job)),
+        tuning=_tuning_status(job.tuning),
     )
     verdict = job.collector.verdict(now.time)
     status.verdict.CopyFrom(wire.Verdict(kind=verdict.kind, text=verdict.text, share=verdict.share))
@@ -63,6 +67,14 @@ def config_history(book: ConfigBook) -> wire.ConfigHistory:
     )
 
 
+def tuning_report(tuning: Tuning, *, most: int = 0, after: int = 0) -> wire.TuningReport:
+    """How the tuner stands, and its decisions after the one of that number, the newest ``most`` of them."""
+    found = [each for each in tuning.decisions if each.number > after]
+    return wire.TuningReport(
+        status=_tuning_status(tuning), decisions=[_decision_message(each) for each in found[-most:]]
+    )
+
+
 def event_message(event: EventRecord) -> wire.JobEvent:
     """An event, as it is sent."""
     return filled(wire.JobEvent(), event)
@@ -71,6 +83,31 @@ def event_message(event: EventRecord) -> wire.JobEvent:
 def newest_events(job: Job, wanted: int) -> list[wire.JobEvent]:
     """So many as a status is asked for; some where it does not say."""
     return [event_message(each) for each in job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS))]
+
+
+def _tuning_status(tuning: Tuning) -> wire.TuningStatus:
+    word, text, best = tuning.standing()
+    decisions = tuning.decisions
+    told = next((each for each in reversed(decisions) if each.predicted is not None), None)
+    return wire.TuningStatus(
+        mode=tuning.mode,
+        standing=word,
+        text=text,
+        best=best,
+        predicted=None if told is None else told.predicted,
+        measured=None if told is None else told.measured,
+        num_decisions=decisions[-1].number if decisions else 0,
+    )
+
+
+def _decision_message(decision: Decision) -> wire.TuningDecision:
+    message = filled(wire.TuningDecision(), replace(decision, changes={}))
+    message.changes.update({path: json.dumps(value) for path, value in decision.changes.items()})
+    return message
+
+
+def _newest_events(job: Job, wanted: int) -> list[EventRecord]:
+    return list(job.log.after(0, most=min(wanted or _NUM_EVENTS, _MOST_EVENTS)))
 
 
 def _node_status(job: Job, node: Node, now: Moment, *, with_workers: bool) -> wire.NodeStatus:

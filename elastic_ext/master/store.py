@@ -22,6 +22,7 @@ from elastic_ext.history import Entry
 
 from .configs import Author, Page
 from .records import EventRecord, NodeRecord
+from .strategy.decisions import Decision
 
 __all__ = ["Store", "StoreError", "Stored", "Superseded", "network_in_words"]
 
@@ -31,6 +32,7 @@ _SCHEMA = 1
 _MOST_PAGES = 200
 _MOST_EVENTS = 5_000
 _MOST_POINTS = 7 * 24 * 60
+_MOST_DECISIONS = 1_000
 _WAIT_SECONDS = 5.0  # for somebody who reads the file by hand
 
 _TABLES = """
@@ -42,6 +44,10 @@ CREATE TABLE events (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE nodes (node_id TEXT PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE points (time REAL PRIMARY KEY, record TEXT NOT NULL);
 """
+_ADDED = """
+CREATE TABLE IF NOT EXISTS decisions (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
+"""
+"""What earlier versions of the library do not know, and leave alone."""
 
 
 class StoreError(ElasticError):
@@ -69,6 +75,8 @@ class Stored:
     """What pairs of nodes have measured, as JSON; empty where there was none."""
     points: tuple[str, ...]
     """JSON, oldest first."""
+    decisions: tuple[Decision, ...] = ()
+    """Of the tuner."""
 
 
 class Store:
@@ -118,6 +126,7 @@ class Store:
             events = self._db.execute("SELECT record FROM events ORDER BY number")
             nodes = self._db.execute("SELECT record FROM nodes ORDER BY node_id")
             points = self._db.execute("SELECT record FROM points ORDER BY time")
+            decisions = self._db.execute("SELECT record FROM decisions ORDER BY number")
             return Stored(
                 job=meta["job"],
                 job_id=meta["job_id"],
@@ -128,10 +137,11 @@ class Store:
                 membership=meta["membership"],
                 pairs=meta["pairs"],
                 points=tuple(text for (text,) in points),
+                decisions=tuple(Decision.from_json(text) for (text,) in decisions),
             )
 
-    def enter_page(self, page: Page) -> None:
-        """The next version of the config."""
+    def enter_page(self, page: Page, decision: Decision | None = None) -> None:
+        """The next version of the config; with the decision that it was written for, if any."""
         with self._writing() as db:
             entry = page.entry
             row = (
@@ -143,6 +153,8 @@ class Store:
                 entry.config.to_json(),
             )
             db.execute("INSERT INTO pages VALUES (?, ?, ?, ?, ?, ?)", row)
+            if decision is not None:
+                db.execute("INSERT OR REPLACE INTO decisions VALUES (?, ?)", (decision.number, decision.to_json()))
             db.execute(
                 "DELETE FROM pages WHERE version NOT IN (SELECT version FROM pages ORDER BY version DESC LIMIT ?)",
                 (_MOST_PAGES,),
@@ -158,6 +170,7 @@ class Store:
         points: Sequence[tuple[float, str]] = (),
         job: str | None = None,
         pairs: str | None = None,
+        decisions: Sequence[Decision] = (),
     ) -> None:
         """What has come since the last call, all of it or nothing."""
         with self._writing() as db:
@@ -165,11 +178,16 @@ class Store:
             db.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?)", [(n.node_id, n.to_json()) for n in nodes])
             db.executemany("DELETE FROM nodes WHERE node_id = ?", [(node_id,) for node_id in forgotten])
             db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?)", points)
+            rows = [(each.number, each.to_json()) for each in decisions]
+            db.executemany("INSERT OR REPLACE INTO decisions VALUES (?, ?)", rows)
             for key, value in {"job": job, "membership": membership, "pairs": pairs}.items():
                 if value is not None:
                     db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
             if events:
                 db.execute("DELETE FROM events WHERE number <= ?", (max(e.number for e in events) - _MOST_EVENTS,))
+            if decisions:
+                last = max(each.number for each in decisions)
+                db.execute("DELETE FROM decisions WHERE number <= ?", (last - _MOST_DECISIONS,))
             if points:
                 db.execute(
                     "DELETE FROM points WHERE time NOT IN (SELECT time FROM points ORDER BY time DESC LIMIT ?)",
@@ -191,9 +209,9 @@ class Store:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         if schema > _SCHEMA:
             raise StoreError(f"{self.path} is of a newer version of this library: start the master of that version")
+        for statement in (_TABLES * (schema == 0) + _ADDED).split(";"):
+            db.execute(statement)
         if schema == 0:
-            for statement in _TABLES.split(";"):
-                db.execute(statement)
             first = {"job": "", "job_id": uuid.uuid4().hex, "epoch": "0", "membership": "", "pairs": ""}
             db.executemany("INSERT INTO meta VALUES (?, ?)", first.items())
             db.execute(f"PRAGMA user_version = {_SCHEMA}")

@@ -13,6 +13,8 @@ from .fleet import Fleet
 from .nodes import Node, Nodes
 from .plans import Plans
 from .records import EventRecord, NodeRecord
+from .strategy.decisions import Decision
+from .tuning import Tuning
 
 __all__ = ["Unsaved", "UnsavedChanges"]
 
@@ -30,19 +32,30 @@ class Unsaved:
     """What it is called."""
     pairs: str | None
     points: Sequence[tuple[float, str]]
+    decisions: Sequence[Decision]
+    """Of the tuner."""
 
 
 class UnsavedChanges:
     """What has changed in the parts of one job."""
 
     def __init__(
-        self, *, nodes: Nodes, fleet: Fleet, plans: Plans, log: EventLog, collector: Collector, saved_until: float
+        self,
+        *,
+        nodes: Nodes,
+        fleet: Fleet,
+        plans: Plans,
+        log: EventLog,
+        collector: Collector,
+        tuning: Tuning,
+        saved_until: float,
     ) -> None:
         self._nodes = nodes
         self._fleet = fleet
         self._plans = plans
         self._log = log
         self._collector = collector
+        self._tuning = tuning
         self._saved_until = saved_until  # of the history
         self._changed_nodes: set[str] = set()
         self._forgotten: list[str] = []
@@ -79,11 +92,13 @@ class UnsavedChanges:
             job=job if "job" in whole else None,
             pairs=self._fleet.pairs if "pairs" in whole else None,
             points=points,
+            decisions=self._tuning.take_unsaved(),
         )
 
     def give_back(self, unsaved: Unsaved) -> None:
         """It could not be stored, and is given again."""
         self._log.give_back(unsaved.events)
+        self._tuning.give_back(unsaved.decisions)
         self._forgotten += unsaved.forgotten
         self._changed_nodes.update(each.node_id for each in unsaved.nodes)
         if unsaved.membership is not None:

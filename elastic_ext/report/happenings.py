@@ -40,6 +40,7 @@ _GROUP_OF: dict[str, Group] = {
     "leaving": "membership",
     "out-of-memory": "memory",
     "config-applied": "config",
+    "config-refused": "config",
     "config-foreign": "config",
     "config-aside": "config",
     "resharded": "config",

@@ -38,6 +38,8 @@ class Decision(JsonRecord):
     """The version of the config that it is about, and that ``changes`` are to be made to."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """By key, what is to be set; None for what is to be left out, as at the start. Empty where nothing is written."""
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    """By key of ``changes``, what was set before; None for what was left out: what takes the change back."""
     version: int | None = None
     """Of the config that was written for it; None until then, and where nothing is."""
     before: float | None = None

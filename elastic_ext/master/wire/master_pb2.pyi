@@ -64,7 +64,7 @@ class JoinReply(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., beat_seconds: _Optional[float] = ..., acknowledge_seconds: _Optional[float] = ..., library: _Optional[str] = ..., was_lost: bool = ...) -> None: ...
 
 class BeatRequest(_message.Message):
-    __slots__ = ("node_id", "incarnation", "epoch", "held", "membership", "workers", "events", "num_events_dropped", "hardware", "trouble", "first_event")
+    __slots__ = ("node_id", "incarnation", "epoch", "held", "membership", "workers", "events", "num_events_dropped", "hardware", "trouble", "first_event", "facts")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class BeatRequest(_message.Message):
     HARDWARE_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     FIRST_EVENT_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     epoch: int
@@ -87,7 +88,8 @@ class BeatRequest(_message.Message):
     hardware: str
     trouble: str
     first_event: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[ConfigHeld, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[JobEvent, _Mapping]]] = ..., num_events_dropped: _Optional[int] = ..., hardware: _Optional[str] = ..., trouble: _Optional[str] = ..., first_event: _Optional[int] = ...) -> None: ...
+    facts: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[ConfigHeld, _Mapping]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[JobEvent, _Mapping]]] = ..., num_events_dropped: _Optional[int] = ..., hardware: _Optional[str] = ..., trouble: _Optional[str] = ..., first_event: _Optional[int] = ..., facts: _Optional[str] = ...) -> None: ...
 
 class ConfigHeld(_message.Message):
     __slots__ = ("version", "digest", "text")
@@ -316,7 +318,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, without_workers: bool = ..., num_events: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("time", "job", "job_id", "epoch", "up_seconds", "library", "nodes", "membership", "config", "progress", "verdict", "troubles", "recommendations", "groups", "events")
+    __slots__ = ("time", "job", "job_id", "epoch", "up_seconds", "library", "nodes", "membership", "config", "progress", "verdict", "troubles", "recommendations", "groups", "events", "tuning")
     TIME_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +334,7 @@ class JobStatus(_message.Message):
     RECOMMENDATIONS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    TUNING_FIELD_NUMBER: _ClassVar[int]
     time: float
     job: str
     job_id: str
@@ -347,7 +350,8 @@ class JobStatus(_message.Message):
     recommendations: _containers.RepeatedScalarFieldContainer[str]
     groups: _containers.RepeatedCompositeFieldContainer[NodeGroup]
     events: _containers.RepeatedCompositeFieldContainer[JobEvent]
-    def __init__(self, time: _Optional[float] = ..., job: _Optional[str] = ..., job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., up_seconds: _Optional[float] = ..., library: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., config: _Optional[_Union[ConfigStatus, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., troubles: _Optional[_Iterable[str]] = ..., recommendations: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[NodeGroup, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[JobEvent, _Mapping]]] = ...) -> None: ...
+    tuning: TuningStatus
+    def __init__(self, time: _Optional[float] = ..., job: _Optional[str] = ..., job_id: _Optional[str] = ..., epoch: _Optional[int] = ..., up_seconds: _Optional[float] = ..., library: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., membership: _Optional[_Union[Membership, _Mapping]] = ..., config: _Optional[_Union[ConfigStatus, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., troubles: _Optional[_Iterable[str]] = ..., recommendations: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[NodeGroup, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[JobEvent, _Mapping]]] = ..., tuning: _Optional[_Union[TuningStatus, _Mapping]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("node", "state", "seen_seconds", "config_version", "workers", "machine", "troubles")
@@ -579,3 +583,80 @@ class MetricPoint(_message.Message):
     tokens_per_second: float
     step_seconds: float
     def __init__(self, time: _Optional[float] = ..., seconds: _Optional[float] = ..., step: _Optional[int] = ..., steps_per_second: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., num_nodes: _Optional[int] = ..., num_workers: _Optional[int] = ..., config_version: _Optional[int] = ..., shares: _Optional[_Mapping[str, float]] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ...) -> None: ...
+
+class TuningStatus(_message.Message):
+    __slots__ = ("mode", "standing", "text", "best", "predicted", "measured", "num_decisions")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    standing: str
+    text: str
+    best: float
+    predicted: float
+    measured: float
+    num_decisions: int
+    def __init__(self, mode: _Optional[str] = ..., standing: _Optional[str] = ..., text: _Optional[str] = ..., best: _Optional[float] = ..., predicted: _Optional[float] = ..., measured: _Optional[float] = ..., num_decisions: _Optional[int] = ...) -> None: ...
+
+class GetTuningRequest(_message.Message):
+    __slots__ = ("most",)
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    most: int
+    def __init__(self, most: _Optional[int] = ...) -> None: ...
+
+class ControlTuningRequest(_message.Message):
+    __slots__ = ("action", "reason", "job")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    action: str
+    reason: str
+    job: str
+    def __init__(self, action: _Optional[str] = ..., reason: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+
+class TuningReport(_message.Message):
+    __slots__ = ("status", "decisions")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    status: TuningStatus
+    decisions: _containers.RepeatedCompositeFieldContainer[TuningDecision]
+    def __init__(self, status: _Optional[_Union[TuningStatus, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[TuningDecision, _Mapping]]] = ...) -> None: ...
+
+class TuningDecision(_message.Message):
+    __slots__ = ("number", "time", "kind", "reason", "base", "changes", "version", "before", "predicted", "measured", "predicted_bytes", "outcome")
+    class ChangesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    time: float
+    kind: str
+    reason: str
+    base: int
+    changes: _containers.ScalarMap[str, str]
+    version: int
+    before: float
+    predicted: float
+    measured: float
+    predicted_bytes: int
+    outcome: str
+    def __init__(self, number: _Optional[int] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., base: _Optional[int] = ..., changes: _Optional[_Mapping[str, str]] = ..., version: _Optional[int] = ..., before: _Optional[float] = ..., predicted: _Optional[float] = ..., measured: _Optional[float] = ..., predicted_bytes: _Optional[int] = ..., outcome: _Optional[str] = ...) -> None: ...

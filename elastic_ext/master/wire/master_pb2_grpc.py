@@ -70,6 +70,16 @@ class MasterStub(object):
                 request_serializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.GetMetricsRequest.SerializeToString,
                 response_deserializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.MetricHistory.FromString,
                 )
+        self.GetTuning = channel.unary_unary(
+                '/elastic_ext.v1.Master/GetTuning',
+                request_serializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.GetTuningRequest.SerializeToString,
+                response_deserializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.TuningReport.FromString,
+                )
+        self.ControlTuning = channel.unary_unary(
+                '/elastic_ext.v1.Master/ControlTuning',
+                request_serializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.ControlTuningRequest.SerializeToString,
+                response_deserializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.TuningReport.FromString,
+                )
 
 
 class MasterServicer(object):
@@ -153,6 +163,20 @@ class MasterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTuning(self, request, context):
+        """What the tuner has decided, and how it stands.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ControlTuning(self, request, context):
+        """Have the tuner pause, go on, or take its last change back; what follows from that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MasterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -210,6 +234,16 @@ def add_MasterServicer_to_server(servicer, server):
                     servicer.GetMetrics,
                     request_deserializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.GetMetricsRequest.FromString,
                     response_serializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.MetricHistory.SerializeToString,
+            ),
+            'GetTuning': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTuning,
+                    request_deserializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.GetTuningRequest.FromString,
+                    response_serializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.TuningReport.SerializeToString,
+            ),
+            'ControlTuning': grpc.unary_unary_rpc_method_handler(
+                    servicer.ControlTuning,
+                    request_deserializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.ControlTuningRequest.FromString,
+                    response_serializer=elastic__ext_dot_master_dot_wire_dot_master__pb2.TuningReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -406,5 +440,39 @@ class Master(object):
         return grpc.experimental.unary_unary(request, target, '/elastic_ext.v1.Master/GetMetrics',
             elastic__ext_dot_master_dot_wire_dot_master__pb2.GetMetricsRequest.SerializeToString,
             elastic__ext_dot_master_dot_wire_dot_master__pb2.MetricHistory.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetTuning(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/elastic_ext.v1.Master/GetTuning',
+            elastic__ext_dot_master_dot_wire_dot_master__pb2.GetTuningRequest.SerializeToString,
+            elastic__ext_dot_master_dot_wire_dot_master__pb2.TuningReport.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ControlTuning(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/elastic_ext.v1.Master/ControlTuning',
+            elastic__ext_dot_master_dot_wire_dot_master__pb2.ControlTuningRequest.SerializeToString,
+            elastic__ext_dot_master_dot_wire_dot_master__pb2.TuningReport.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -1,0 +1,95 @@
+"""Book: the decisions of a tuner, in the order in which they are made, and what has become of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .decisions import Decision, Kind, Outcome
+
+__all__ = ["Book"]
+
+
+class Book:
+    """All decisions of a job, those from before a restart of the master among them."""
+
+    def __init__(self, decisions: Sequence[Decision] = ()) -> None:
+        self._decisions = {each.number: each for each in sorted(decisions, key=lambda each: each.number)}
+        self._next = max(self._decisions, default=0) + 1
+
+    @property
+    def open(self) -> Decision | None:
+        """The newest one that something is written for, while it is not known what comes of it."""
+        waiting = [each for each in self._decisions.values() if each.changes and _is_open(each)]
+        return waiting[-1] if waiting else None
+
+    @property
+    def last_kept(self) -> Decision | None:
+        """The newest one whose changes are in force, or were when others were added to them."""
+        kept = [each for each in self._decisions.values() if each.changes and each.outcome == "kept"]
+        return kept[-1] if kept else None
+
+    @property
+    def last(self) -> Decision | None:
+        """The newest of all."""
+        return self._decisions[max(self._decisions)] if self._decisions else None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the last word on that was a pause."""
+        words = [each.kind for each in self._decisions.values() if each.kind in ("pause", "resume")]
+        return words[-1:] == ["pause"]
+
+    def add(
+        self,
+        *,
+        time: float,
+        kind: Kind,
+        reason: str,
+        base: int,
+        changes: Mapping[str, Any] | None = None,
+        instead: Mapping[str, Any] | None = None,
+        before: float | None = None,
+        predicted: float | None = None,
+        predicted_bytes: int | None = None,
+    ) -> Decision:
+        """A new decision."""
+        made = Decision(
+            number=self._next,
+            time=time,
+            kind=kind,
+            reason=reason,
+            base=base,
+            changes=changes or {},
+            instead=instead or {},
+            before=before,
+            predicted=predicted,
+            predicted_bytes=predicted_bytes,
+        )
+        self._decisions[made.number] = made
+        self._next += 1
+        return made
+
+    def written(self, number: int, version: int) -> Decision | None:
+        """A config was written for a decision; None where there is no such decision."""
+        return self._change(number, version=version)
+
+    def close(self, number: int, outcome: Outcome, measured: float | None = None, reason: str = "") -> Decision | None:
+        """It is known what comes of a decision; a reason is added to the one that it was made for."""
+        found = self._decisions.get(number)
+        if found is None:
+            return None
+        told = f"{found.reason}; {reason}" if reason else found.reason
+        more = {} if measured is None else {"measured": measured}
+        return self._change(number, outcome=outcome, reason=told, **more)
+
+    def _change(self, number: int, **changes: Any) -> Decision | None:
+        if number not in self._decisions:
+            return None
+        self._decisions[number] = replace(self._decisions[number], **changes)
+        return self._decisions[number]
+
+
+def _is_open(decision: Decision) -> bool:
+    return not decision.outcome and decision.kind in ("probe", "settle", "undo")

@@ -1,0 +1,54 @@
+"""Budget: how slow a probe may be, so that training is never far behind where it would be without any. Pure.
+
+What counts is time: what the steps that were taken would have taken by the user's own config, beside what they did
+take. By nine tenths of the latter they have to be paid for. Steps at a better point save up for probes to come.
+"""
+
+from __future__ import annotations
+
+from .seen import Seen
+
+__all__ = ["Budget"]
+
+_LEAST_PACE = 0.9
+"""Of the pace of the user's own config, since the tuner began."""
+
+
+class Budget:
+    """Since the tuner began."""
+
+    def __init__(self) -> None:
+        self._own_seconds: float | None = None
+        self._saved = 0.0
+        self._before_known: list[Seen] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what a step takes by the user's own config."""
+        return self._own_seconds is not None
+
+    def take_own(self, seconds: float) -> None:
+        """What a step takes by the user's own config."""
+        self._own_seconds = seconds
+        earlier, self._before_known = self._before_known, []
+        for seen in earlier:
+            self.see(seen)
+
+    def change_pace(self, ratio: float) -> None:
+        """Steps take so many times as long as before, by whatever config."""
+        if self._own_seconds is not None:
+            self._own_seconds *= ratio
+
+    def see(self, seen: Seen) -> None:
+        """Steps were taken, by whatever config."""
+        if self._own_seconds is None:
+            self._before_known.append(seen)
+            return
+        took = seen.num_steps * seen.step_seconds + seen.held_up_seconds
+        self._saved += seen.num_steps * self._own_seconds - _LEAST_PACE * took
+
+    def most_seconds(self, num_steps: int, best_seconds: float) -> float:
+        """What a step of a probe of so many may take, what it costs to change to it and back again among them."""
+        if self._own_seconds is None:
+            return best_seconds
+        return (self._saved / num_steps + self._own_seconds) / _LEAST_PACE

@@ -1,0 +1,313 @@
+"""Controller: a tuner as those around it see it: it is told what happens, and says what is to be done. Pure.
+
+The same calls give the same decisions. It reads no clock and writes nothing: who holds it writes a config for each
+decision that has changes, and tells of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from elastic_ext.config import ElasticConfig
+from elastic_ext.job_facts import JobFacts
+from elastic_ext.sections import TuningSection
+
+from .book import Book
+from .budget import Budget
+from .change import changed_facts
+from .course import Course
+from .decisions import Decision, Kind
+from .measuring import why_untrusted
+from .seen import Seen
+from .space import KEYS, Point, point_of, space_of, values_of
+from .standing import Stand, Standing
+from .telling import change_in_words, listed, rate_in_words
+
+__all__ = ["Author", "Controller", "Mode"]
+
+Mode = Literal["off", "advise", "auto"]
+Author = Literal["person", "generated", "node"]
+
+_SILENT_SECONDS = 60.0
+_SILENT_TIMES = 30
+"""As long as the last report was of."""
+_CALM = 8
+"""Reports in a row that can be trusted, after which a reason why not is told anew."""
+_PATIENCE = 5
+"""Reports under an older config, until it is clear that a newer one is not put in force."""
+_MOST_DISTRUSTED = 20
+"""Reports that tell nothing while something is tried: then it is taken back."""
+_NO_EDIT = ("tuning", "checkpoint")
+"""Sections that a person may change beside the tuner: they are not what it chooses."""
+_NOT_TUNED = ("optimizer.learning_rate", "global_batch_size")
+
+
+class Controller:
+    """Of one job."""
+
+    def __init__(self, *, mode: Mode, decisions: Sequence[Decision] = ()) -> None:
+        """``mode`` counts where the config says nothing of it; ``decisions`` are those from before a restart."""
+        self._usual_mode = mode
+        self._book = Book(decisions)
+        self._is_paused = self._book.is_paused
+        self._config: ElasticConfig | None = None
+        self._facts: JobFacts | None = None
+        self._course: Course | None = None
+        self._budget = Budget()
+        self._must_begin = True
+        self._heard: tuple[float, float] | None = None  # when, and what a step took
+        self._num_distrusted = 0
+        self._num_calm = _CALM
+        self._num_waited = 0
+        self._is_silent = False
+        self._told: set[str] = set()
+
+    # ---- what is told ----
+
+    def take_facts(self, now: float, facts: JobFacts) -> list[Decision]:
+        """Rank 0 has written what is known of the job."""
+        before, self._facts = self._facts, facts
+        other = changed_facts(before, facts) if before is not None else ""
+        course = self._course
+        if course is None or self._must_begin or course.is_changed_inside:
+            return self._begin(now)
+        if other:
+            return self._begin(now, f"the search begins again: {other}")
+        course.take_facts(facts)
+        return []
+
+    def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
+        """A newer config is in place, whoever wrote it."""
+        before, mode_before = self._config, self._mode
+        self._config = config
+        if author == "generated":
+            return []
+        changed = [] if before is None else list(before.differences(config))
+        edited = [key for key in changed if not key.startswith(_NO_EDIT)]
+        if "off" in (mode_before, self._mode) or before is None:
+            return self._begin(now)
+        self._must_begin = True  # by what is in force then, of which facts will tell
+        if edited and not self._is_paused and self._mode == "auto":
+            return [*self._abandon(), *self._pause(now, _why_edited(author, config, edited))]
+        return self._begin(now)
+
+    def see(self, now: float, seen: Seen) -> list[Decision]:
+        """Some steps of all ranks."""
+        if self._mode == "off" or self._is_paused or self._facts is None:
+            return []
+        if self._must_begin or self._course is None:
+            return self._wait(now, seen, self._facts)
+        why = why_untrusted(seen, self._facts)
+        if why:
+            return self._distrust(now, why)
+        self._heard, self._is_silent = (now, seen.num_steps * seen.step_seconds), False
+        self._num_distrusted = 0
+        self._num_calm += 1
+        return self._course.see(now, seen, writes=self._writes)
+
+    def tick(self, now: float) -> list[Decision]:
+        """Time passes."""
+        if self._heard is None or self._mode == "off" or self._is_paused:
+            return []
+        silent = now - self._heard[0]
+        if self._is_silent or silent <= max(_SILENT_SECONDS, _SILENT_TIMES * self._heard[1]):
+            return []
+        self._is_silent = True
+        return self._hold(now, f"nothing was heard of the job's steps for {silent:.0f} s")
+
+    def written(self, now: float, number: int, version: int) -> None:
+        """The config of a decision was written, as this version."""
+        self._book.written(number, version)
+        if self._course is not None:
+            self._course.written(number, version)
+
+    def refused(self, now: float, number: int, why: str) -> list[Decision]:
+        """The config of a decision is not put in force."""
+        if self._course is None:
+            return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
+        writes = self._writes and not self._is_paused
+        return self._course.refused(now, number, why, writes=writes)
+
+    # ---- what people ask ----
+
+    def pause(self, now: float, why: str) -> list[Decision]:
+        """Nothing is decided until ``resume``; what is being tried is taken back."""
+        if self._is_paused:
+            return []
+        left = self._course.leave(now, f"what was tried is taken back: {why}") if self._course else []
+        return [*left, *self._pause(now, why)]
+
+    def resume(self, now: float) -> list[Decision]:
+        """It goes on, by what is in force by now."""
+        if not self._is_paused:
+            return []
+        self._is_paused = False
+        self._must_begin = True
+        return [self._say(now, "resume", "a person lets the tuner go on"), *self._begin(now)]
+
+    def undo(self, now: float) -> list[Decision]:
+        """The last change that was kept is taken back, and nothing else is tried until ``resume``."""
+        last, facts = self._book.last_kept, self._facts
+        if last is None or facts is None:
+            return [self._say(now, "hold", "there is no change to be taken back")]
+        abandoned = self._abandon()
+        here = point_of(facts.values) if self._must_begin or self._course is None else self._course.here
+        target = here._replace(**{name: last.instead[key] for name, key in KEYS.items() if key in last.instead})
+        why = f"{change_in_words(target, here)}: a person takes decision {last.number} back"
+        closed = _some(self._book.close(last.number, "undone"))
+        taken = self._go_back(now, facts, here, target, why)
+        paused = [] if self._is_paused else self._pause(now, f"{why}; say resume to go on")
+        return [*abandoned, *closed, *taken, *paused]
+
+    @property
+    def standing(self) -> Standing:
+        """Where it stands, for people."""
+        course = self._course
+        best = course.best if course else None
+        rate = course.rate(best.seconds) if course and best else None
+        stand, sentence = self._stand()
+        if rate is not None:
+            sentence = f"{sentence}; {rate_in_words(rate)} at best so far"
+        return Standing(stand=stand, sentence=sentence, best_rate=rate)
+
+    # ---- parts ----
+
+    @property
+    def _tuning(self) -> TuningSection:
+        return self._config.tuning if self._config is not None else TuningSection()
+
+    @property
+    def _mode(self) -> str:
+        return self._tuning.mode or self._usual_mode
+
+    @property
+    def _writes(self) -> bool:
+        return self._mode == "auto"
+
+    def _stand(self) -> tuple[Stand, str]:
+        if self._mode == "off":
+            return "off", "tuning is off"
+        if self._is_paused:
+            return "paused", "the tuner is paused"
+        if self._course is None or self._must_begin:
+            return "waiting", "the tuner waits for what is known of the job"
+        if not self._writes:
+            return "watching", "the tuner looks on and advises"
+        if self._course.stage == "settled":
+            return "settled", "the tuner has settled, and watches the pace"
+        if self._course.stage == "saving":
+            return "probing", "the tuner trains at the best config until that has paid for what it tries next"
+        return "probing", "the tuner tries what may be faster"
+
+    def _begin(self, now: float, reason: str = "") -> list[Decision]:
+        """Begin a search, where enough is known to do so."""
+        facts, config, earlier = self._facts, self._config, self._course
+        self._must_begin = True
+        if facts is None or self._is_paused:
+            return []
+        if config is not None and facts.config_version < config.version and self._num_waited < _PATIENCE:
+            return []  # facts of that version will come, unless it is not put in force
+        if self._mode == "off":
+            return self._take_back_unmeasured(now, facts)
+        told = [self._say(now, "reopen", reason)] if reason else []
+        told += self._tell_limits(now, facts)
+        self._must_begin, self._num_waited = False, 0
+        if reason:
+            self._budget = Budget()  # what the user's own config would do in this job is not known
+        self._course = self._made(facts, earlier)
+        return [*told, *self._take_back_unmeasured(now, facts)]
+
+    def _made(self, facts: JobFacts, earlier: Course | None) -> Course:
+        from .search import Search  # numpy, which a master starts without
+
+        before = earlier.search if earlier is not None else None
+        is_again = before is not None or self._book.last is not None
+        search = Search(facts, self._tuning, before=before, is_again=is_again)
+        return Course(facts, self._tuning, self._book, search, self._budget)
+
+    def _take_back_unmeasured(self, now: float, facts: JobFacts) -> list[Decision]:
+        """What was being tried as the search ended, or the master, is in force and was not measured."""
+        open_ = self._book.open
+        if open_ is None:
+            return []
+        closed = _some(self._book.close(open_.number, "undone" if open_.kind == "probe" else "kept"))
+        left = {key: old for key, old in open_.instead.items() if facts.values.get(key) == open_.changes.get(key)}
+        here, target = point_of(facts.values), point_of({**facts.values, **left})
+        if open_.kind != "probe" or target == here or self._mode == "advise":
+            return closed
+        why = f"{change_in_words(target, here)}: what was being tried was not measured to its end"
+        return [*closed, *self._go_back(now, facts, here, target, why)]
+
+    def _go_back(self, now: float, facts: JobFacts, here: Point, target: Point, why: str) -> list[Decision]:
+        """Have a point in force again, be it with a search or without one."""
+        if target == here:
+            return []
+        if self._course is not None and not self._must_begin:
+            return self._course.to(now, target, why)
+        changes, instead = values_of(target, here), values_of(here, target)
+        base = facts.config_version
+        return [self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)]
+
+    def _wait(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
+        """Steps before a search has begun: facts may never come of a config that ranks have refused."""
+        if (seen.version, seen.revision) != (facts.config_version, facts.config_revision):
+            return []
+        self._num_waited += 1
+        return self._begin(now) if self._num_waited >= _PATIENCE else []
+
+    def _tell_limits(self, now: float, facts: JobFacts) -> list[Decision]:
+        """What is not tuned, each reason once."""
+        named = [key for key in _NOT_TUNED if key in (self._tuning.knobs or {})]
+        told = []
+        if named:
+            what = "it changes" if len(named) == 1 else "they change"
+            told += self._hold_once(now, f"{listed(named)} in tuning.knobs: not tuned, since {what} what is learned")
+        if not space_of(facts, self._tuning).is_open:
+            reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
+            told += self._hold_once(now, "; ".join(["there is nothing to choose", *reasons[:3]]))
+        return told
+
+    def _abandon(self) -> list[Decision]:
+        """What is being tried is no longer in force."""
+        open_ = self._book.open
+        return _some(self._book.close(open_.number, "undone")) if open_ else []
+
+    def _pause(self, now: float, why: str) -> list[Decision]:
+        self._is_paused = True
+        return [self._say(now, "pause", why)]
+
+    def _distrust(self, now: float, why: str) -> list[Decision]:
+        """Reports that tell nothing; something that is being tried is taken back after many of them."""
+        assert self._course is not None
+        self._num_calm, was_calm = 0, self._num_calm >= _CALM
+        self._num_distrusted += 1
+        held = self._hold(now, why) if was_calm else []
+        if self._num_distrusted == _MOST_DISTRUSTED and self._writes:
+            held += self._course.leave(now, f"what was tried cannot be measured: {why}")
+        return held
+
+    def _hold_once(self, now: float, why: str) -> list[Decision]:
+        if why in self._told:
+            return []
+        self._told.add(why)
+        return self._hold(now, why)
+
+    def _hold(self, now: float, why: str) -> list[Decision]:
+        return [self._say(now, "hold", f"nothing is decided: {why}")]
+
+    def _say(self, now: float, kind: Kind, reason: str) -> Decision:
+        version = self._config.version if self._config is not None else 0
+        if self._config is None and self._facts is not None:
+            version = self._facts.config_version
+        return self._book.add(time=now, kind=kind, reason=reason, base=version)
+
+
+def _why_edited(author: Author, config: ElasticConfig, edited: Sequence[str]) -> str:
+    who = "a person" if author == "person" else "a config of the node"
+    keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
+    return f"{who} set {keys} in version {config.version}; say resume to let the tuner go on from there"
+
+
+def _some(decision: Decision | None) -> list[Decision]:
+    return [] if decision is None else [decision]

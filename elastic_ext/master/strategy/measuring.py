@@ -1,0 +1,182 @@
+"""Measuring: what steps at one point take, out of what is seen of them, and why it is not to be trusted. Pure.
+
+The first steps after a change are not counted: workers start, caches fill, memory is laid out anew.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic_ext.job_facts import JobFacts
+
+from .seen import Seen
+from .space import Point
+
+__all__ = ["PROBE_STEPS", "Measured", "Trial", "together", "why_untrusted"]
+
+PROBE_STEPS = 3
+"""That are measured at a point, where nobody says otherwise."""
+_MUCH_LONGER = 1.5
+"""Times as long as at the best point so far: such steps are not looked at any longer than they have to be."""
+_TIMES_AS_MANY = 4
+"""Steps are measured at most, where they differ."""
+_SCATTERED = 0.35
+"""A quarter of the steps each lies this far above and below the middle, as a logarithm: they say nothing."""
+_UNLIKE = 0.06
+"""The same of steps of which a few more are measured."""
+_MOST_OF_A_STEP = 1.5
+"""Phases are of the rank in the middle, steps of the slowest one: together phases take no more than so many steps."""
+_OF_A_MEDIAN = 1.25 * 1.4826
+"""How far medians of some differ, by how far a quarter of them lies on each side of the middle, and their number."""
+_LEAST, _MOST = 1e-7, 1e6  # seconds; beyond them numbers are taken for broken
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What steps at a point take."""
+
+    point: Point
+    seconds: float
+    """The one in the middle."""
+    spread: float
+    """How far from it a quarter of them lies on each side, as a logarithm."""
+    num_steps: int
+    unsure: float = 0.0
+    """How far the one in the middle of very many lies from it, as a logarithm, by how much these differ."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    held_up_seconds: float = 0.0
+    """In which training waited, as the point came into force."""
+    is_brief: bool = False
+    """Whether it was ended early, since it was clear that they take long."""
+
+    @property
+    def waited_share(self) -> float:
+        """Which part of a step was waited for samples."""
+        return min(self.phases.get("data", 0.0) / self.seconds, 1.0)
+
+
+class Trial:
+    """Steps at one point, as they come."""
+
+    def __init__(self, point: Point, *, version: int, revision: int, probe_steps: int) -> None:
+        self.point = point
+        self.version = version
+        self.revision = revision
+        self._wanted = probe_steps
+        self._seen: list[Seen] = []
+        self._num_passed_over = 0
+        self._held_up = 0.0
+
+    def add(self, seen: Seen) -> None:
+        """More steps at the point; the first ones are passed over."""
+        self._held_up += seen.held_up_seconds
+        if not self._num_passed_over:
+            self._num_passed_over = seen.num_steps
+        else:
+            self._seen.append(seen)
+
+    def is_done(self, best_seconds: float | None) -> bool:
+        """Whether enough has been seen, where the best point so far takes so long."""
+        if not self._seen:
+            return False
+        if self._is_clear(best_seconds):
+            return True
+        if self.num_steps < self._wanted:
+            return False
+        return self.num_steps >= _TIMES_AS_MANY * self._wanted or _spread(self._lengths) <= _UNLIKE
+
+    @property
+    def why_nothing(self) -> str:
+        """Why what was seen tells nothing; empty where it does."""
+        spread = _spread(self._lengths)
+        if spread <= _SCATTERED:
+            return ""
+        fast, slow = min(self._lengths), max(self._lengths)
+        return (
+            f"steps took from {_milliseconds(fast)} to {_milliseconds(slow)} under version {self.version}, "
+            "and nothing changed between them"
+        )
+
+    @property
+    def num_steps(self) -> int:
+        return sum(each.num_steps for each in self._seen)
+
+    def measured(self, best_seconds: float | None) -> Measured:
+        """What was seen so far, which is something."""
+        peaks = [each.peak_bytes for each in self._seen if each.peak_bytes is not None]
+        names = dict.fromkeys(name for each in self._seen for name in each.phases)
+        looked_at = [each.phases for each in self._seen if each.phases]
+        return Measured(
+            point=self.point,
+            seconds=statistics.median(self._lengths),
+            spread=_spread(self._lengths),
+            num_steps=self.num_steps,
+            unsure=_OF_A_MEDIAN * _spread(self._lengths) / math.sqrt(len(self._lengths)),
+            phases={name: statistics.median(each.get(name, 0.0) for each in looked_at) for name in names},
+            peak_bytes=max(peaks, default=None),
+            held_up_seconds=self._held_up,
+            is_brief=self.num_steps < self._wanted and self._is_clear(best_seconds),
+        )
+
+    @property
+    def _lengths(self) -> list[float]:
+        return [each.step_seconds for each in self._seen]
+
+    def _is_clear(self, best_seconds: float | None) -> bool:
+        """Whether all steps took much longer; one alone may have been held up."""
+        if best_seconds is None or self.num_steps < min(2, self._wanted):
+            return False
+        return min(self._lengths) > _MUCH_LONGER * best_seconds
+
+
+def together(one: Measured, other: Measured) -> Measured:
+    """What was measured at a point at two times."""
+    parts = one.num_steps + other.num_steps
+    logs = one.num_steps * math.log(one.seconds) + other.num_steps * math.log(other.seconds)
+    return replace(
+        other,
+        seconds=math.exp(logs / parts),
+        spread=max(one.spread, other.spread),
+        num_steps=parts,
+        unsure=max(one.unsure, other.unsure) / math.sqrt(2),
+        is_brief=one.is_brief and other.is_brief,
+    )
+
+
+def why_untrusted(seen: Seen, facts: JobFacts) -> str:
+    """Why nothing is to be decided by ``seen``: a sentence; empty where something may be."""
+    if seen.trouble:
+        return seen.trouble
+    if seen.num_ranks < seen.world_size:
+        return f"{seen.num_ranks} of {seen.world_size} ranks told of their steps"
+    if seen.world_size != facts.world_size:
+        return f"steps are told of by {seen.world_size} ranks, and what is known of the job is of {facts.world_size}"
+    if not (math.isfinite(seen.step_seconds) and _LEAST <= seen.step_seconds <= _MOST) or seen.num_steps < 1:
+        return f"a step is said to take {seen.step_seconds:g} s, {seen.num_steps} of them in a row"
+    lengths = seen.phases.values()
+    if not all(math.isfinite(each) and each >= 0 for each in lengths):
+        name = next(name for name, each in seen.phases.items() if not (math.isfinite(each) and each >= 0))
+        return f"{name} is said to take {seen.phases[name]:g} s of a step"
+    together = math.fsum(lengths)
+    if together > _MOST_OF_A_STEP * seen.step_seconds:
+        return (
+            f"the parts of a step add up to {_milliseconds(together)}, and a step is said to take "
+            f"{_milliseconds(seen.step_seconds)}"
+        )
+    return ""
+
+
+def _spread(lengths: Sequence[float]) -> float:
+    """Half of the way between the quarters of the lengths that are shortest and longest, as a logarithm."""
+    if len(lengths) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles((math.log(each) for each in lengths), n=4, method="inclusive")
+    return (high - low) / 2
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"

@@ -1,0 +1,268 @@
+"""Model: what a step takes at any point, by a few numbers of the job that are learnt from the steps it takes.
+
+A step is: micro-steps of a constant and an amount for each sample, part of them once more where activations are
+computed again; what is sent between ranks, so far as nothing is computed beside it; the optimizer; copies to the
+accelerator; and waiting for samples, which workers load meanwhile. It leaves much out, on purpose: search.py learns
+what it is wrong by.
+
+The numbers are those that are most likely by what was measured, phase by phase, and by what is usual. With them comes
+how sure they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from elastic_ext.job_facts import JobFacts
+
+from .columns import Columns, Floats
+from .measuring import Measured
+
+__all__ = ["NAMES", "Fitted", "Prior", "fit", "phases_of", "prior_of"]
+
+NAMES = (
+    "micro_step",  # seconds of a micro-step, whatever its size,
+    "sample",  # ... and of a sample in it,
+    "least_micro_step",  # ... and at least, since operations have to be started
+    "recomputing",  # share of that, where all blocks are computed again
+    "sharded_passes",  # times as long, where parameters are gathered,
+    "unit",  # ... and seconds of the host in each micro-step for each unit of them
+    "gather",  # bytes that a parameter is gathered with, of those that it has
+    "near",  # seconds of a byte to a rank of the same machine,
+    "far",  # ... to another machine,
+    "message",  # ... and of a message
+    "beside",  # share of computing beside which something can be sent, as log odds
+    "loading",  # seconds of a sample in one loader
+    "loaders",  # that make progress side by side,
+    "hindering",  # ... share by which each further one slows down the others,
+    "unevenness",  # ... and share by which the time of a batch differs from others
+    "optimizer",  # seconds of a step with the whole model
+    "copying",  # seconds of a sample to the accelerator, from pageable memory,
+    "pinned",  # ... times that, from pinned memory
+    "other",  # seconds of a step besides
+)
+"""Of the numbers, whose logarithms are learnt."""
+_FORWARD = 1 / 3
+"""Of both passes."""
+_SOFT = 0.05
+"""Corners are rounded off by this share."""
+_TOO_MANY = 0.25
+"""Power by which more loaders than make progress hold each other up."""
+
+
+_NUM_DRAWN = 12
+
+
+class Prior(NamedTuple):
+    """What the numbers are usually, and how far they lie from that."""
+
+    mean: Floats
+    deviation: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The most likely numbers, and how sure they are."""
+
+    numbers: Floats
+    covariance: Floats
+
+    def log_seconds(self, columns: Columns, share: int) -> Floats:
+        """(draws, points): logarithms of what steps take, by numbers that may all be so, the likeliest first."""
+        roots = np.linalg.cholesky(self.covariance + 1e-9 * np.eye(len(self.numbers)))
+        drawn = np.random.default_rng(0).standard_normal((_NUM_DRAWN // 2, len(self.numbers))) @ roots.T
+        moved = [np.zeros_like(self.numbers), *drawn, *-drawn]
+        return np.stack([_log_steps(self.numbers + each, columns, share) for each in moved])
+
+
+def phases_of(numbers: Floats, columns: Columns, share: int) -> dict[str, Floats]:
+    """What steps take by phase: passes, communication, optimizer, transfer, data, other."""
+    value = dict(zip(NAMES, np.exp(numbers), strict=True))
+    steps, is_sharded = columns.num_micro_steps, columns.is_sharded > 0
+    plain = _longer(value["micro_step"] + value["sample"] * share / steps, value["least_micro_step"])
+    plain = plain * np.where(is_sharded, value["sharded_passes"], 1.0)
+    plain = plain + value["unit"] * columns.num_units
+    forward = _FORWARD * plain
+    backward = plain * (1 - _FORWARD + value["recomputing"] * columns.recomputed)
+    beside = value["beside"] / (1 + value["beside"])
+    gather = value["gather"] * (value["near"] * columns.gather_near + value["far"] * columns.gather_far)
+    gather = gather + value["message"] * columns.num_units
+    first = gather / np.maximum(columns.num_units, 1.0)
+    waits = _left(gather, beside * forward) + first
+    waits = waits + columns.gathers_again * (_left(gather, beside * backward) + first)
+    passes = steps * (forward + backward + waits)
+    sending = value["near"] * columns.share_near + value["far"] * columns.share_far
+    sending = sending + value["message"] * columns.num_parts
+    last = value["near"] * columns.part_near + value["far"] * columns.part_far
+    exposed = _left(sending, beside * backward) + np.minimum(last, sending)
+    optimizer = value["optimizer"] / columns.shard_degree
+    copying = share * value["copying"] * np.where(columns.is_pinned > 0, value["pinned"], 1.0)
+    busy = passes + exposed + optimizer + copying + value["other"]
+    return {
+        "passes": passes,
+        "communication": exposed,
+        "optimizer": optimizer,
+        "transfer": copying,
+        "data": _waiting(value, columns, share, busy),
+        "other": np.full_like(passes, value["other"]),
+    }
+
+
+def _left(sending: Floats, beside: Floats) -> Floats:
+    """What is still to be sent when all is computed beside which it could be."""
+    return _above(sending - beside, _SOFT * sending)
+
+
+def _waiting(value: Mapping[str, float], columns: Columns, share: int, busy: Floats) -> Floats:
+    alone = share * value["loading"]
+    workers = np.maximum(columns.num_workers, 1.0)
+    most = value["loaders"]
+    at_once = 1 / _longer(1 / workers, 1 / most, 12.0) / (1 + value["hindering"] * (workers - 1))
+    too_many = np.maximum(workers / most, 1.0) ** _TOO_MANY
+    loading = alone / at_once * too_many
+    uneven = (
+        value["unevenness"] * loading / np.sqrt(workers * columns.prefetch_factor) * np.minimum(loading / busy, 1.0)
+    )
+    return np.where(columns.num_workers > 0, _above(loading - busy, _SOFT * loading) + uneven, alone)
+
+
+def _longer(one: Floats, other: float, power: float = 6.0) -> Floats:
+    return np.asarray((one**power + other**power) ** (1 / power))
+
+
+def _above(value: Floats, soft: Floats) -> Floats:
+    return 0.5 * (value + np.sqrt(value * value + soft * soft))
+
+
+def _log_steps(numbers: Floats, columns: Columns, share: int) -> Floats:
+    total: Floats = sum(phases_of(numbers, columns, share).values(), np.zeros(len(columns.micro_batch)))
+    return np.log(total)
+
+
+# ---- what is usual ----
+
+
+def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
+    """Before anything is learnt but what steps take at the ``first`` point, which ``columns`` is of."""
+    share, steps = facts.share, float(columns.num_micro_steps[0])
+    seen = _seen_phases(first)
+    passes = max(seen.get("passes", first.seconds), 0.02 * first.seconds)
+    little = 1e-3 * first.seconds
+    workers = max(float(columns.num_workers[0]), 1.0)
+    waited = seen.get("data", 0.0)
+    is_short = float(columns.num_workers[0]) == 0 or waited > 0.05 * first.seconds
+    loading = (waited if columns.num_workers[0] == 0 else workers * first.seconds) if is_short else 0.0
+    is_gpu = facts.device != "cpu"
+    pinned = bool(columns.is_pinned[0])
+    copied = max(seen.get("transfer", 0.0), little)
+    known = {
+        "micro_step": (0.3 * passes / steps, 1.0),
+        "sample": (0.6 * passes / share, 0.8),
+        "least_micro_step": (0.2 * passes / steps, 1.0),
+        "recomputing": (1 / 3, 0.2),
+        "sharded_passes": (1.02, 0.04),
+        "unit": (2e-4, 0.8),
+        "gather": (0.7, 0.4),
+        "near": (1e-11 if is_gpu else 1e-9, 1.2),
+        "far": (2e-10 if is_gpu else 4e-9, 1.5),
+        "message": (6e-5 if is_gpu else 2e-4, 0.7),
+        "beside": (3.0, 0.8),
+        "loading": (max(loading, 0.1 * workers * passes) / share, 0.3 if is_short else 1.5),
+        "loaders": (float(facts.num_processors), 1.0),
+        "hindering": (0.02, 0.8),
+        "unevenness": (0.15, 0.8),
+        "optimizer": (max(seen.get("optimizer", 0.0), little) * float(columns.shard_degree[0]), 0.5),
+        "copying": (copied / share * (5.0 if pinned else 1.0), 0.7),
+        "pinned": (0.2, 1.0),
+        "other": (max(seen.get("other", 0.0), little), 0.5),
+    }
+    return Prior(
+        mean=np.log(np.array([known[name][0] for name in NAMES])),
+        deviation=np.array([known[name][1] for name in NAMES]),
+    )
+
+
+def _seen_phases(measured: Measured) -> dict[str, float]:
+    """What was measured of the phases of this model; empty where steps were not looked at."""
+    phases = measured.phases
+    if not phases:
+        return {}
+    named = {name: phases.get(name, 0.0) for name in ("communication", "optimizer", "transfer", "data")}
+    passes = sum(phases.get(name, 0.0) for name in ("forward", "backward"))
+    rest = sum(phases.values()) - sum(named.values()) - passes
+    return {**named, "passes": passes, "other": max(rest, 0.0)}
+
+
+# ---- learning ----
+
+_OF_A_STEP = 0.08
+"""How far steps lie from what the best numbers say, as a logarithm."""
+_OF_A_PHASE = 0.10
+_FLOOR = 0.02
+"""Share of a step below which a phase is not told from nothing."""
+_MOST_ROUNDS = 25
+
+
+def fit(
+    prior: Prior, measured: Sequence[Measured], columns: Columns, share: int, start: Floats | None = None
+) -> Fitted:
+    """The most likely numbers by all that was ``measured`` at the points that ``columns`` is of, in their order."""
+    wanted = _Wanted(measured, columns, share)
+    numbers = np.array(prior.mean if start is None else start, dtype=np.float64)
+    damping, residuals = 1e-2, _all(numbers, prior, wanted)
+    for _ in range(_MOST_ROUNDS):
+        slopes = _slopes(numbers, prior, wanted, residuals)
+        square = slopes.T @ slopes
+        step = np.linalg.solve(square + damping * np.diag(np.diag(square)), -slopes.T @ residuals)
+        moved = numbers + np.clip(step, -1.5, 1.5)
+        tried = _all(moved, prior, wanted)
+        better = float(residuals @ residuals - tried @ tried)
+        if better > 0:
+            numbers, residuals, damping = moved, tried, max(damping / 5, 1e-6)
+            if better < 1e-4 * float(tried @ tried) + 1e-9:
+                break
+        else:
+            damping *= 6
+            if damping > 1e6:
+                break
+    slopes = _slopes(numbers, prior, wanted, residuals)
+    return Fitted(numbers=numbers, covariance=np.linalg.inv(slopes.T @ slopes))
+
+
+class _Wanted:
+    """What the numbers are to say of what was measured."""
+
+    def __init__(self, measured: Sequence[Measured], columns: Columns, share: int) -> None:
+        self.columns, self.share = columns, share
+        self.seconds = np.array([each.seconds for each in measured])
+        self.least = _FLOOR * self.seconds
+        phases = [_seen_phases(each) for each in measured]
+        self.has_phases = np.array([bool(each) for each in phases])
+        names = ("passes", "communication", "optimizer", "transfer", "data", "other")
+        self.phases = {name: np.array([each.get(name, 0.0) for each in phases]) for name in names}
+
+    def residuals(self, numbers: Floats) -> Floats:
+        said = phases_of(numbers, self.columns, self.share)
+        steps = sum(said.values(), np.zeros(len(self.seconds)))
+        found = [np.log(steps / self.seconds) / _OF_A_STEP]
+        for name, seen in self.phases.items():
+            off = np.log((said[name] + self.least) / (seen + self.least)) / _OF_A_PHASE
+            found.append(np.where(self.has_phases, off, 0.0))
+        return np.concatenate(found)
+
+
+def _all(numbers: Floats, prior: Prior, wanted: _Wanted) -> Floats:
+    return np.concatenate([wanted.residuals(numbers), (numbers - prior.mean) / prior.deviation])
+
+
+def _slopes(numbers: Floats, prior: Prior, wanted: _Wanted, residuals: Floats) -> Floats:
+    slopes = np.empty((len(residuals), len(numbers)))
+    for at in range(len(numbers)):
+        moved = numbers.copy()
+        moved[at] += 1e-4
+        slopes[:, at] = (_all(moved, prior, wanted) - residuals) / 1e-4
+    return slopes

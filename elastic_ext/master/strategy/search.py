@@ -1,0 +1,334 @@
+"""Search: which point is to be tried next, and which is the best so far. Pure, with numpy.
+
+What a step takes at a point is what the model says, times what the model is wrong by; the logarithm of the latter is
+taken for a Gaussian process, in which points that are alike are wrong alike. Of the points that fit into memory the one
+is tried whose expected improvement is largest, once what it costs to change to it is taken off; where that is less than
+one percent, the search is over.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_ext.job_facts import JobFacts
+from elastic_ext.sections import TuningSection
+
+from .change import LEAST_GAIN
+from .columns import Floats, columns_of
+from .measuring import PROBE_STEPS, Measured, together
+from .memory import Memory
+from .model import Fitted, Prior, fit, prior_of
+from .space import KEYS, Point, space_of
+from .switching import Switching
+
+__all__ = ["Proposal", "Search"]
+
+_LEAST_IMPROVEMENT = 0.01
+_AMPLITUDES = (0.02, 0.03, 0.045, 0.065, 0.09)
+"""How far the model may be wrong, as a logarithm: the most likely of these by what it was wrong by,"""
+_USUAL_AMPLITUDE, _UNUSUAL = 0.05, 0.7
+"""... and by what is usual, and how far, as a logarithm, it lies from that,"""
+_DISTANCE = 0.6
+"""... and how far points lie from each other that are wrong in ways of their own."""
+_ALMOST = 0.5
+"""Of the largest gain: points with so much of it are worth saving up for as well."""
+_NOT_WORTH_GOING_BACK = 0.007
+"""A point that is in force is the best where another one is better by less than this share."""
+_MOST_TIMES = 4.0
+"""A probe's steps are expected to take at most so many times as long as those at the best point."""
+_MAY_HAVE_CHANGED = 0.5
+"""How far what was learnt lies from what is so by now, where a search begins again, as a logarithm."""
+_NOISE = 0.025
+"""Of one measured point, and no less however many steps are measured,"""
+_LEAST_NOISE = 0.01
+_BRIEF_NOISE = 0.06
+"""... and of one that was left early."""
+_HORIZON_SECONDS = 600.0
+_HORIZON_STEPS = 1000
+"""Within these, a change has to pay for itself."""
+_MOST_POINTS = 40
+"""Measured points that are learnt from, the newest and the best of them."""
+_SURE = 0.5
+"""Deviations by which a probe may be slower than expected, when it is asked whether it can be paid for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A point to be tried."""
+
+    point: Point
+    seconds: float
+    """What a step is expected to take,"""
+    least_seconds: float
+    """... what it takes if all goes well,"""
+    most_seconds: float
+    """... and what it takes at most, as far as can be told, with its share of the change to the point."""
+    is_affordable: bool
+    """Whether that is no more than a probe may take."""
+
+
+class Search:
+    """One search over the points of one job."""
+
+    def __init__(
+        self, facts: JobFacts, tuning: TuningSection, *, before: Search | None = None, is_again: bool = False
+    ) -> None:
+        """``before`` has learnt what steps of the same job take; ``is_again``: little gains are not worth another."""
+        self._tuning = tuning
+        self._prior: Prior | None = before.learnt if before is not None else None
+        self._switching: Switching = before._switching if before is not None else Switching(facts)
+        self._least_gain = LEAST_GAIN if is_again else _LEAST_IMPROVEMENT
+        self._measured: dict[Point, Measured] = {}
+        self._refused: dict[Point, None] = {}
+        self._last: Point | None = None
+        self._expected: _Expected | None = None
+        self._best: Measured | None = None
+        self._take(facts, before)
+
+    def _take(self, facts: JobFacts, before: Search | None) -> None:
+        self._facts = facts
+        self._space = space_of(facts, self._tuning)
+        self._columns = columns_of(self._space.points, facts)
+        self._places = {point: at for at, point in enumerate(self._space.points)}
+        is_alike = before is not None and before._facts.world_size == facts.world_size
+        memory = before._memory if before is not None and is_alike else None
+        self._memory: Memory = Memory(facts, self._tuning.headroom, memory)
+
+    # ---- what is learnt ----
+
+    @property
+    def best(self) -> Measured | None:
+        """The measured point that is expected to be the fastest, and what its steps are expected to take."""
+        if self._best is None:
+            possible = [each for point, each in self._measured.items() if point not in self._refused]
+            if not possible:
+                return None
+            expected = self._expectation()
+            found = min(possible, key=lambda each: self._log_seconds(expected, each))
+            if self._last in self._measured and self._last not in self._refused:
+                last = self._measured[self._last]
+                if self._log_seconds(expected, last) < self._log_seconds(expected, found) + _NOT_WORTH_GOING_BACK:
+                    found = last
+            self._best = replace(found, seconds=math.exp(self._log_seconds(expected, found)))
+        return self._best
+
+    def _log_seconds(self, expected: _Expected, measured: Measured) -> float:
+        return float(expected.log_seconds[self._places[measured.point]])
+
+    @property
+    def learnt(self) -> Prior | None:
+        """What another search of this job may begin with."""
+        if not self._measured:
+            return self._prior
+        fitted = self._expectation().fitted
+        unsure = np.sqrt(np.diag(fitted.covariance) + _MAY_HAVE_CHANGED**2)
+        return Prior(mean=fitted.numbers, deviation=np.minimum(unsure, 1.5))
+
+    def tell(self, measured: Measured) -> None:
+        """What steps at a point take."""
+        point = measured.point
+        if point not in self._places:
+            self._space = replace(self._space, points=(*self._space.points, point))
+            self._columns = columns_of(self._space.points, self._facts)
+            self._places[point] = len(self._places)
+        if self._last is not None:
+            self._switching.see(self._last, point, measured.held_up_seconds)
+        self._last = point
+        self._measured[point] = together(self._measured[point], measured) if point in self._measured else measured
+        self._memory.see(point, measured.peak_bytes)
+        self._expected = self._best = None
+
+    def take_facts(self, facts: JobFacts) -> bool:
+        """More is known of the same job; gives whether other points may be tried for it."""
+        is_bound = facts.bound != self._facts.bound
+        is_other = _known(facts) != _known(self._facts)
+        self._facts = facts
+        self._memory = Memory(facts, self._tuning.headroom, self._memory)
+        if is_other:
+            self._columns = columns_of(self._space.points, facts)
+            self._expected = self._best = None
+        return is_other or is_bound
+
+    def refuse(self, point: Point, why: str) -> None:
+        """``point`` was not put in force; where the reason names a key, nothing else is tried with its value."""
+        self._refused[point] = None
+        self._best = None
+        before = self._last
+        for name, key in KEYS.items():
+            value = getattr(point, name)
+            if key in why and before is not None and value != getattr(before, name):
+                self._refused.update((each, None) for each in self._space.points if getattr(each, name) == value)
+
+    def begun_again(self) -> Search:
+        """Another search of the same job, which is not what it was, with what this one has learnt."""
+        found = Search(self._facts, self._tuning, before=self, is_again=True)
+        found._refused.update(self._refused)
+        return found
+
+    # ---- what is expected ----
+
+    def seconds_at(self, point: Point) -> float | None:
+        """What a step is expected to take; None where nothing was measured, or there is no such point."""
+        if not self._measured or point not in self._places:
+            return None
+        return math.exp(self._expectation().log_seconds[self._places[point]])
+
+    def bytes_at(self, point: Point) -> int | None:
+        """The peak of memory that is expected; None where nothing is known of it, or it is no concern."""
+        return self._memory.expected_bytes(point)
+
+    def propose(self, here: Point, most_seconds: float, num_steps: int) -> Proposal | None:
+        """The point to be tried next, where a probe of so many steps may take so long for each; None where none is
+        worth it."""
+        best = self.best
+        if best is None or not self._space.is_open:
+            return None
+        expected = self._expectation()
+        switching = self._switching.seconds(here, self._space.points)
+        most = np.exp(expected.log_seconds + _SURE * expected.deviations)
+        gains = np.where(most <= _MOST_TIMES * best.seconds, self._gains(expected, best, switching), 0.0)
+        most += switching / num_steps
+        if float(gains.max()) < self._least_gain:
+            return None
+        self._least_gain = _LEAST_IMPROVEMENT  # once a search goes on, it goes on to the end
+        affordable = np.where(most <= most_seconds, gains, 0.0)
+        is_affordable = float(affordable.max()) >= self._least_gain
+        place = int(np.argmax(affordable if is_affordable else gains))
+        worth = most[gains >= _ALMOST * gains.max()]
+        return Proposal(
+            point=self._space.points[place],
+            seconds=math.exp(expected.log_seconds[place]),
+            least_seconds=math.exp(expected.log_seconds[place] - expected.deviations[place]),
+            most_seconds=float(most[place] if is_affordable else worth.min()),
+            is_affordable=is_affordable,
+        )
+
+    def advise(self, here: Point) -> Proposal | None:
+        """The point that is expected to be the fastest, where that is worth telling."""
+        best = self.best
+        if best is None:
+            return None
+        expected = self._expectation()
+        switching = self._switching.seconds(here, self._space.points)
+        log_seconds = np.where(self._allowed(), expected.log_seconds + switching / self._horizon(best), np.inf)
+        place = int(np.argmin(log_seconds))
+        if math.log(best.seconds) - float(log_seconds[place]) < LEAST_GAIN:
+            return None
+        seconds = math.exp(expected.log_seconds[place])
+        point = self._space.points[place]
+        return Proposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds, is_affordable=True)
+
+    def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
+        """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
+        measured = self._columns.same[[self._places[point] for point in self._measured]]
+        possible = np.flatnonzero(self._allowed() & ~np.isin(self._columns.same, measured))
+        deviations = expected.own_deviations[possible]
+        shorter = math.log(best.seconds) - expected.drawn[:, possible]
+        far = shorter / deviations
+        improvement = shorter * _normal_below(far) + deviations * np.exp(-0.5 * far * far) / math.sqrt(2 * math.pi)
+        gains = np.zeros(len(self._space.points))
+        gains[possible] = improvement.mean(axis=0) - switching[possible] / self._horizon(best)
+        return gains
+
+    def _horizon(self, best: Measured) -> float:
+        return max(_HORIZON_SECONDS, _HORIZON_STEPS * best.seconds)
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        """Which points fit into memory, and were not refused."""
+        known: dict[tuple[object, ...], bool] = {}
+        found = np.empty(len(self._space.points), dtype=np.bool_)
+        for at, point in enumerate(self._space.points):
+            laid = (point.batch_size, *point[4:])
+            if laid not in known:
+                known[laid] = not self._memory.why_not(point)
+            found[at] = known[laid]
+        for point in self._refused:
+            found[self._places[point]] = False
+        return found
+
+    def _expectation(self) -> _Expected:
+        if self._expected is None:
+            self._expected = self._learn()
+        return self._expected
+
+    def _learn(self) -> _Expected:
+        measured = list(self._measured.values())[-_MOST_POINTS:]
+        places = np.array([self._places[each.point] for each in measured])
+        columns, share = self._columns.at(places), self._facts.share
+        if self._prior is None:
+            self._prior = prior_of(self._facts, measured[0], columns)
+        fitted = fit(self._prior, measured, columns, share)
+        drawn = fitted.log_seconds(self._columns, share)
+        wrong = np.log([each.seconds for each in measured]) - drawn[:, places]
+        noise = np.array([_noise(each) for each in measured])
+        by, deviations = _process(self._columns.features, places, wrong, noise)
+        drawn = drawn + by
+        return _Expected(fitted, drawn, deviations, drawn.mean(axis=0), np.hypot(drawn.std(axis=0), deviations))
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Of all points, what steps take, as logarithms."""
+
+    fitted: Fitted
+    drawn: Floats
+    """(draws, points): by numbers of the model that may all be so;"""
+    own_deviations: Floats
+    """... beside which each point has something of its own."""
+
+    log_seconds: Floats
+    deviations: Floats
+    """Of all draws together, and with that."""
+
+
+def _known(facts: JobFacts) -> tuple[object, ...]:
+    """What of the facts says which points there are to be tried, but for what steps tell by themselves."""
+    memory = facts.memory
+    if memory is None:
+        return (facts.num_blocks,)
+    return facts.num_blocks, bool(memory.passes), memory.capacity_bytes, memory.source, memory.parameter_bytes
+
+
+def _noise(measured: Measured) -> float:
+    """Of a measured point, as a logarithm."""
+    if measured.is_brief:
+        return _BRIEF_NOISE
+    return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_steps), _LEAST_NOISE, measured.unsure)
+
+
+def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
+    """At all points what each draw of the model is wrong by, by what it was wrong by at some; and the deviations of
+    that, which are those of any draw."""
+    known = features[places]
+    alike = _alike(known, known)
+    amplitude = max(_AMPLITUDES, key=lambda each: _likelihood(each, alike, wrong[0], noise))
+    inverse = np.linalg.inv(alike + np.diag((noise / amplitude) ** 2))
+    to_known = _alike(features, known)
+    left = 1 - ((to_known @ inverse) * to_known).sum(axis=1)
+    return (to_known @ (inverse @ wrong.T)).T, amplitude * np.sqrt(np.maximum(left, 1e-9))
+
+
+def _likelihood(amplitude: float, alike: Floats, wrong: Floats, noise: Floats) -> float:
+    """Of an amplitude, by what the model was wrong by and by what is usual; a logarithm."""
+    among = amplitude**2 * alike + np.diag(noise**2)
+    _, volume = np.linalg.slogdet(among)
+    fits = float(wrong @ np.linalg.solve(among, wrong))
+    return -0.5 * (fits + float(volume) + (math.log(amplitude / _USUAL_AMPLITUDE) / _UNUSUAL) ** 2)
+
+
+def _alike(these: Floats, those: Floats) -> Floats:
+    squares = (these**2).sum(axis=1)[:, None] + (those**2).sum(axis=1)[None, :] - 2 * these @ those.T
+    return np.asarray(np.exp(-np.maximum(squares, 0.0) / (2 * _DISTANCE**2)))
+
+
+def _normal_below(value: Floats) -> Floats:
+    """The normal distribution, by a formula that is right to a ten-millionth (Abramowitz and Stegun, 7.1.26)."""
+    size = np.abs(value) / math.sqrt(2)
+    t = 1 / (1 + 0.3275911 * size)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    above = 0.5 * series * np.exp(-size * size)
+    return np.where(value > 0, 1 - above, above)

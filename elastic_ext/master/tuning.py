@@ -1,0 +1,363 @@
+"""Tuning: a job's tuner as its master has it: told what the job tells, asked by people, heard in what it decides.
+
+What is decided, and why, is up to the strategy. Here is what surrounds it: what it is to hear of what comes over the
+wire, which of its decisions become versions of the config, what is kept of them, and that it never stands in the
+master's way. It does no I/O and reads no clock; nothing of the strategy is loaded while the tuner is off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
+
+from elastic_ext.config import ElasticConfig
+from elastic_ext.job_facts import JobFacts
+
+from .admission import Refused
+from .configs import Author, Late, Page
+from .facts_told import facts_told
+from .seeing import Seeing
+from .strategy.decisions import Decision
+from .strategy.seen import Seen
+from .strategy.space import KEYS
+from .tuning_words import Mode, event_text
+from .wire import master_pb2
+
+__all__ = ["Action", "Made", "Standing", "Strategy", "Tuning", "check_decision", "mode_in"]
+
+_logger = logging.getLogger(__name__)
+
+Action = Literal["pause", "resume", "undo"]
+
+MOST_DECISIONS = 1_000
+"""That are kept."""
+_PATIENCE_SECONDS = 30.0
+_PROBE_BEAT_SECONDS = 0.5
+_MOST_NODES = 32
+"""Of a job whose nodes may be asked to tell more often."""
+_LEAST_SECONDS = 20.0
+_LEAST_WINDOWS = 4
+"""Of each rank, under an earlier version, before a version that all nodes hold counts as refused."""
+_SILENT = "nothing is known of what can be changed in this job: its rank 0 has told nothing of that yet"
+_OFF = "the tuner is off; `elastic-ext config set tuning.mode=advise`, or auto, has it begin"
+
+
+class Standing(Protocol):
+    """How a strategy stands."""
+
+    @property
+    def stand(self) -> str: ...
+    @property
+    def sentence(self) -> str: ...
+    @property
+    def best_rate(self) -> float | None: ...
+
+
+class Strategy(Protocol):
+    """What decides. It gives decisions that are new, or that have changed under the same number."""
+
+    def take_facts(self, now: float, facts: JobFacts) -> list[Decision]: ...
+    def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]: ...
+    def see(self, now: float, seen: Seen) -> list[Decision]: ...
+    def tick(self, now: float) -> list[Decision]: ...
+    def pause(self, now: float, why: str) -> list[Decision]: ...
+    def resume(self, now: float) -> list[Decision]: ...
+    def undo(self, now: float) -> list[Decision]: ...
+    def written(self, now: float, number: int, version: int) -> None: ...
+    def refused(self, now: float, number: int, why: str) -> list[Decision]: ...
+    @property
+    def standing(self) -> Standing: ...
+
+
+Made = Callable[[Mode, Sequence[Decision]], Strategy]
+Tell = Callable[[float, str, str], object]
+"""An event: when, of which kind, in which words."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A version that was written and is not known to be in force."""
+
+    number: int
+    version: int
+    held_at: float | None = None
+    num_windows: int = 0
+
+
+class Tuning:
+    """The tuner of one job. Times are seconds since 1970."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        decisions: Sequence[Decision],
+        *,
+        tell: Tell,
+        slow: Callable[[], str] = str,
+        make: Made | None = None,
+    ) -> None:
+        """``mode`` is the one where the config names none; ``slow`` says who keeps the others waiting, in a sentence.
+
+        ``make`` is what makes a strategy, by default the library's.
+        """
+        self._given = mode
+        self._mode: Mode = mode
+        self._decisions = {each.number: each for each in decisions}
+        self._tell = tell
+        self._slow = slow
+        self._make = make or _library_strategy
+        self._strategy: Strategy | None = None
+        self._standing: Standing | None = None  # of the strategy, since it was last told something
+        self._facts: JobFacts | None = None
+        self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
+        self._seeing = Seeing(patience_seconds=_PATIENCE_SECONDS)
+        self._due: list[int] = []
+        self._open: _Open | None = None
+        self._unsaved: set[int] = set()
+        self._refused_facts = ""
+        self._failure = ""
+
+    # ---- what it says ----
+
+    @property
+    def mode(self) -> Mode:
+        """What it may do: by the newest config, or else as it was told at the start."""
+        return self._mode
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """Those that are kept, the oldest first."""
+        return [self._decisions[number] for number in sorted(self._decisions)]
+
+    @property
+    def due(self) -> Decision | None:
+        """The one that is to be written as the next version of the config, if any."""
+        return self._decisions[self._due[0]] if self._due else None
+
+    def beat_seconds(self, usual: float, num_nodes: int) -> float:
+        """How often nodes should be heard of: more often while something is tried, if there are few."""
+        is_trying = self._standing is not None and self._standing.stand == "probing"
+        return min(usual, _PROBE_BEAT_SECONDS) if is_trying and num_nodes <= _MOST_NODES else usual
+
+    def standing(self) -> tuple[str, str, float | None]:
+        """How it stands: a word, a sentence, and the best rate so far."""
+        if self._failure:
+            return "failed", self._failure, None
+        if self._mode == "off":
+            return "off", _OFF, None
+        if self._refused_facts:
+            return "waiting", self._refused_facts, None
+        if self._standing is None or self._facts is None:
+            return "waiting", _SILENT, None
+        return self._standing.stand, self._standing.sentence, self._standing.best_rate
+
+    # ---- what it is told ----
+
+    def take_facts(self, now: float, text: str) -> None:
+        """What rank 0 says of the job, as it came over the wire."""
+        try:
+            facts = facts_told(text)
+        except ValueError as error:
+            words = f"what rank 0 tells of the job cannot be: {error}"[:400]
+            if words != self._refused_facts:
+                self._refused_facts = words
+                self._tell(now, "tuning-facts-refused", words)
+            return
+        self._facts, self._refused_facts = facts, ""
+        self._seeing.expect(facts.restart, facts.world_size)
+        self._ask(now, lambda strategy: strategy.take_facts(now, facts))
+
+    def take_workers(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:
+        """What a node says of its workers, with the windows that they told of since."""
+        if self._strategy is None or not any(each.windows for each in workers):
+            return
+        self._seeing.take(now, workers)
+        self._look_at_open(now)
+        self._see(now)
+
+    def take_config(self, now: float, config: ElasticConfig, author: Author, *, number: int | None = None) -> None:
+        """A version that nodes are to have from now on; of the decision of that number, if it was written for one."""
+        if number in self._due:
+            self._due.remove(number)
+        if number is None:  # what was to be written was made from an older one
+            self._drop_due(now, f"version {config.version} of the config was written meanwhile")
+        self._config = config, author
+        self._open = None
+        before, mode = self._mode, mode_in(config, self._given)
+        if mode != before:
+            self._tell(now, "tuning", f"the tuner's mode is {mode} now, and was {before}")
+            self._failure = ""
+        if mode != "off":
+            self._mode = mode
+        if number is not None:
+            self._open = _Open(number, config.version)
+            self._ask(now, lambda strategy: self._note_written(strategy, now, number, config.version))
+        if self._strategy is not None:
+            self._ask(now, lambda strategy: strategy.take_config(now, config, author))
+        self._mode = mode
+        if mode == "off":
+            self._strategy = self._standing = self._open = None
+            self._due.clear()
+        elif self._strategy is None and self._facts is not None:
+            facts = self._facts
+            self._ask(now, lambda strategy: strategy.take_facts(now, facts))
+
+    def refuse_version(self, now: float, version: int, why: str) -> None:
+        """Ranks do not take a version."""
+        opened = self._open
+        if opened is not None and opened.version == version:
+            self._open = None
+            self._ask(now, lambda strategy: strategy.refused(now, opened.number, why))
+
+    def refuse_due(self, now: float, number: int, why: str) -> None:
+        """A decision that was ``due`` could not be written."""
+        if number in self._due:
+            self._due.remove(number)
+        self._ask(now, lambda strategy: strategy.refused(now, number, why))
+
+    def tick(self, now: float, *, is_held: bool) -> None:
+        """About a second has passed; ``is_held`` says whether all nodes have the newest version in their files."""
+        if self._strategy is None:
+            return
+        if self._open is not None and is_held and self._open.held_at is None:
+            self._open.held_at, self._open.num_windows = now, self._seeing.num_windows
+        self._look_at_open(now)
+        self._see(now)
+        self._ask(now, lambda strategy: strategy.tick(now))
+
+    def control(self, now: float, action: str, reason: str) -> None:
+        """What a person asks of it; Refused where that cannot be."""
+        if action not in get_args(Action):
+            raise Refused("invalid", f"action is {action[:60]!r}; allowed: {', '.join(get_args(Action))}")
+        if self._mode == "off":
+            raise Refused("other", _OFF)
+        if self._failure:
+            raise Refused("other", self._failure)
+        self._tell(now, "tuning-asked", f"a person has the tuner {action}" + (f": {reason}" if reason else ""))
+        self._ask(now, lambda strategy: [], begins=True)
+        if action == "pause":
+            self._ask(now, lambda strategy: strategy.pause(now, reason))
+        elif action == "resume":
+            self._ask(now, lambda strategy: strategy.resume(now))
+        else:
+            self._ask(now, lambda strategy: strategy.undo(now))
+
+    # ---- for the store ----
+
+    def take_unsaved(self) -> list[Decision]:
+        """Decisions that are to be stored; each is given once as it is."""
+        found = [self._decisions[number] for number in sorted(self._unsaved) if number in self._decisions]
+        self._unsaved.clear()
+        return found
+
+    def give_back(self, decisions: Sequence[Decision]) -> None:
+        """They could not be stored, and are given again."""
+        self._unsaved.update(each.number for each in decisions)
+
+    # ---- how ----
+
+    def _begin(self, now: float) -> None:
+        """Have a strategy, which goes on from what was decided before."""
+        if self._strategy is None and self._mode != "off" and not self._failure:
+            self._strategy = self._make(self._mode, self.decisions)
+            self._keep(now, self._strategy.take_config(now, *self._config))
+
+    def _ask(self, now: float, ask: Callable[[Strategy], list[Decision]], *, begins: bool = False) -> None:
+        """Tell the strategy something, and keep what it decides; one that fails is not asked any more.
+
+        It is made once there are facts for it, or where somebody ``begins`` it.
+        """
+        if self._mode == "off" or self._failure:
+            return
+        try:
+            if begins or self._facts is not None:
+                self._begin(now)
+            if self._strategy is not None:
+                self._keep(now, ask(self._strategy))
+                self._standing = self._strategy.standing
+        except Exception as error:  # a master serves its agents, whatever becomes of its tuner
+            _logger.exception("the tuner has failed")
+            self._strategy = self._standing = None
+            self._due.clear()
+            self._failure = f"the tuner has failed, and decides nothing any more: {type(error).__name__}: {error}"[:400]
+            self._tell(now, "tuning-failed", self._failure)
+
+    def _see(self, now: float) -> None:
+        found = self._seeing.seen(now)
+        if found is not None:
+            seen = replace(found, slow_rank=self._slow())
+            self._ask(now, lambda strategy: strategy.see(now, seen))
+
+    def _keep(self, now: float, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            number, before = decision.number, self._decisions.get(decision.number)
+            self._decisions[number] = decision
+            self._unsaved.add(number)
+            if number in self._due:
+                self._due.remove(number)
+            if _is_to_be_written(decision) and self._mode == "auto":
+                self._due.append(number)
+            if before is None or before.outcome != decision.outcome:
+                self._tell(now, "tuning", event_text(decision))
+        for number in sorted(self._decisions)[:-MOST_DECISIONS]:
+            del self._decisions[number]
+
+    def _note_written(self, strategy: Strategy, now: float, number: int, version: int) -> list[Decision]:
+        decision = self._decisions.get(number)
+        if decision is not None:
+            self._decisions[number] = replace(decision, version=version)
+            self._unsaved.add(number)
+        strategy.written(now, number, version)
+        return []
+
+    def _drop_due(self, now: float, why: str) -> None:
+        numbers, self._due = self._due, []
+        for number in numbers:
+            self._ask(now, lambda strategy, number=number: strategy.refused(now, number, why))  # type: ignore[misc]
+
+    def _look_at_open(self, now: float) -> None:
+        """See whether ranks train under what was written last; where they do not in a good while, they refuse it."""
+        opened = self._open
+        if opened is None:
+            return
+        if self._seeing.version >= opened.version:
+            self._open = None
+        elif opened.held_at is not None and now - opened.held_at > _LEAST_SECONDS:
+            num_windows = self._seeing.num_windows - opened.num_windows
+            if num_windows >= _LEAST_WINDOWS * max(self._seeing.num_ranks, 1):
+                seconds = now - opened.held_at
+                why = f"all nodes have held version {opened.version} for {seconds:.0f} s, and ranks train under another"
+                self.refuse_version(now, opened.version, why)
+
+
+def check_decision(decision: Decision, newest: Page | None, *, step: int) -> None:
+    """Late or Refused where a decision must not become the version after ``newest``, whatever has decided it."""
+    learned = [path for path in decision.changes if path not in _KEYS]
+    if learned:
+        raise Refused("other", f"{', '.join(learned)[:_MOST_WORDS]} is not for the tuner to change")
+    begins = None if newest is None else newest.config.apply_at_step
+    if newest is not None and begins is not None and step < begins:
+        raise Late(f"version {newest.config.version} comes into force at step {begins}, and nothing comes before it")
+
+
+def mode_in(config: ElasticConfig, given: Mode) -> Mode:
+    """What the tuner may do under ``config``; ``given`` is what counts where that says nothing."""
+    return _MODES.get(config.tuning.mode or given, given)
+
+
+def _is_to_be_written(decision: Decision) -> bool:
+    return bool(decision.changes) and not decision.outcome and decision.version is None and decision.kind != "advise"
+
+
+def _library_strategy(mode: Mode, decisions: Sequence[Decision]) -> Strategy:
+    from .strategy.controller import Controller  # which imports numpy
+
+    made: Strategy = Controller(mode=mode, decisions=decisions)
+    return made
+
+
+_KEYS = frozenset(KEYS.values())
+_MOST_WORDS = 200
+_MODES: Mapping[str, Mode] = {"off": "off", "advise": "advise", "auto": "auto"}

@@ -1,0 +1,138 @@
+"""A job made up for tests of a controller: what steps take is a formula, and whatever is decided comes into force."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic_ext.config import ElasticConfig
+from elastic_ext.job_facts import JobFacts
+from elastic_ext.master.strategy.controller import Controller, Mode
+from elastic_ext.master.strategy.decisions import Decision
+from elastic_ext.master.strategy.seen import Seen
+from elastic_ext.master.strategy.space import Point, point_of
+from tests.job_facts import made_facts
+
+__all__ = ["LOADER", "TunedJob", "loader_seconds"]
+
+LOADER: Mapping[str, tuple[Any, ...]] = {"dataloader.batch_size": (), "dataloader.num_workers": ()}
+
+
+def loader_seconds(point: Point) -> dict[str, float]:
+    """Phases of a step of a job that waits for samples, of 64 on each rank, and starts many small operations."""
+    micro_batch, workers = int(point.batch_size or 1), int(point.num_workers or 0)
+    passes = -(-64 // micro_batch) * 0.004 + 64 * 0.001
+    loading = 64 * 0.005
+    waiting = loading if workers == 0 else max(loading / min(workers, 4) - passes, 0.0)
+    return {"data": waiting, "forward": passes / 3, "backward": passes * 2 / 3, "optimizer": 0.002}
+
+
+class TunedJob:
+    """One rank's steps stand for all."""
+
+    def __init__(
+        self,
+        *,
+        mode: Mode = "auto",
+        decisions: Sequence[Decision] = (),
+        seconds: Callable[[Point], dict[str, float]] = loader_seconds,
+        facts: JobFacts | None = None,
+        noise: float = 0.01,
+        config: Mapping[str, Any] | None = None,
+        configs: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.controller = Controller(mode=mode, decisions=decisions)
+        self.seconds = seconds
+        self.facts = facts or made_facts(choices=LOADER)
+        self.start = dict(self.facts.values)
+        self.configs: dict[int, dict[str, Any]] = {0: {}, **{key: dict(each) for key, each in (configs or {}).items()}}
+        self.version = max(self.configs)
+        self.now, self.step = 1000.0, 0
+        self.told: list[Decision] = []
+        self.refusing: Callable[[Point], str] = lambda point: ""
+        self._random = random.Random(1)
+        self._noise = noise
+        self._has_config = config is not None
+        if config is not None:
+            self.edit(config)
+        self.tell_facts()
+
+    @property
+    def point(self) -> Point:
+        return point_of({**self.start, **self.configs[self.version]})
+
+    def tell_facts(self, **changes: Any) -> list[Decision]:
+        values = {**self.start, **self.configs[self.version]}
+        self.facts = dataclasses.replace(self.facts, values=values, config_version=self.version, **changes)
+        return self.take(self.controller.take_facts(self.now, self.facts))
+
+    def edit(self, changes: Mapping[str, Any], author: Any = "person") -> list[Decision]:
+        """A person's config takes the place of the newest."""
+        version = max(self.configs) + 1
+        self.configs[version] = {**self.configs[self.version], **changes}
+        self.version = version
+        return self.take(self.controller.take_config(self.now, self._config(version), author))
+
+    def run(self, num_steps: int, **changes: Any) -> list[Decision]:
+        """Steps one after another; gives what was decided meanwhile."""
+        before = len(self.told)
+        for _ in range(num_steps):
+            self.take(self.controller.see(self.now, self.seen(**changes)))
+        return self.told[before:]
+
+    def seen(self, **changes: Any) -> Seen:
+        """The next step."""
+        factor = 1 + self._random.uniform(-self._noise, self._noise)
+        phases = {name: each * factor for name, each in self.seconds(self.point).items()}
+        seconds = sum(phases.values())
+        self.now += seconds
+        self.step += 1
+        seen = Seen(
+            time=self.now,
+            version=self.version,
+            step=self.step,
+            num_steps=1,
+            num_ranks=self.facts.world_size,
+            world_size=self.facts.world_size,
+            step_seconds=seconds,
+            phases=phases,
+        )
+        return dataclasses.replace(seen, **changes)
+
+    def take(self, decisions: Sequence[Decision]) -> list[Decision]:
+        """What was decided comes into force."""
+        given = list(decisions)
+        self.told += given
+        for each in given:
+            if each.changes and not each.outcome and each.version is None and each.kind != "advise":
+                self._write(each)
+        return given
+
+    def rate(self, point: Point | None = None) -> float:
+        return self.facts.global_batch / sum(self.seconds(point or self.point).values())
+
+    def kinds(self) -> list[str]:
+        """Of decisions as they were made."""
+        numbers = {each.number: each.kind for each in self.told}
+        return [numbers[number] for number in sorted(numbers)]
+
+    def last(self, kind: str) -> Decision:
+        return [each for each in self.told if each.kind == kind][-1]
+
+    def _write(self, decision: Decision) -> None:
+        version = max(self.configs) + 1
+        values = {**self.configs[decision.base], **decision.changes}
+        self.configs[version] = {key: value for key, value in values.items() if value is not None}
+        self.controller.written(self.now, decision.number, version)
+        self.take(self.controller.take_config(self.now, self._config(version), "generated"))
+        why = self.refusing(point_of({**self.start, **self.configs[version]}))
+        if why:
+            self.take(self.controller.refused(self.now, decision.number, why))
+        else:
+            self.version = version
+            self.tell_facts()
+
+    def _config(self, version: int) -> ElasticConfig:
+        return ElasticConfig.from_values(self.configs[version], version=version)
