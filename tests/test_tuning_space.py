@@ -97,6 +97,21 @@ def test_a_space_stays_small_and_keeps_the_ends() -> None:
     assert space.choices["batch_size"][0] == 1 and space.choices["batch_size"][-1] == 512
 
 
+def test_where_there_are_too_many_points_micro_batches_are_the_last_to_be_left_out() -> None:
+    values = {"parallelism.strategy": "no_shard", "dataloader.batch_size": 2, "parallelism.activation_checkpoint": 0.0}
+    facts = made_facts(choices=ALL_CHOICES, share=64, world_size=16, num_local=8, num_processors=8, values=values)
+    choices = _space(dataclasses.replace(facts, device="cuda")).choices
+    assert choices["batch_size"] == (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 64)
+    assert choices["activation_checkpoint"] == (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def test_what_is_so_by_itself_is_no_choice_beside_it() -> None:
+    choices = _space(made_facts(choices=ALL_CHOICES)).choices
+    assert 2 not in choices["prefetch_factor"] and 1 not in choices["unit"] and 25.0 not in choices["bucket_cap_mb"]
+    said = _space(made_facts(choices=ALL_CHOICES, values={"parallelism.unit": 2})).choices
+    assert said["unit"] == (1, 2, 4)
+
+
 def test_the_same_facts_make_the_same_space() -> None:
     assert _space(made_facts(choices=ALL_CHOICES)) == _space(made_facts(choices=ALL_CHOICES))
 

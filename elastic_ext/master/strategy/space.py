@@ -63,6 +63,10 @@ _BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
 _PREFETCH_FACTORS = (2, 4, 8)
 _UNITS = (1, 2, 4)
 _RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_BY_ITSELF: Mapping[str, Value] = {"prefetch_factor": 2, "unit": 1, "bucket_cap_mb": 25.0}
+"""What these are where nothing says what they are."""
+_WORTH: Mapping[str, int] = {"batch_size": 4, "strategy": 4, "num_workers": 3, "activation_checkpoint": 2}
+"""How many choices of these are worth one of the others, where there are too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ def _choices(name: str, present: Value, facts: JobFacts, bounds: KnobBounds | No
     if key not in facts.choices:
         return (present,)
     possible = tuple(facts.choices[key] or _usual(name, present, facts))
+    if present is None and not facts.choices[key]:
+        possible = tuple(each for each in possible if each != _BY_ITSELF.get(name, present))
     if bounds is not None:
         possible = _within(bounds, possible)
     found = list(dict.fromkeys(_in_order((*possible, present))))
@@ -204,8 +210,8 @@ def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Va
 
 
 def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
-    """Leave every other choice out of the knob that has most, but not its ends, nor the present one."""
-    name = max(choices, key=lambda each: len(choices[each]))
+    """Leave every other choice out of the knob that has most for its worth, but not its ends, nor the present one."""
+    name = max(choices, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
     values = choices[name]
     now, last = getattr(present, name), len(values) - 1
     kept = [each for at, each in enumerate(values) if at % 2 == 0 or at == last or each == now]
