@@ -65,7 +65,13 @@ _UNITS = (1, 2, 4)
 _RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BY_ITSELF: Mapping[str, Value] = {"prefetch_factor": 2, "unit": 1, "bucket_cap_mb": 25.0}
 """What these are where nothing says what they are."""
-_WORTH: Mapping[str, int] = {"batch_size": 4, "strategy": 4, "num_workers": 3, "activation_checkpoint": 2}
+_WORTH: Mapping[str, int] = {
+    "batch_size": 4,
+    "strategy": 4,
+    "num_workers": 3,
+    "shard_degree": 3,
+    "activation_checkpoint": 2,
+}
 """How many choices of these are worth one of the others, where there are too many."""
 
 
