@@ -197,6 +197,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         [each.inner for each in parts.optimizers],
         why_not_reshard=why_not_reshard,
         num_replicas=lambda: gradients.sharing.num_ranks,
+        memory=lambda: None if analyzer is None else analyzer.facts(),
     )
     _after_each_window(follower, facts.tell)
     session = Session(

@@ -11,13 +11,16 @@ from .seen import Seen
 __all__ = ["Budget"]
 
 _LEAST_PACE = 0.9
-"""Of the pace of the user's own config, since the tuner began."""
+"""Of the pace of the user's own config, since the tuner began, where nobody says otherwise."""
+_SOME_PACE = 0.01
 
 
 class Budget:
     """Since the tuner began."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float | None = None) -> None:
+        """``share`` of the time is what slow probes may cost, where a person says so."""
+        self._least_pace = _LEAST_PACE if share is None else max(1 - share, _SOME_PACE)
         self._own_seconds: float | None = None
         self._saved = 0.0
         self._before_known: list[Seen] = []
@@ -45,10 +48,10 @@ class Budget:
             self._before_known.append(seen)
             return
         took = seen.num_steps * seen.step_seconds + seen.held_up_seconds
-        self._saved += seen.num_steps * self._own_seconds - _LEAST_PACE * took
+        self._saved += seen.num_steps * self._own_seconds - self._least_pace * took
 
     def most_seconds(self, num_steps: int, best_seconds: float) -> float:
         """What a step of a probe of so many may take, what it costs to change to it and back again among them."""
         if self._own_seconds is None:
             return best_seconds
-        return (self._saved / num_steps + self._own_seconds) / _LEAST_PACE
+        return (self._saved / num_steps + self._own_seconds) / self._least_pace

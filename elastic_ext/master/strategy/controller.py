@@ -85,10 +85,11 @@ class Controller:
             return []
         changed = [] if before is None else list(before.differences(config))
         edited = [key for key in changed if not key.startswith(_NO_EDIT)]
+        is_edit = bool(edited) or not changed  # a person may ask for just what is being tried
         if "off" in (mode_before, self._mode) or before is None:
             return self._begin(now)
         self._must_begin = True  # by what is in force then, of which facts will tell
-        if edited and not self._is_paused and self._mode == "auto":
+        if is_edit and not self._is_paused and self._mode == "auto":
             return [*self._abandon(), *self._pause(now, _why_edited(author, config, edited))]
         return self._begin(now)
 
@@ -213,8 +214,10 @@ class Controller:
         told = [self._say(now, "reopen", reason)] if reason else []
         told += self._tell_limits(now, facts)
         self._must_begin, self._num_waited = False, 0
-        if reason:
-            self._budget = Budget()  # what the user's own config would do in this job is not known
+        if reason or earlier is None:
+            self._budget = Budget(
+                self._tuning.probe_budget
+            )  # what the user's own config would do in this job is not known
         self._course = self._made(facts, earlier)
         return [*told, *self._take_back_unmeasured(now, facts)]
 
@@ -305,6 +308,8 @@ class Controller:
 
 def _why_edited(author: Author, config: ElasticConfig, edited: Sequence[str]) -> str:
     who = "a person" if author == "person" else "a config of the node"
+    if not edited:
+        return f"{who} set version {config.version} as it was; say resume to let the tuner go on from there"
     keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
     return f"{who} set {keys} in version {config.version}; say resume to let the tuner go on from there"
 

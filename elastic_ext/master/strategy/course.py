@@ -143,9 +143,11 @@ class Course:
         if not writes:
             self._rest()
             return self._advise(now, best)
+        if self._is_enough(best):
+            return self._settle(now, best, "as fast as is asked for")
         proposal = self.search.propose(self.here, self._most_seconds(), self._num_steps)
         if proposal is None:
-            return self._settle(now, best)
+            return self._settle(now, best, "nothing else is expected to be faster")
         if not proposal.is_affordable:
             return self._save(now, best, proposal)
         self.stage = "probing"
@@ -205,15 +207,17 @@ class Course:
 
     # ---- what is decided ----
 
-    def _settle(self, now: float, best: Measured) -> list[Decision]:
+    def _is_enough(self, best: Measured) -> bool:
+        return self._tuning.goal is not None and self.rate(best.seconds) >= self._tuning.goal
+
+    def _settle(self, now: float, best: Measured, why: str) -> list[Decision]:
         if best.point != self.here:
-            return self._back(now, best, "nothing else is expected to be faster")
+            return self._back(now, best, why)
         was_told = self.stage == "settled"
         self._rest()
         if was_told or (self._last is not None and self._is_told(best)):
             return []
-        reason = f"stays as it is: {rate_in_words(self.rate(best.seconds))}, and nothing else is expected to be faster"
-        return self._say(now, "settle", reason)
+        return self._say(now, "settle", f"stays as it is: {rate_in_words(self.rate(best.seconds))}; {why}")
 
     def _is_told(self, best: Measured) -> bool:
         """Whether the newest decision already is to settle here."""

@@ -64,11 +64,19 @@ class _Parts:
 class Memory:
     """Of one job, by its facts and by the peaks that its steps have had."""
 
-    def __init__(self, facts: JobFacts, headroom: float | None = None, before: Memory | None = None) -> None:
-        """``before`` is what was known of the same job, before there were these facts."""
+    def __init__(
+        self,
+        facts: JobFacts,
+        headroom: float | None = None,
+        before: Memory | None = None,
+        *,
+        limit_bytes: int | None = None,
+    ) -> None:
+        """``before`` is what was known of the same job, before there were these facts; ``limit_bytes`` what a rank may
+        take of its device at most, where a person says so."""
         self._facts = facts
         self._present = point_of(facts.values)
-        self._usable = _usable_bytes(facts.memory, HEADROOM if headroom is None else headroom)
+        self._usable = _usable_bytes(facts.memory, HEADROOM if headroom is None else headroom, limit_bytes)
         self._seen: dict[Point, int | None] = {}
         self._optimizer_takes = 1.0  # of the parameters, for a moment; foreach optimizers do, as long as nobody knows
         self._refused: list[Point] = []
@@ -119,7 +127,7 @@ class Memory:
         memory = self._facts.memory
         if memory is None:
             return "memory is not predicted: nothing is known of what the model takes"
-        if memory.capacity_bytes is None:
+        if self._usable is None:
             return f"memory is no concern: there is no limit to it on {self._facts.device}"
         if not memory.passes:
             return "memory is not predicted: no step has shown yet what passes take"
@@ -183,6 +191,10 @@ class Memory:
 
     # ---- prediction ----
 
+    def _update_bytes(self, memory: MemoryFacts) -> float:
+        """What the optimizer's step takes for itself, of a whole model."""
+        return memory.update_bytes or self._optimizer_takes * memory.parameter_bytes
+
     def _peak_of(self, shape: Shape) -> Peak | None:
         memory = self._facts.memory
         if memory is None:
@@ -201,15 +213,15 @@ class Memory:
         between = max(
             state + gathered + gradients.forward + scale * max(parts.forward, parts.loss),
             state + gathered + gradients.backward + scale * parts.backward,
-            state + gradients.optimizer + self._optimizer_takes * memory.parameter_bytes / degree,
+            state + gradients.optimizer + self._update_bytes(memory) / degree,
         )
         return Peak(int(between), int(scale * parts.most))
 
 
-def _usable_bytes(memory: MemoryFacts | None, headroom: float) -> float | None:
-    if memory is None or memory.capacity_bytes is None:
-        return None
-    return memory.capacity_bytes * (1 - headroom)
+def _usable_bytes(memory: MemoryFacts | None, headroom: float, limit_bytes: int | None) -> float | None:
+    capacity = None if memory is None else memory.capacity_bytes
+    known = [each for each in (capacity, limit_bytes) if each is not None]
+    return min(known) * (1 - headroom) if known else None
 
 
 def _same_plan(one: Point, other: Point) -> bool:

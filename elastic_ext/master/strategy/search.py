@@ -96,7 +96,7 @@ class Search:
         self._places = {point: at for at, point in enumerate(self._space.points)}
         is_alike = before is not None and before._facts.world_size == facts.world_size
         memory = before._memory if before is not None and is_alike else None
-        self._memory: Memory = Memory(facts, self._tuning.headroom, memory)
+        self._memory: Memory = Memory(facts, self._tuning.headroom, memory, limit_bytes=self._tuning.memory_bytes)
 
     # ---- what is learnt ----
 
@@ -147,7 +147,8 @@ class Search:
         is_bound = facts.bound != self._facts.bound
         is_other = _known(facts) != _known(self._facts)
         self._facts = facts
-        self._memory = Memory(facts, self._tuning.headroom, self._memory)
+        limit = self._tuning.memory_bytes
+        self._memory = Memory(facts, self._tuning.headroom, self._memory, limit_bytes=limit)
         if is_other:
             self._columns = columns_of(self._space.points, facts)
             self._expected = self._best = None
