@@ -15,10 +15,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu lint bench docs stubs clean
+.PHONY: help demo demo-config test test-slow test-gpu lint bench docs stubs clean
 
 help:
-	@echo "make demo       a training run whose configuration changes while it trains"
+	@echo "make demo       a training job that starts badly and tunes itself while it trains"
+	@echo "make demo-config    one whose configuration a person changes while it trains"
 	@echo "make test       the tests; test-slow and test-gpu: those left out of it"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks, with their tables"
@@ -50,6 +51,9 @@ $(BENCH_READY): $(READY)
 	@touch $@
 
 demo: $(READY)
+	$(BIN)/python -m examples.tunes_itself
+
+demo-config: $(READY)
 	$(BIN)/python -m examples.live_config
 
 test: $(READY)

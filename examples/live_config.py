@@ -1,6 +1,6 @@
 """The demo: two ranks train a small GPT while its configuration is edited and one of them is killed.
 
-    make demo        or        python -m examples.live_config
+    make demo-config        or        python -m examples.live_config
 
 It changes the learning rate, a knob of the script's own and the size of the micro-batch (the global batch stays), tries
 a value that the ranks refuse and a file that is not even JSON, schedules a change for one exact step, takes changes

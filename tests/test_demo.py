@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 
+from examples import tunes_itself
 from examples.live_config import check, main
 from examples.training_job import DemoError, Training
 
@@ -78,3 +79,51 @@ def test_the_demo_passes_when_everything_happened() -> None:
 
 def test_the_demo_exits_with_an_error_when_its_time_is_up() -> None:
     assert main(deadline_seconds=0.5) == 1
+
+
+def _decision(version: int | None, outcome: str = "kept") -> dict[str, object]:
+    return {
+        "number": 1,
+        "kind": "probe",
+        "version": version,
+        "reason": "why",
+        "predicted": 900.0,
+        "measured": 1000.0,
+        "outcome": outcome,
+    }
+
+
+@pytest.mark.parametrize(
+    ("after", "decisions", "versions", "checksums", "fault"),
+    [
+        (1000.0, [], set(), AGAIN, "changed nothing"),
+        (1000.0, [_decision(None)], set(), AGAIN, "changed nothing"),
+        (1000.0, [_decision(1, outcome="")], set(), AGAIN, "never in force"),
+        (150.0, [_decision(1)], {1}, AGAIN, "less than 2 times"),
+        (1000.0, [_decision(1)], {1}, {2: ["a"]}, "left out"),
+        (1000.0, [_decision(1)], {1}, {1: ["a", "b"]}, "other samples"),
+    ],
+)
+def test_the_demo_of_tuning_fails_when(
+    after: float,
+    decisions: list[dict[str, object]],
+    versions: set[int],
+    checksums: dict[int, list[str]],
+    fault: str,
+) -> None:
+    finished = cast(Training, Finished(versions, "", {}, checksums))
+    with pytest.raises(DemoError, match=fault):
+        tunes_itself.check(finished, 100.0, after, decisions)
+
+
+def test_the_demo_of_tuning_passes_when_everything_happened() -> None:
+    tunes_itself.check(cast(Training, Finished({1}, "", {}, AGAIN)), 100.0, 1000.0, [_decision(1)])
+    assert tunes_itself.rates(["step 3: 40 samples/s, loss", "else"]) == [40.0]
+    told = tunes_itself.in_words(_decision(1))
+    assert told == "1. probe, version 1: why (predicted 900 samples/s, measured 1,000 samples/s) -> kept"
+    assert tunes_itself.is_settled([_decision(1), {"kind": "settle"}, {"kind": "hold"}])
+    assert not tunes_itself.is_settled([{"kind": "settle"}, {"kind": "reopen"}]) and not tunes_itself.is_settled([])
+
+
+def test_the_demo_of_tuning_exits_with_an_error_when_its_time_is_up() -> None:
+    assert tunes_itself.main(deadline_seconds=0.5) == 1

@@ -174,6 +174,67 @@ def test_a_persons_edit_pauses_it_until_resume() -> None:
     assert "probe" in [each.kind for each in job.run(ENOUGH)] and job.rate() > 1000
 
 
+def test_a_person_who_sets_what_is_being_tried_keeps_it() -> None:
+    job = _in_a_probe()
+    (closed, paused) = job.edit({"dataloader.num_workers": job.point.num_workers})
+    assert closed.kind == "probe" and paused.kind == "pause" and "as it was" in paused.reason
+    wanted = job.point
+    job.tell_facts()
+    assert job.run(50) == [] and job.point == wanted
+
+
+def test_nothing_more_is_tried_where_the_goal_is_reached() -> None:
+    job = _settled()
+    own = TunedJob().rate()
+    modest = _settled(config={"tuning.goal": 2 * own})
+    assert modest.rate() >= 2 * own and modest.kinds().count("probe") < job.kinds().count("probe")
+    assert "as fast as is asked for" in modest.last("settle").reason
+    content = TunedJob(config={"tuning.goal": own / 2})
+    content.run(ENOUGH)
+    assert "probe" not in content.kinds() and content.rate() == own
+
+
+def test_what_tries_may_cost_is_what_a_person_allows() -> None:
+    """Whatever is tried is bad here: with next to no budget for it, less is."""
+
+    def seconds(point: Point) -> dict[str, float]:
+        is_start = point.batch_size == 1 and point.num_workers == 0
+        return {"data": 0.1, "forward": 0.1 if is_start else 0.25, "backward": 0.1 if is_start else 0.25}
+
+    def num_probes(**config: Any) -> int:
+        job = TunedJob(seconds=seconds, config=config)
+        job.run(400)
+        return job.kinds().count("probe")
+
+    assert num_probes(**{"tuning.probe_budget": 0.001}) < num_probes(**{"tuning.probe_budget": 0.5})
+
+
+def test_memory_that_a_person_gives_is_kept_to_where_nothing_else_says_how_much_there_is() -> None:
+    passes = [
+        PassesMemory(
+            micro_batch=size,
+            activation_checkpoint=0.0,
+            forward_bytes=1000 * size,
+            loss_bytes=1000 * size,
+            backward_bytes=1000 * size,
+        )
+        for size in (1, 2, 4, 8, 16, 32, 64)
+    ]
+    memory = MemoryFacts(
+        source="fake",
+        parameter_bytes=100,
+        gradient_bytes=100,
+        optimizer_bytes=200,
+        buffer_bytes=0,
+        passes=tuple(passes),
+    )
+    facts = made_facts(choices=LOADER, memory=memory)
+    assert int(_settled(facts=facts).point.batch_size or 0) > 10
+    job = _settled(facts=facts, config={"tuning.memory_bytes": 10_000})
+    sizes = {point_of({**job.start, **config}).batch_size for config in job.configs.values()}
+    assert max(int(size or 0) for size in sizes) <= 9 and int(job.point.batch_size or 0) > 1
+
+
 def test_edits_of_what_is_not_its_own_do_not_pause_it() -> None:
     job = _settled()
     assert job.edit({"tuning.headroom": 0.1}) == []
