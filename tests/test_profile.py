@@ -512,4 +512,5 @@ def test_sharded_models_in_steps_of_several_micro_steps(ranks: RankPool, tmp_pat
         assert 0 < found["optimizer_ops"] < found["num_ops"]
         trace = StepTrace.from_json(traced)
         assert 0 < trace.exposed_seconds <= trace.communication_seconds <= 2 * trace.step_seconds
-        assert 0 < trace.computing_seconds <= trace.step_seconds and "aten::addmm" in trace.top
+        assert 0 < trace.computing_seconds <= trace.step_seconds
+        assert any(name.startswith("aten::") for name in trace.top), "which of them took longest is the machine's"
