@@ -102,6 +102,8 @@ class StepWindow(JsonRecord):
     processor in some. None where steps were not looked at one by one."""
     computing_seconds: float | None = None
     """What transfers, passes and the optimizer took of steps, a quarter of them no longer; None as above."""
+    is_settling: bool = False
+    """Whether something that is to be there was still on its way then, such as workers: steps will be quicker."""
     num_samples: int = 0
     """Of all ranks together."""
     num_tokens: int = 0

@@ -178,6 +178,14 @@ def test_a_window_says_what_all_steps_but_a_few_wait_for_others(clock: Clock) ->
     assert profile.windows.close(Standing(9, 0, 0, 0)).waiting_seconds is None
 
 
+def test_a_window_says_whether_something_was_still_on_its_way_then(clock: Clock) -> None:
+    profile = Profile(clock)
+    for is_settled in (True, False, False, True, True):
+        profile.step(STEP)
+        profile.windows.close(Standing(1, 0, 0, 0, is_settled))
+    assert [each.is_settling for each in profile.kept] == [False, True, True, True, False]
+
+
 def test_steps_that_are_not_looked_at_are_counted_and_their_time_too(clock: Clock) -> None:
     profile = Profile(clock)
     for _ in range(3):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.job_facts import MemoryFacts, PassesMemory
+from elastic_ext.master.amounts import fitting_window
 from elastic_ext.master.facts_told import MOST_FACTS, facts_told
 from elastic_ext.master.seeing import Seeing
 from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.master.wire.plain import window_record
 from elastic_ext.profile.phases import Phase
 from tests.job_facts import made_facts
 from tests.tuned import STEP, reported
@@ -143,6 +145,26 @@ def test_steps_under_an_earlier_version_count_no_more_once_a_rank_has_told_of_a_
     assert seen is not None and (seen.version, seen.num_steps) == (1, 10) and seeing.version == 1
 
 
+def test_steps_before_all_workers_are_there_do_not_count_for_a_while() -> None:
+    seeing = begun()
+    seeing.take(NOW, [reported(0, is_settling=True), reported(1)])
+    assert seeing.seen(NOW) is None
+    seeing.take(NOW + 1, [reported(0, number=2)])
+    seen = seeing.seen(NOW + 1)
+    assert seen is not None and seen.num_steps == 10
+    for number in range(40):  # of workers that never come
+        seeing.take(NOW + 2, [reported(rank, number=3 + number, is_settling=True) for rank in (0, 1)])
+    assert seeing.seen(NOW + 2) is not None
+
+
+def test_who_waits_for_workers_is_not_silent() -> None:
+    seeing = begun()
+    seeing.take(NOW, [reported(1)])
+    for second in range(1, 20):
+        seeing.take(NOW + 10 * second, [reported(0, number=second, is_settling=True)])
+        assert seeing.seen(NOW + 10 * second) is None
+
+
 def test_ranks_of_an_earlier_start_or_of_another_number_tell_nothing() -> None:
     assert told_by(reported(0, restart=1), reported(1, restart=1)) is None
     assert told_by(reported(0, world_size=4), reported(1, world_size=4)) is None
@@ -235,3 +257,14 @@ def test_windows_with_anything_in_them_are_seen_or_are_trouble(changes: list[tup
     if seen is not None:
         assert 0 <= seen.step_seconds < math.inf or seen.trouble
         assert all(0 <= each < math.inf for each in seen.phases.values())
+
+
+def test_what_ranks_tell_of_their_steps_comes_through() -> None:
+    told: dict[str, Any] = {"waiting_seconds": 0.01, "computing_seconds": 0.05, "is_settling": True, "accelerator_peak_bytes": 7}
+    said = reported(3, **told).windows[0]
+    window = fitting_window(said, 3)
+    assert window is not None and {name: getattr(window, name) for name in told} == told
+    assert window.to_json() == replace(window_record(said), memory_bytes=None).to_json()
+    for broken in (float("nan"), -1.0, 1e300):
+        said.waiting_seconds = broken
+        assert fitting_window(said, 3) is None

@@ -242,6 +242,11 @@ class ElasticDataLoader(DataLoader[_Sample]):
         """The fewest that it can have."""
         return int(self.persistent_workers)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has the workers that it is to have, and none is still on its way."""
+        return all(making.is_settled for making in self._makings)
+
     def check(self, new: ElasticConfig) -> str | None:
         """Why the workers and their like cannot change so."""
         return why_not_change(self, self._batches, self._epochs, new.dataloader)

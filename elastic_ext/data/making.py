@@ -64,6 +64,13 @@ class Making:
         """That there are to be."""
         return self._num_workers
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether as many workers are there as there are to be, and make all that is to come."""
+        if self._pool is None or self._is_closed or self._num_workers == 0:
+            return True
+        return not self._own and self._pool.num_ready >= self._num_workers
+
     def resize(self, num_workers: int) -> None:
         """Have so many workers, in a while; none where it is closed."""
         if num_workers == self._num_workers or self._is_closed:

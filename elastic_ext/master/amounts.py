@@ -104,6 +104,7 @@ def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
     numbers: Iterable[float] = (
         *(value for table in tables for value in table.values()),
         *said.step_seconds,
+        *(said.waiting_seconds, said.computing_seconds),
         *(said.step, said.num_steps, said.num_samples, said.num_tokens, said.num_bytes, said.num_detailed),
     )
     fits = (
@@ -134,6 +135,9 @@ def fitting_window(said: master_pb2.StepWindow, rank: int) -> StepWindow | None:
         num_tokens=said.num_tokens,
         num_bytes=said.num_bytes,
         num_detailed=said.num_detailed,
+        waiting_seconds=said.waiting_seconds if said.HasField("waiting_seconds") else None,
+        computing_seconds=said.computing_seconds if said.HasField("computing_seconds") else None,
+        is_settling=said.is_settling,
         accelerator_bytes=said.accelerator_bytes if said.HasField("accelerator_bytes") else None,
         accelerator_peak_bytes=peak if said.HasField("accelerator_peak_bytes") and peak <= _MOST_BYTES else None,
     )

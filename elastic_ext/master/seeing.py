@@ -2,7 +2,8 @@
 
 A *round* is complete once every rank has told of steps under the same version and revision of the config, in one window
 or several. A window is of one config from its first step to its last, so that none counts which began before a version
-came into force. Of a very large job some ranks are looked at, spread evenly over it.
+came into force; nor does one in which workers that are to be there were still on their way, for a while. Of a very
+large job some ranks are looked at, spread evenly over it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _MOST_RANKS = 1024
 """That are looked at, about."""
 _MOST_WINDOWS = 64
 """Of a rank in one round."""
+_MOST_SETTLING = 30
+"""Windows of a rank under one config that do not count since workers are still on their way."""
 _MOST_NAMED = 4
 _MOST_TIMES = 3.0
 """Ranks take their steps together: what they tell of does not differ by more."""
@@ -42,6 +45,7 @@ class Seeing:
         self._job = 0, 0  # restart, world size
         self._ranks: Sequence[int] = ()
         self._config = 0, 0
+        self._num_settling: dict[int, int] = {}  # windows of a rank that did not count, under this config
         self._windows: dict[int, list[StepWindow]] = {}  # of the round that is under way
         self._broken: set[int] = set()
         self._began = 0.0
@@ -107,8 +111,13 @@ class Seeing:
             return
         if config > self._config:
             self._config = config
+            self._num_settling.clear()
             self._begin_round()
             self._began = now
+        if window.is_settling and self._num_settling.get(rank, 0) < _MOST_SETTLING:
+            self._num_settling[rank] = self._num_settling.get(rank, 0) + 1
+            self._began = now  # who waits for workers is not silent
+            return
         row = self._windows.setdefault(rank, [])
         row.append(window)
         del row[:-_MOST_WINDOWS]

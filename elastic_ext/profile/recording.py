@@ -50,7 +50,8 @@ def record(
     def stand() -> Standing:
         step, num_samples = progress()
         config = follower.config
-        return Standing(step, num_samples, config.version, config.revision)
+        is_settled = bool(getattr(loader, "is_settled", True))
+        return Standing(step, num_samples, config.version, config.revision, is_settled)
 
     probe = Probe(timeline.enter, is_on_accelerator=device.type != "cpu")
     analyzer = None if analyze is None else analyze(probe)

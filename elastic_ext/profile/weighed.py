@@ -149,6 +149,7 @@ def merged(windows: Sequence[StepWindow]) -> StepWindow:
         num_bytes=sum(each.num_bytes for each in ordered),
         num_detailed=sum(each.num_detailed for each in ordered),
         accelerator_peak_bytes=max(peaks, default=None),
+        is_settling=any(each.is_settling for each in ordered),
         waiting_seconds=_mean_low([(each.num_detailed, each.waiting_seconds) for each in ordered]),
         computing_seconds=_mean_low([(each.num_detailed, each.computing_seconds) for each in ordered]),
     )

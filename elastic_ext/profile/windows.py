@@ -33,6 +33,8 @@ class Standing(NamedTuple):
     """Of all ranks, since the process began."""
     config_version: int
     config_revision: int
+    is_settled: bool = True
+    """Whether all is there that is to be there, such as a loader's workers."""
 
 
 class Held(Protocol):
@@ -75,6 +77,7 @@ class Windows:
         self._num_detailed, self._stride = 0, 1
         self._num_steps = self._num_samples = 0
         self._counts = 0, 0
+        self._is_settled = True  # as the window began
         self._config = 0, 0  # that was in force as the window began
 
     @property
@@ -129,6 +132,7 @@ class Windows:
             step_seconds=step_seconds,
             waiting_seconds=waiting,
             computing_seconds=computing,
+            is_settling=not (self._is_settled and standing.is_settled),
             num_samples=standing.num_samples - self._num_samples,
             num_tokens=self._counts[0],
             num_bytes=self._counts[1],
@@ -137,7 +141,7 @@ class Windows:
             accelerator_bytes=memory.accelerator,
             accelerator_peak_bytes=memory.accelerator_peak,
         )
-        self._begin, self._num_samples = end, standing.num_samples
+        self._begin, self._num_samples, self._is_settled = end, standing.num_samples, standing.is_settled
         self._config = standing.config_version, standing.config_revision
         self._at_open = spent
         self._steps, self._counts, self._num_steps = [], (0, 0), 0
