@@ -260,7 +260,12 @@ def test_windows_with_anything_in_them_are_seen_or_are_trouble(changes: list[tup
 
 
 def test_what_ranks_tell_of_their_steps_comes_through() -> None:
-    told: dict[str, Any] = {"waiting_seconds": 0.01, "computing_seconds": 0.05, "is_settling": True, "accelerator_peak_bytes": 7}
+    told: dict[str, Any] = {
+        "waiting_seconds": 0.01,
+        "computing_seconds": 0.05,
+        "is_settling": True,
+        "accelerator_peak_bytes": 7,
+    }
     said = reported(3, **told).windows[0]
     window = fitting_window(said, 3)
     assert window is not None and {name: getattr(window, name) for name in told} == told
