@@ -70,10 +70,8 @@ def state_of(pid: int) -> str:
 
 
 def reading_of(folder: Path, rank: int = 0) -> PulseReading:
-    """What its pulse says now."""
-    found = read_pulse(pulse_file(folder, rank))
-    assert found is not None
-    return found
+    """What its pulse says now, or as soon as it can be read: a worker that takes very short steps writes all the time."""
+    return until(lambda: read_pulse(pulse_file(folder, rank)))
 
 
 # --- what workers do ------------------------------------------------------------------------------------------------
