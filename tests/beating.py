@@ -70,7 +70,7 @@ def state_of(pid: int) -> str:
 
 
 def reading_of(folder: Path, rank: int = 0) -> PulseReading:
-    """What its pulse says now, or as soon as it can be read: a worker that takes very short steps writes all the time."""
+    """What its pulse says, as soon as it can be read: a worker that takes very short steps writes all the time."""
     return until(lambda: read_pulse(pulse_file(folder, rank)))
 
 
