@@ -174,16 +174,20 @@ class _Job:
         until = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < until:
             time.sleep(3.0)
-            told = [each for each in self.decisions() if each["kind"] in ("probe", "settle", "reopen")]
-            if told and told[-1]["kind"] == "settle":
+            found = self._asked("status")
+            if found and (found[0].get("tuning") or {}).get("standing") == "settled":
                 return True
         return False
 
     def decisions(self) -> list[Mapping[str, Any]]:
         """What the tuner has decided so far."""
-        command = [sys.executable, "-m", "elastic_ext.cli", "tuning", "log", "--json", "--master"]
-        asked = subprocess.run([*command, str(self._folder / "run")], capture_output=True, text=True, timeout=60.0)
-        return [json.loads(line) for line in asked.stdout.splitlines()] if asked.returncode == 0 else []
+        return self._asked("tuning", "log")
+
+    def _asked(self, *command: str) -> list[Mapping[str, Any]]:
+        """The objects that a command prints; none where there is no master just now."""
+        whole = [sys.executable, "-m", "elastic_ext.cli", *command, "--json", "--master", str(self._folder / "run")]
+        asked = subprocess.run(whole, capture_output=True, text=True, timeout=60.0)
+        return [json.loads(line) for line in asked.stdout.splitlines()] if asked.stdout.startswith("{") else []
 
     def trained(self) -> tuple[float, float]:
         """How long it trains by now, and how many samples that were."""

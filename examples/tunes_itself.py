@@ -41,22 +41,29 @@ class Tuner:
     """What the job's tuner has decided, asked for as a person would in another terminal."""
 
     def __init__(self, run_directory: Path) -> None:
-        self._command = [sys.executable, "-m", "elastic_ext.cli", "tuning", "log", "--json", "--master"]
-        self._command.append(str(run_directory))
+        self._run_directory = str(run_directory)
         self._told: dict[int, str] = {}
 
     def decisions(self) -> list[Mapping[str, Any]]:
         """All of them, in order; prints what is new of each."""
-        asked = subprocess.run(self._command, capture_output=True, text=True, timeout=30.0)
-        if asked.returncode != 0:
-            return []  # there is no master yet, or none just now
-        found = [json.loads(line) for line in asked.stdout.splitlines()]
+        found = self._asked("tuning", "log")
         for each in found:
             told = in_words(each)
             if self._told.get(each["number"]) != told:
                 self._told[each["number"]] = told
                 print(f"tuner | {told}", flush=True)
         return found
+
+    def is_settled(self) -> bool:
+        """Whether it expects nothing else to be faster."""
+        found = self._asked("status")
+        return bool(found) and (found[0].get("tuning") or {}).get("standing") == "settled"
+
+    def _asked(self, *command: str) -> list[Mapping[str, Any]]:
+        """The objects that a command prints; none where there is no master yet, or none just now."""
+        whole = [sys.executable, "-m", "elastic_ext.cli", *command, "--json", "--master", self._run_directory]
+        asked = subprocess.run(whole, capture_output=True, text=True, timeout=30.0)
+        return [json.loads(line) for line in asked.stdout.splitlines()] if asked.stdout.startswith("{") else []
 
 
 def in_words(decision: Mapping[str, Any]) -> str:
@@ -87,7 +94,7 @@ def show(training: Training) -> tuple[float, float, list[Mapping[str, Any]]]:
             training.kill_worker(1)
             training.wait_for_line(r"training goes on after step \d+: ")
             has_killed = True
-        if has_killed and is_settled(decisions):
+        if has_killed and tuner.is_settled():
             break
     num_lines = len(rates(training.lines))
     training.wait_until(
@@ -99,12 +106,6 @@ def show(training: Training) -> tuple[float, float, list[Mapping[str, Any]]]:
     subprocess.run([*end, "--reason", "that is enough", "--file", str(training.config_file)], check=True)
     training.finish()
     return before, after, decisions
-
-
-def is_settled(decisions: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last thing that was decided is that what is in force stays."""
-    told = [each for each in decisions if each["kind"] in ("probe", "settle", "reopen")]
-    return bool(told) and told[-1]["kind"] == "settle"
 
 
 def _asked(training: Training, tuner: Tuner) -> Iterator[list[Mapping[str, Any]]]:

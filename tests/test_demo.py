@@ -121,8 +121,6 @@ def test_the_demo_of_tuning_passes_when_everything_happened() -> None:
     assert tunes_itself.rates(["step 3: 40 samples/s, loss", "else"]) == [40.0]
     told = tunes_itself.in_words(_decision(1))
     assert told == "1. probe, version 1: why (predicted 900 samples/s, measured 1,000 samples/s) -> kept"
-    assert tunes_itself.is_settled([_decision(1), {"kind": "settle"}, {"kind": "hold"}])
-    assert not tunes_itself.is_settled([{"kind": "settle"}, {"kind": "reopen"}]) and not tunes_itself.is_settled([])
 
 
 def test_the_demo_of_tuning_exits_with_an_error_when_its_time_is_up() -> None:
