@@ -142,6 +142,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
                 ratio=lambda: 0.0 if spread.plan is None else spread.plan.ratio,
                 is_whole=lambda: gradients.sharing.num_parts == 1,
                 may_sample=lambda: not guarding.is_watching,
+                is_bounded=lambda: follower.config.tuning.memory_bytes is not None,
             ),
             blocks=spread.blocks,
             factory=setup.factory,

@@ -97,7 +97,21 @@ def no_analysis_left() -> Iterator[None]:
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
+def bound(folder: Path) -> None:
+    """A person says how much memory there is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text('{"version": 1, "tuning": {"memory_bytes": 1000000000}}')
+
+
+def test_where_nobody_says_how_much_memory_there_is_no_step_is_profiled(tmp_path: Path) -> None:
+    facts, analyzer = train(
+        tmp_path, memory_models.attention(), until=lambda facts, analyzer: analyzer is not None, least_steps=60
+    )
+    assert facts is None and analyzer._num_samples == 0
+
+
 def test_without_a_factory_what_steps_have_taken_is_told(tmp_path: Path) -> None:
+    bound(tmp_path / "0")
     torch.manual_seed(0)
     model = memory_models.attention()
     facts, _ = train(tmp_path, model, global_batch_size=4 * MICRO_BATCH)
@@ -113,6 +127,7 @@ def test_without_a_factory_what_steps_have_taken_is_told(tmp_path: Path) -> None
 
 
 def test_larger_micro_batches_are_measured_when_they_come(tmp_path: Path) -> None:
+    bound(tmp_path / "0")
     torch.manual_seed(0)
     model, loader = memory_models.attention(), ElasticDataLoader(sentences(), batch_size=2)
     trainer = trainer_of(tmp_path, model, loader, global_batch_size=8)

@@ -55,6 +55,8 @@ class Training:
     """Whether the rank has all of the model."""
     may_sample: Callable[[], bool]
     """Nobody else looks at what the step that begins takes."""
+    is_bounded: Callable[[], bool]
+    """Whether somebody has said how much memory there is, as a machine without an accelerator does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +164,7 @@ class Analyzer:
             key = self._sampled
         if not is_wanted or self._num_samples >= _MOST_SAMPLES:
             return
-        if not (training.is_whole() and training.may_sample() and self._readiness.is_given()):
+        if not (self._is_wanted() and training.is_whole() and training.may_sample() and self._readiness.is_given()):
             return
         self._num_samples += 1
         self._tried.add(key)
@@ -253,6 +255,11 @@ class Analyzer:
         return self._asking
 
     # ---- what follows ----
+
+    def _is_wanted(self) -> bool:
+        """Whether anybody can do anything with what is measured: without an accelerator it takes a profile of a step,
+        and there is no limit to keep to."""
+        return self._device.type != "cpu" or self._factory is not None or self._training.is_bounded()
 
     @property
     def _may_be_measured(self) -> bool:

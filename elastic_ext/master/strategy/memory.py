@@ -125,10 +125,10 @@ class Memory:
     def why_unknown(self) -> str:
         """Why memory is not predicted: a sentence; empty where it is."""
         memory = self._facts.memory
+        if self._usable is None and (memory is not None or self._facts.device == "cpu"):
+            return f"memory is no concern: there is no limit to it on {self._facts.device}"
         if memory is None:
             return "memory is not predicted: nothing is known of what the model takes"
-        if self._usable is None:
-            return f"memory is no concern: there is no limit to it on {self._facts.device}"
         if not memory.passes:
             return "memory is not predicted: no step has shown yet what passes take"
         return ""
