@@ -19,6 +19,7 @@ from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.loading import Numbers, changed, collate_by_hand, indices_in, loader_of
+from tests.pools import WaitAt, gate, open_gate
 from tests.ranks import RankPool
 from tests.scripts import Script
 
@@ -153,6 +154,25 @@ def test_workers_come_and_go_while_a_loop_goes_on() -> None:
         makers[-1] |= set(pids.tolist())
     assert found == expected
     assert set.union(*makers) - {0}, "no worker made anything"
+
+
+def test_until_a_worker_is_ready_this_process_makes_what_is_taken_and_nothing_ahead(tmp_path: Path) -> None:
+    start = gate(tmp_path / "start")
+    loader = loader_of(400, 2, worker_init_fn=lambda _: WaitAt(start)())
+    batches = iter(loader)
+    next(batches)
+    changed(loader, num_workers=2, prefetch_factor=8)
+    (making,) = loader._makings
+    for _ in range(3):
+        (pids, is_settled) = next(batches)[1], making.is_settled
+        assert set(pids.tolist()) == {0} and not is_settled
+    open_gate(start)
+    assert making._pool is not None
+    making._pool.wait_ready()
+    assert 0 not in next(batches)[1].tolist()
+    open_gate(start)
+    making._pool.wait_ready(2)
+    assert making.is_settled
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -294,6 +314,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.loading import Numbers, changed, collate_by_hand, indices_in, loader_of
+from tests.pools import WaitAt, gate, open_gate
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))

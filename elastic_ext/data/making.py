@@ -48,7 +48,7 @@ class Making:
     @property
     def num_ahead(self) -> int:
         """How many batches are asked for before the first of them is taken."""
-        return self._num_workers * self.prefetch_factor
+        return 0 if self._makes_here() else self._num_workers * self.prefetch_factor
 
     @property
     def pin(self) -> Callable[[Any], Any] | None:
@@ -81,13 +81,11 @@ class Making:
     def submit(self, indices: list[Any], slot: int | None = None) -> int:
         """Have a batch made of these, by the worker of that slot or by any; gives its number."""
         self._number += 1
-        pool = self._pool
-        if self._fills_in and pool is not None and pool.num_ready > 0:
-            self._fills_in = False
-        if pool is None or self._num_workers == 0 or self._fills_in:
+        if self._makes_here():
             self._own[self._number] = indices
         else:
-            pool.submit(self._number, indices if self._work.auto_collation else indices[0], slot)
+            assert self._pool is not None
+            self._pool.submit(self._number, indices if self._work.auto_collation else indices[0], slot)
         return self._number
 
     def take(self, number: int) -> Any:
@@ -119,6 +117,12 @@ class Making:
         if self._pool is not None:
             self._pool.close()
         self._pinning.close()
+
+    def _makes_here(self) -> bool:
+        """Whether this process makes what is asked for now."""
+        if self._fills_in and self._pool is not None and self._pool.num_ready > 0:
+            self._fills_in = False
+        return self._pool is None or self._num_workers == 0 or self._fills_in
 
     def _have(self, num_workers: int, *, is_first: bool = False) -> None:
         self._num_workers = num_workers
