@@ -328,21 +328,32 @@ def test_where_everything_is_refused_it_stays_as_it_was() -> None:
     assert asked and len({tuple(each.changes.items()) for each in asked}) == len(asked)
 
 
-def test_what_the_job_itself_changes_back_is_not_tried_again() -> None:
+@pytest.mark.parametrize("facts_come_first", [False, True])
+def test_what_the_job_itself_changes_back_is_not_tried_again(facts_come_first: bool) -> None:
     """As where memory did not suffice: the rank takes fewer samples at once, and tells so as a revision."""
     job = _in_a_probe()
     tried = job.point
-    told = job.run(1, revision=1)
-    assert [each.outcome for each in told] == ["refused"] and "the job itself put revision 1" in told[0].reason
-    job.configs[job.version] = {**job.configs[job.version], "dataloader.batch_size": 1}
-    job.tell_facts(config_revision=1)
-    points = set()
-    for _ in range(ENOUGH):
-        job.take(job.controller.see(job.now, job.seen(revision=job.facts.config_revision)))
-        if job.facts.config_revision and job.version != told[0].version:
-            job.tell_facts(config_revision=0)
-        points.add(job.point)
-    assert job.rate() > 500 and tried.num_workers
+    job.change_inside({"dataloader.batch_size": 1})
+    if facts_come_first:
+        job.tell_facts()
+    (refused, *_) = job.run(1)
+    assert refused.outcome == "refused" and "the job itself put revision 1" in refused.reason
+    if not facts_come_first:
+        job.tell_facts()
+    points = {job.point for _ in range(ENOUGH) if job.run(1) is not None}
+    assert job.controller.standing.stand == "settled" and job.rate() > 500
+    assert tried not in points
+
+
+def test_what_follows_a_change_of_the_jobs_own_does_not_ask_again_for_what_that_has_changed() -> None:
+    """The newest config has it still, and what is written next is based on that."""
+    job = _in_a_probe()
+    too_many = job.configs[job.version]["dataloader.batch_size"]
+    job.change_inside({"dataloader.batch_size": 4})
+    job.tell_facts(bound=too_many)
+    job.run(ENOUGH)
+    later = [each for version, each in job.configs.items() if version > 1]
+    assert later and all(each["dataloader.batch_size"] < too_many for each in later)
 
 
 def test_another_world_begins_another_search_and_keeps_what_was_learnt() -> None:

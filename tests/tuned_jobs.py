@@ -48,7 +48,8 @@ class TunedJob:
         self.facts = facts or made_facts(choices=LOADER)
         self.start = dict(self.facts.values)
         self.configs: dict[int, dict[str, Any]] = {0: {}, **{key: dict(each) for key, each in (configs or {}).items()}}
-        self.version = max(self.configs)
+        self.version, self.revision = max(self.configs), 0
+        self.inside: dict[str, Any] = {}  # what the job itself has changed of its config, as that revision
         self.now, self.step = 1000.0, 0
         self.told: list[Decision] = []
         self.refusing: Callable[[Point], str] = lambda point: ""
@@ -61,19 +62,28 @@ class TunedJob:
 
     @property
     def point(self) -> Point:
-        return point_of({**self.start, **self.configs[self.version]})
+        return point_of(self._values)
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {**self.start, **self.configs[self.version], **self.inside}
 
     def tell_facts(self, **changes: Any) -> list[Decision]:
-        values = {**self.start, **self.configs[self.version]}
-        self.facts = dataclasses.replace(self.facts, values=values, config_version=self.version, **changes)
+        now = {"values": self._values, "config_version": self.version, "config_revision": self.revision}
+        self.facts = dataclasses.replace(self.facts, **{**now, **changes})
         return self.take(self.controller.take_facts(self.now, self.facts))
 
     def edit(self, changes: Mapping[str, Any], author: Any = "person") -> list[Decision]:
         """A person's config takes the place of the newest."""
         version = max(self.configs) + 1
         self.configs[version] = {**self.configs[self.version], **changes}
-        self.version = version
+        self._put(version)
         return self.take(self.controller.take_config(self.now, self._config(version), author))
+
+    def change_inside(self, values: Mapping[str, Any]) -> None:
+        """The job puts something else in force, of which facts are to tell."""
+        self.revision += 1
+        self.inside.update(values)
 
     def run(self, num_steps: int, **changes: Any) -> list[Decision]:
         """Steps one after another; gives what was decided meanwhile."""
@@ -92,6 +102,7 @@ class TunedJob:
         seen = Seen(
             time=self.now,
             version=self.version,
+            revision=self.revision,
             step=self.step,
             num_steps=1,
             num_ranks=self.facts.world_size,
@@ -131,8 +142,11 @@ class TunedJob:
         if why:
             self.take(self.controller.refused(self.now, decision.number, why))
         else:
-            self.version = version
+            self._put(version)
             self.tell_facts()
+
+    def _put(self, version: int) -> None:
+        self.version, self.revision, self.inside = version, 0, {}
 
     def _config(self, version: int) -> ElasticConfig:
         return ElasticConfig.from_values(self.configs[version], version=version)

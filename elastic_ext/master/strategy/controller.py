@@ -105,7 +105,11 @@ class Controller:
         self._heard, self._is_silent = (now, seen.num_steps * seen.step_seconds), False
         self._num_distrusted = 0
         self._num_calm += 1
-        return self._course.see(now, seen, writes=self._writes)
+        told = self._course.see(now, seen, writes=self._writes)
+        is_known = (seen.version, seen.revision) == (self._facts.config_version, self._facts.config_revision)
+        if self._course.is_changed_inside and is_known:  # facts of it have come before steps under it
+            told += self._begin(now)
+        return told
 
     def tick(self, now: float) -> list[Decision]:
         """Time passes."""
@@ -227,6 +231,8 @@ class Controller:
         before = earlier.search if earlier is not None else None
         is_again = before is not None or self._book.last is not None
         search = Search(facts, self._tuning, before=before, is_again=is_again)
+        if earlier is not None and earlier.is_changed_inside:
+            search.refuse_as(earlier.search)
         return Course(facts, self._tuning, self._book, search, self._budget)
 
     def _take_back_unmeasured(self, now: float, facts: JobFacts) -> list[Decision]:

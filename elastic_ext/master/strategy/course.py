@@ -18,7 +18,7 @@ from .change import PaceWatch
 from .decisions import Decision, Kind
 from .measuring import PROBE_STEPS, Measured, Trial
 from .seen import Seen
-from .space import Point, point_of, values_of
+from .space import KEYS, Point, Value, point_of, values_of
 from .telling import change_in_words, rate_in_words, why_try
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ class Course:
             kind=kind,
             reason=reason,
             base=self._base.version,
-            changes=values_of(point, self._base.point),
+            changes=self._changes(point),
             instead=values_of(self._base.point, point),
             before=self.rate(best.seconds) if best else None,
             predicted=None if seconds is None else self.rate(seconds),
@@ -281,6 +281,14 @@ class Course:
         )
 
     # ---- small parts ----
+
+    def _changes(self, point: Point) -> dict[str, Value]:
+        """What is to be set; all that can be, where the job itself has changed what the config says."""
+        found = values_of(point, self._base.point)
+        if self._base.revision > 0:
+            there = {KEYS[name]: value for name, value in zip(point._fields, point, strict=True)}
+            found = {key: there[key] for key in there if key in found or key in self._facts.choices}
+        return found
 
     def _most_seconds(self) -> float:
         """What a step of the next probe may take."""

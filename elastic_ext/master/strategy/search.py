@@ -167,8 +167,12 @@ class Search:
     def begun_again(self) -> Search:
         """Another search of the same job, which is not what it was, with what this one has learnt."""
         found = Search(self._facts, self._tuning, before=self, is_again=True)
-        found._refused.update(self._refused)
+        found.refuse_as(self)
         return found
+
+    def refuse_as(self, other: Search) -> None:
+        """What was refused there is not tried here."""
+        self._refused.update(other._refused)
 
     # ---- what is expected ----
 
@@ -248,7 +252,8 @@ class Search:
                 known[laid] = not self._memory.why_not(point)
             found[at] = known[laid]
         for point in self._refused:
-            found[self._places[point]] = False
+            if point in self._places:
+                found[self._places[point]] = False
         return found
 
     def _expectation(self) -> _Expected:
