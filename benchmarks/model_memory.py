@@ -18,12 +18,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.allocated import allocated_on_cpu
 from benchmarks.harness import Result, Verdict, shown_value
 from benchmarks.memory_kinds import KINDS, Kind, blocks_of_kind, loss_of
 from elastic_ext.fsdp.blocks import recompute
@@ -229,8 +230,8 @@ def _true(kind: Kind, device: torch.device, size: int) -> tuple[int, Peaks]:
     given = sum(each.numel() * each.element_size() for each in batch)
     before = sizes.parameter_bytes + sizes.buffer_bytes + sizes.optimizer_bytes + given
     gc.collect()
-    most = _most_on_gpu if device.type == "cuda" else _most_on_cpu
-    true_bytes = before + most(lambda: _step(model, optimizer, batch), device)
+    most = partial(_most_on_gpu, device) if device.type == "cuda" else allocated_on_cpu
+    true_bytes = before + most(lambda: _step(model, optimizer, batch))
     sample = sample_on(device, model.parameters())
     sample.begin()
     sample.see(Phase.FORWARD)
@@ -240,19 +241,7 @@ def _true(kind: Kind, device: torch.device, size: int) -> tuple[int, Peaks]:
     return true_bytes, peaks
 
 
-def _most_on_cpu(act: Callable[[], None], device: torch.device) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        act()
-    results: Any = seen.profiler
-    events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda each: int(each.start_ns())):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
-
-
-def _most_on_gpu(act: Callable[[], None], device: torch.device) -> int:
+def _most_on_gpu(device: torch.device, act: Callable[[], object]) -> int:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

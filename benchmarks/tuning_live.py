@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Result, Verdict
-from benchmarks.tuning_live_jobs import JOBS, Kind
+from benchmarks.tuning_live_jobs import JOBS, Kind, most_at_once
 from elastic_ext.history import ConfigHistory
 
 __all__ = ["Found", "LiveTable", "main", "measured"]
@@ -85,8 +85,9 @@ def main() -> list[Result]:
 def measured(name: str, kind: Kind) -> Found:
     """One job, from its bad start to the last turn."""
     with tempfile.TemporaryDirectory(prefix="tuning-live-") as folder:
-        restart = _restart_seconds(name, Path(folder))
-        with _job(name, Path(folder) / "job", "auto", kind) as job:
+        most = most_at_once(kind)
+        restart = _restart_seconds(name, Path(folder), most)
+        with _job(name, Path(folder) / "job", "auto", most) as job:
             start = job.rate(LEAST_STEPS, TRY_SECONDS)
             has_settled = job.settle()
             seconds, num_samples = job.trained()
@@ -123,12 +124,12 @@ def _configs(kind: Kind) -> list[tuple[tuple[str, Any], ...]]:
     return [every[int(at * step)] for at in range(min(len(every), MOST_CONFIGS))]
 
 
-def _restart_seconds(name: str, folder: Path) -> float:
+def _restart_seconds(name: str, folder: Path, most: int | None) -> float:
     """From the start of a launcher until its job has taken a few steps."""
     lengths = []
     for number in range(NUM_RESTARTS):
         began = time.monotonic()
-        with _job(name, folder / f"restart-{number}", "off", JOBS[name]):
+        with _job(name, folder / f"restart-{number}", "off", most):
             lengths.append(time.monotonic() - began)
     return min(lengths)
 
@@ -221,8 +222,9 @@ class _Job:
 
 
 @contextmanager
-def _job(name: str, folder: Path, mode: str, kind: Kind) -> Iterator[_Job]:
-    """The job from its first steps on."""
+def _job(name: str, folder: Path, mode: str, most: int | None) -> Iterator[_Job]:
+    """The job from its first steps on; memory suffices for ``most`` samples at once."""
+    kind = JOBS[name]
     folder.mkdir()
     if kind.memory_bytes is not None:
         (folder / "run").mkdir()
@@ -231,6 +233,7 @@ def _job(name: str, folder: Path, mode: str, kind: Kind) -> Iterator[_Job]:
         )
     command = [sys.executable, "-m", "elastic_ext.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
     command += [f"--tuning={mode}", "-m", "benchmarks.tuning_live_jobs", name, str(folder)]
+    command += [] if most is None else [str(most)]
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             command,

@@ -1,10 +1,11 @@
 """The jobs of tuning_live.py: what elastic-run starts, small trainings that start badly in a way of their own.
 
-    python -m benchmarks.tuning_live_jobs NAME FOLDER
+    python -m benchmarks.tuning_live_jobs NAME FOLDER [MOST]
 
-In FOLDER rank 0 writes steps-0.txt, a line for each step: when it ended, in nanoseconds of the clock that all processes
-share, the version that it ran under, and how many samples it had; and each rank failures.txt, a line for each
-micro-batch that was too large for the memory there is.
+MOST is how many samples at once memory suffices for; all there are without. In FOLDER rank 0 writes steps-0.txt, a line
+for each step: when it ended, in nanoseconds of the clock that all processes share, the version that it ran under, and
+how many samples it had; and each rank failures.txt, a line for each micro-batch that was too large for the memory there
+is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from benchmarks.allocated import allocated_on_cpu
 from elastic_ext import ElasticDataLoader, ElasticTrainer
 
-__all__ = ["JOBS", "Kind", "train"]
+__all__ = ["JOBS", "Kind", "most_at_once", "train"]
 
 NUM_SAMPLES = 1 << 20
 SLEEP_SECONDS = 0.004
 RARE, RARE_SECONDS, USUAL_SECONDS = 20, 0.04, 0.001  # of the skewed samples one in so many takes long
 LINK_SECONDS, LINK_BYTES_PER_SECOND = 0.01, 50e6
-MOST_AT_ONCE = 12  # samples for which memory suffices, of the job that has little
-WIDE = 1 << 18  # floats that its passes have of each sample
-MOST_BYTES = 64 << 20
+WIDE = 1 << 18  # floats that passes have of each sample, of the job that has little memory
+LITTLE_BYTES = 44 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +87,10 @@ JOBS: Mapping[str, Kind] = {
     "memory-limited": Kind(
         width=256,
         depth=4,
-        global_batch=64,
+        global_batch=96,
         start=_START,
-        memory_bytes=MOST_BYTES,
-        choices={"dataloader.batch_size": (1, 2, 3, 4, 6, 8, 11), "dataloader.num_workers": (0, 1, 2)},
+        memory_bytes=LITTLE_BYTES,
+        choices={"dataloader.batch_size": (1, 2, 3, 4, 6, 8, 12), "dataloader.num_workers": (0, 1, 2)},
     ),
     "slow link": Kind(
         width=512, depth=3, global_batch=64, start=_START, has_slow_link=True, choices=_BATCHES_AND_WORKERS
@@ -127,25 +129,56 @@ class Wide(nn.Module):
         return (inputs.unsqueeze(1) * self.scale.unsqueeze(1)).relu().mean(1)
 
 
-def train(name: str, folder: Path) -> None:
+def model_of(kind: Kind) -> nn.Module:
+    """What it trains."""
+    layers: list[nn.Module] = [Wide(kind.width)] if kind.memory_bytes is not None else []
+    for _ in range(kind.depth):
+        layers += [nn.Linear(kind.width, kind.width), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """What it trains by."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def most_at_once(kind: Kind) -> int | None:
+    """For how many samples at once memory suffices, by what the allocator gives in true steps; None for any."""
+    if kind.memory_bytes is None:
+        return None
+    torch.manual_seed(0)
+    model = model_of(kind)
+    optimizer = optimizer_of(model)
+    held = [each.numel() * each.element_size() for each in model.parameters()]
+    most = 0
+
+    def step(num_samples: int) -> None:
+        model(torch.ones(num_samples, kind.width)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1)
+    while 4 * sum(held) + allocated_on_cpu(partial(step, most + 1)) <= kind.memory_bytes:  # DDP has buckets too
+        most += 1
+    return most
+
+
+def train(name: str, folder: Path, most: int | None) -> None:
     """Train until told to end."""
     kind = JOBS[name]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    layers: list[nn.Module] = [Wide(kind.width)] if kind.memory_bytes is not None else []
-    for _ in range(kind.depth):
-        layers += [nn.Linear(kind.width, kind.width), nn.ReLU()]
-    model = DistributedDataParallel(nn.Sequential(*layers))
+    model = DistributedDataParallel(model_of(kind))
     if kind.has_slow_link:
         model.register_comm_hook(None, _slow_exchange)
     loader = ElasticDataLoader(Samples(kind), shuffle=True, **kind.start)
     trainer = ElasticTrainer(model, loader, global_batch_size=kind.global_batch, progress=False, save_on_signals=False)
-    optimizer = trainer.prepare(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    optimizer = trainer.prepare(optimizer_of(model))
     is_first = dist.get_rank() == 0
 
     def micro_step(inputs: torch.Tensor) -> None:
-        if kind.memory_bytes is not None and len(inputs) > MOST_AT_ONCE:
+        if most is not None and len(inputs) > most:
             with open(folder / "failures.txt", "a") as failures:
                 print(len(inputs), file=failures)
             raise torch.OutOfMemoryError(f"out of memory for {len(inputs)} samples")
@@ -191,4 +224,4 @@ _slow_exchange.__annotations__ = {
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], Path(sys.argv[2]))
+    train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)
