@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .metrics import NodeCalibration, StepCensus
 from .record_json import JsonRecord
 
-__all__ = ["FILE", "JobFacts", "MemoryFacts", "PassesMemory"]
+__all__ = ["FILE", "JobFacts", "LearningFacts", "MemoryFacts", "PassesMemory"]
 
 FILE = "job.json"
 """In the run directory of rank 0."""
@@ -88,6 +88,23 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LearningFacts:
+    """What the size of a step means to what is learned, in a job whose user lets it grow."""
+
+    rule: str
+    """How learning rates follow it: none, linear, sqrt, adascale."""
+    first_batch: int
+    """Samples of a step that the rates were chosen for."""
+    noise_scale: float | None = None
+    """Samples of a step at which its gradient has as much noise as gradient; None as long as that is not known."""
+
+    def check(self) -> None:
+        """ValueError where that cannot be."""
+        if self.first_batch < 1 or not (self.noise_scale is None or 0 <= self.noise_scale < math.inf):
+            raise ValueError("learning.first_batch or learning.noise_scale is no such number")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobFacts(JsonRecord):
     """What can be chosen, and what is known."""
 
@@ -123,6 +140,8 @@ class JobFacts(JsonRecord):
     census: StepCensus | None = None
     calibration: NodeCalibration | None = None
     memory: MemoryFacts | None = None
+    learning: LearningFacts | None = None
+    """None where the user does not let steps grow."""
 
     def check_read(self) -> None:
         counts = (
@@ -141,3 +160,5 @@ class JobFacts(JsonRecord):
             raise ValueError("choices holds what is no list")
         if self.memory is not None and not 0 < self.memory.scale < math.inf:
             raise ValueError("memory.scale is no number above 0")
+        if self.learning is not None:
+            self.learning.check()
