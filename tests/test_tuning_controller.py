@@ -379,8 +379,9 @@ def test_a_slower_job_is_tuned_anew_and_whoever_is_slow_is_named_first() -> None
 
 
 def _loading(point: Point, seconds: float) -> dict[str, float]:
+    """Workers beyond three take something from training."""
     workers = int(point.num_workers or 0)
-    passes = 64 * 0.001 + 0.002 * 64 / int(point.batch_size or 1)
+    passes = (64 * 0.001 + 0.002 * 64 / int(point.batch_size or 1)) * (1 + 0.05 * max(workers - 3, 0))
     return {"data": max(seconds / workers - passes, 0.0) if workers else seconds, "forward": passes}
 
 

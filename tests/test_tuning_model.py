@@ -45,6 +45,9 @@ def _numbers(**seconds: float) -> np.ndarray:
         "message": 5e-5,
         "beside": 3.0,
         "loading": 0.001,
+        "working": 1.0,
+        "collating": 5e-5,
+        "handing": 2e-4,
         "loaders": 8.0,
         "hindering": 0.02,
         "unevenness": 0.1,
@@ -67,7 +70,7 @@ def _measured(numbers: np.ndarray, points: Sequence[Point], facts: JobFacts, noi
         phases = {name: float(each[at]) * math.exp(random.normal(0, noise)) for name, each in said.items()}
         passes = phases.pop("passes")
         phases |= {"forward": passes / 3, "backward": passes * 2 / 3}
-        found.append(Measured(point=point, seconds=sum(phases.values()), spread=0.0, num_steps=3, phases=phases))
+        found.append(Measured(point=point, seconds=sum(phases.values()), spread=0.0, num_steps=3, num_reports=3, phases=phases))
     return found
 
 
@@ -93,7 +96,7 @@ def test_one_size_leaves_that_open_and_it_is_known_to_be_open() -> None:
     facts, numbers = _facts(), _numbers()
     large = columns_of([START, START._replace(batch_size=64)], facts)
     deviations = _fitted(numbers, [START], facts).log_seconds(large, facts.share).std(axis=0)
-    assert deviations[0] < 0.1 < deviations[1]
+    assert deviations[0] < 0.12 < 0.2 < deviations[1]
 
 
 def test_workers_load_side_by_side_and_steps_wait_for_the_rest() -> None:
@@ -107,7 +110,7 @@ def test_workers_load_side_by_side_and_steps_wait_for_the_rest() -> None:
 
 
 def test_loaders_that_sleep_are_learnt_to_scale_beyond_the_processors() -> None:
-    facts, numbers = _facts(num_processors=2), _numbers(loading=0.2, loaders=64.0, hindering=0.001, unevenness=0.01)
+    facts, numbers = _facts(num_processors=2), _numbers(loading=0.2, working=0.02, loaders=64.0, hindering=0.001, unevenness=0.01)
     workers = (0, 2, 4, 8)
     fitted = _fitted(numbers, [START._replace(num_workers=each) for each in workers], facts)
     columns = columns_of([START._replace(num_workers=each) for each in (8, 16)], facts)
@@ -143,7 +146,7 @@ def test_steps_that_were_not_looked_at_teach_by_their_length_alone() -> None:
     facts, numbers = _facts(), _numbers()
     points = [START, START._replace(batch_size=64)]
     columns = columns_of(points, facts)
-    bare = [Measured(each.point, each.seconds, 0.0, 3) for each in _measured(numbers, points, facts)]
+    bare = [Measured(each.point, each.seconds, 0.0, 3, 3) for each in _measured(numbers, points, facts)]
     fitted = fit(prior_of(facts, bare[0], columns.at([0])), bare, columns, facts.share)
     assert _steps(fitted.numbers, points, facts) == pytest.approx([each.seconds for each in bare], rel=0.1)
 

@@ -23,7 +23,7 @@ ANY = 1e9
 
 def _measured(point: Point, factor: float = 1.0, **changes: object) -> Measured:
     phases = {name: each * factor for name, each in loader_seconds(point).items()}
-    measured = Measured(point=point, seconds=sum(phases.values()), spread=0.01, num_steps=3, phases=phases)
+    measured = Measured(point=point, seconds=sum(phases.values()), spread=0.01, num_steps=3, num_reports=3, phases=phases)
     return dataclasses.replace(measured, **changes)  # type: ignore[arg-type]
 
 
@@ -167,6 +167,7 @@ def test_simulated_jobs_are_tuned_within_few_probes_and_without_running_out_of_m
                 seconds=job.true_step_seconds(job.point),
                 spread=0.0,
                 num_steps=3,
+                num_reports=3,
                 phases=last.phases,
                 peak_bytes=last.peak_bytes,
                 held_up_seconds=seen[-4].held_up_seconds if seen[-4] else 0.0,

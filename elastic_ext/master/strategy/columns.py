@@ -29,6 +29,8 @@ class Columns:
     micro_batch: Floats
     num_micro_steps: Floats
     num_workers: Floats
+    num_processors: Floats
+    """That there are for a rank and its workers."""
     prefetch_factor: Floats
     is_pinned: Floats
     is_sharded: Floats
@@ -87,6 +89,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> Columns:
         micro_batch=micro,
         num_micro_steps=steps,
         num_workers=workers,
+        num_processors=np.full(len(points), float(facts.num_processors)),
         prefetch_factor=np.maximum(ahead, 1),
         is_pinned=pinned,
         is_sharded=np.minimum(unit, 1.0),

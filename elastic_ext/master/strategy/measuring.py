@@ -18,7 +18,8 @@ from .space import Point
 __all__ = ["PROBE_STEPS", "Measured", "Trial", "together", "why_untrusted"]
 
 PROBE_STEPS = 3
-"""That are measured at a point, where nobody says otherwise."""
+"""That are measured at a point, where nobody says otherwise: in as many reports, since what steps have in common that
+follow each other within a second tells nothing of the next ones."""
 _MUCH_LONGER = 1.5
 """Times as long as at the best point so far: such steps are not looked at any longer than they have to be."""
 _TIMES_AS_MANY = 4
@@ -44,9 +45,13 @@ class Measured:
     spread: float
     """How far from it a quarter of them lies on each side, as a logarithm."""
     num_steps: int
+    num_reports: int
+    """Of them."""
     unsure: float = 0.0
     """How far the one in the middle of very many lies from it, as a logarithm, by how much these differ."""
     phases: Mapping[str, float] = field(default_factory=dict)
+    loading_share: float | None = None
+    """What the training thread had of a processor while it loaded samples by itself; None where workers did."""
     peak_bytes: int | None = None
     held_up_seconds: float = 0.0
     """In which training waited, as the point came into force."""
@@ -85,9 +90,9 @@ class Trial:
             return False
         if self._is_clear(best_seconds):
             return True
-        if self.num_steps < self._wanted:
+        if not self._has(1):
             return False
-        return self.num_steps >= _TIMES_AS_MANY * self._wanted or _spread(self._lengths) <= _UNLIKE
+        return self._has(_TIMES_AS_MANY) or _spread(self._lengths) <= _UNLIKE
 
     @property
     def why_nothing(self) -> str:
@@ -109,18 +114,26 @@ class Trial:
         """What was seen so far, which is something."""
         peaks = [each.peak_bytes for each in self._seen if each.peak_bytes is not None]
         names = dict.fromkeys(name for each in self._seen for name in each.phases)
+        working = [each.loading_processor_share for each in self._seen if each.loading_processor_share is not None]
         looked_at = [each.phases for each in self._seen if each.phases]
         return Measured(
             point=self.point,
             seconds=statistics.median(self._lengths),
             spread=_spread(self._lengths),
             num_steps=self.num_steps,
+            num_reports=len(self._seen),
             unsure=_OF_A_MEDIAN * _spread(self._lengths) / math.sqrt(len(self._lengths)),
             phases={name: statistics.median(each.get(name, 0.0) for each in looked_at) for name in names},
+            loading_share=statistics.median(working) if working and not self.point.num_workers else None,
             peak_bytes=max(peaks, default=None),
             held_up_seconds=self._held_up,
-            is_brief=self.num_steps < self._wanted and self._is_clear(best_seconds),
+            is_brief=not self._has(1) and self._is_clear(best_seconds),
         )
+
+    def _has(self, times: int) -> bool:
+        """Whether so many times as many steps have been seen as are wanted, in reports enough."""
+        num_reports = min(self._wanted, PROBE_STEPS)
+        return self.num_steps >= times * self._wanted and len(self._seen) >= times * num_reports
 
     @property
     def _lengths(self) -> list[float]:
@@ -128,7 +141,7 @@ class Trial:
 
     def _is_clear(self, best_seconds: float | None) -> bool:
         """Whether all steps took much longer; one alone may have been held up."""
-        if best_seconds is None or self.num_steps < min(2, self._wanted):
+        if best_seconds is None or len(self._seen) < min(2, self._wanted):
             return False
         return min(self._lengths) > _MUCH_LONGER * best_seconds
 
@@ -142,6 +155,7 @@ def together(one: Measured, other: Measured) -> Measured:
         seconds=math.exp(logs / parts),
         spread=max(one.spread, other.spread),
         num_steps=parts,
+        num_reports=one.num_reports + other.num_reports,
         unsure=max(one.unsure, other.unsure) / math.sqrt(2),
         is_brief=one.is_brief and other.is_brief,
     )

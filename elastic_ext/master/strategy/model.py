@@ -2,8 +2,8 @@
 
 A step is: micro-steps of a constant and an amount for each sample, part of them once more where activations are
 computed again; what is sent between ranks, so far as nothing is computed beside it; the optimizer; copies to the
-accelerator; and waiting for samples, which workers load meanwhile. It leaves much out, on purpose: search.py learns
-what it is wrong by.
+accelerator; and waiting for samples, which workers load meanwhile. What they need of a processor for that the step has
+to do without, where there are none to spare. It leaves much out, on purpose: search.py learns what it is wrong by.
 
 The numbers are those that are most likely by what was measured, phase by phase, and by what is usual. With them comes
 how sure they are.
@@ -36,7 +36,10 @@ NAMES = (
     "far",  # ... to another machine,
     "message",  # ... and of a message
     "beside",  # share of computing beside which something can be sent, as log odds
-    "loading",  # seconds of a sample in one loader
+    "loading",  # seconds of a sample in one loader,
+    "working",  # ... of which so much takes a processor, as odds,
+    "collating",  # ... and seconds of a batch in it
+    "handing",  # seconds of a processor for each batch that a worker hands over, on either side
     "loaders",  # that make progress side by side,
     "hindering",  # ... share by which each further one slows down the others,
     "unevenness",  # ... and share by which the time of a batch differs from others
@@ -101,15 +104,31 @@ def phases_of(numbers: Floats, columns: Columns, share: int) -> dict[str, Floats
     exposed = _left(sending, beside * backward) + np.minimum(last, sending)
     optimizer = value["optimizer"] / columns.shard_degree
     copying = share * value["copying"] * np.where(columns.is_pinned > 0, value["pinned"], 1.0)
-    busy = passes + exposed + optimizer + copying + value["other"]
-    return {
+    parts = {
         "passes": passes,
         "communication": exposed,
         "optimizer": optimizer,
         "transfer": copying,
-        "data": _waiting(value, columns, share, busy),
         "other": np.full_like(passes, value["other"]),
     }
+    busy: Floats = sum(parts.values(), np.zeros_like(passes))
+    longer = _crowded(value, columns, share, busy) / busy
+    phases = {name: each * longer for name, each in parts.items()}
+    return {**phases, "data": _waiting(value, columns, share, busy * longer)}
+
+
+def _loading(value: Mapping[str, float], columns: Columns, share: int) -> Floats:
+    """Of all samples of a step, by one loader."""
+    return share * value["loading"] + columns.num_micro_steps * value["collating"]
+
+
+def _crowded(value: Mapping[str, float], columns: Columns, share: int, busy: Floats) -> Floats:
+    """What takes ``busy`` with a processor of its own, where workers want processors too."""
+    working = value["working"] / (1 + value["working"]) * _loading(value, columns, share)
+    handing = columns.num_micro_steps * value["handing"]
+    besides = (working + handing) / columns.num_processors
+    lacking = besides - busy * (1 - 1 / columns.num_processors)
+    return busy + np.where(columns.num_workers > 0, _above(lacking, _SOFT * besides), 0.0)
 
 
 def _left(sending: Floats, beside: Floats) -> Floats:
@@ -118,7 +137,7 @@ def _left(sending: Floats, beside: Floats) -> Floats:
 
 
 def _waiting(value: Mapping[str, float], columns: Columns, share: int, busy: Floats) -> Floats:
-    alone = share * value["loading"]
+    alone = _loading(value, columns, share)
     workers = np.maximum(columns.num_workers, 1.0)
     most = value["loaders"]
     at_once = 1 / _longer(1 / workers, 1 / most, 12.0) / (1 + value["hindering"] * (workers - 1))
@@ -127,7 +146,8 @@ def _waiting(value: Mapping[str, float], columns: Columns, share: int, busy: Flo
     uneven = (
         value["unevenness"] * loading / np.sqrt(workers * columns.prefetch_factor) * np.minimum(loading / busy, 1.0)
     )
-    return np.where(columns.num_workers > 0, _above(loading - busy, _SOFT * loading) + uneven, alone)
+    handing = columns.num_micro_steps * value["handing"]
+    return np.where(columns.num_workers > 0, _above(loading - busy, _SOFT * loading) + uneven + handing, alone)
 
 
 def _longer(one: Floats, other: float, power: float = 6.0) -> Floats:
@@ -172,6 +192,9 @@ def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
         "message": (6e-5 if is_gpu else 2e-4, 0.7),
         "beside": (3.0, 0.8),
         "loading": (max(loading, 0.1 * workers * passes) / share, 0.3 if is_short else 1.5),
+        "working": (1.0 if first.loading_share is None else _odds(first.loading_share), 0.7),
+        "collating": (5e-5, 1.0),
+        "handing": (2e-4, 1.0),
         "loaders": (float(facts.num_processors), 1.0),
         "hindering": (0.02, 0.8),
         "unevenness": (0.15, 0.8),
@@ -184,6 +207,11 @@ def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
         mean=np.log(np.array([known[name][0] for name in NAMES])),
         deviation=np.array([known[name][1] for name in NAMES]),
     )
+
+
+def _odds(share: float) -> float:
+    share = min(max(share, 0.02), 0.98)
+    return share / (1 - share)
 
 
 def _seen_phases(measured: Measured) -> dict[str, float]:

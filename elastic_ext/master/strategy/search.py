@@ -43,7 +43,7 @@ _MOST_TIMES = 4.0
 _MAY_HAVE_CHANGED = 0.5
 """How far what was learnt lies from what is so by now, where a search begins again, as a logarithm."""
 _NOISE = 0.025
-"""Of one measured point, and no less however many steps are measured,"""
+"""Of one measured point, and no less however often it is measured,"""
 _LEAST_NOISE = 0.01
 _BRIEF_NOISE = 0.06
 """... and of one that was left early."""
@@ -303,7 +303,7 @@ def _noise(measured: Measured) -> float:
     """Of a measured point, as a logarithm."""
     if measured.is_brief:
         return _BRIEF_NOISE
-    return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_steps), _LEAST_NOISE, measured.unsure)
+    return max(_NOISE * math.sqrt(PROBE_STEPS / measured.num_reports), _LEAST_NOISE, measured.unsure)
 
 
 def _process(features: Floats, places: NDArray[np.intp], wrong: Floats, noise: Floats) -> tuple[Floats, Floats]:
