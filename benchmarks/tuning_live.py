@@ -48,14 +48,16 @@ class Found:
     start: float
     best: float
     tuned: float
-    """As measured by turns with the best."""
+    """All three measured by turns."""
     best_config: Mapping[str, Any]
     tuned_config: Mapping[str, Any]
     num_configs: int
     seconds: float
     """Until the tuner had settled,"""
     num_samples: float
-    """... and the samples that it had trained meanwhile."""
+    """... and the samples that it had trained meanwhile;"""
+    reached_seconds: float | None
+    """... until it had trained ``NUM_TRAINED`` of them, where that was before it had settled."""
     has_settled: bool
     num_probes: int
     num_failures: int
@@ -66,14 +68,20 @@ class Found:
     def share(self) -> float:
         return self.tuned / self.best
 
-    def seconds_to_train(self, num_samples: int) -> Mapping[str, float]:
-        """How long it takes to have trained so many, one way and another."""
+    @property
+    def pace_meanwhile(self) -> float:
+        """Until it had settled, by what it would have been without a tuner."""
+        return self.num_samples / self.seconds / self.start
+
+    def seconds_to_train(self) -> Mapping[str, float]:
+        """How long it takes to have trained ``NUM_TRAINED``, one way and another."""
         tries = self.num_configs * (self.restart_seconds + TRY_SECONDS)  # which train nothing that is kept
+        left = NUM_TRAINED - self.num_samples
         return {
-            "tuned while it trains": self.seconds + max(num_samples - self.num_samples, 0.0) / self.tuned,
-            "as it was started": num_samples / self.start,
-            "a restart for each config first": tries + num_samples / self.best,
-            "the best from the start": num_samples / self.best,
+            "tuned while it trains": self.reached_seconds or self.seconds + left / self.tuned,
+            "as it was started": NUM_TRAINED / self.start,
+            "a restart for each config first": tries + NUM_TRAINED / self.best,
+            "the best from the start": NUM_TRAINED / self.best,
         }
 
 
@@ -88,21 +96,22 @@ def measured(name: str, kind: Kind) -> Found:
         most = most_at_once(kind)
         restart = _restart_seconds(name, Path(folder), most)
         with _job(name, Path(folder) / "job", "auto", most) as job:
-            start = job.rate(LEAST_STEPS, TRY_SECONDS)
             has_settled = job.settle()
-            seconds, num_samples = job.trained()
+            seconds, num_samples, reached_seconds = job.trained()
             num_failures, decisions = job.num_failures(), job.decisions()
             tuned_config = job.config()
             job.put({"tuning.mode": "off"})
             rates = {config: job.try_out(dict(config)) for config in _configs(kind)}
             best_config = dict(max(rates.items(), key=lambda each: each[1])[0])
-            turns: dict[str, list[float]] = {"best": [], "tuned": []}
+            start_config = {**dict.fromkeys([*best_config, *tuned_config]), **job.started_with()}
+            configs = {"best": best_config, "tuned": tuned_config, "start": start_config}
+            turns: dict[str, list[float]] = {whose: [] for whose in configs}
             for _ in range(NUM_AGAIN):
-                for whose, config in (("best", best_config), ("tuned", tuned_config)):
+                for whose, config in configs.items():
                     turns[whose].append(job.try_out(config, AGAIN_SECONDS))
             return Found(
                 name=name,
-                start=start,
+                start=statistics.median(turns["start"]),
                 best=statistics.median(turns["best"]),
                 tuned=statistics.median(turns["tuned"]),
                 best_config=best_config,
@@ -110,6 +119,7 @@ def measured(name: str, kind: Kind) -> Found:
                 num_configs=len(rates),
                 seconds=seconds,
                 num_samples=num_samples,
+                reached_seconds=reached_seconds,
                 has_settled=has_settled,
                 num_probes=sum(each["kind"] == "probe" for each in decisions),
                 num_failures=num_failures,
@@ -190,10 +200,13 @@ class _Job:
         asked = subprocess.run(whole, capture_output=True, text=True, timeout=60.0)
         return [json.loads(line) for line in asked.stdout.splitlines()] if asked.stdout.startswith("{") else []
 
-    def trained(self) -> tuple[float, float]:
-        """How long it trains by now, and how many samples that were."""
+    def trained(self) -> tuple[float, float, float | None]:
+        """How long it trains by now, how many samples that were, and how long the first ``NUM_TRAINED`` took, if so."""
         steps = self._steps()
-        return (steps[-1][0] - steps[0][0]) / 1e9, float(sum(each[2] for each in steps))
+        samples = list(itertools.accumulate(each[2] for each in steps[1:]))
+        seconds = [(each[0] - steps[0][0]) / 1e9 for each in steps[1:]]
+        reached = next((at for at, so_far in zip(seconds, samples, strict=True) if so_far >= NUM_TRAINED), None)
+        return seconds[-1], float(samples[-1]), reached
 
     def config(self) -> Mapping[str, Any]:
         """What is in force of what is tried one by one, and of all else that the tuner has changed."""
@@ -201,8 +214,12 @@ class _Job:
         values = {} if current is None else current.values()
         found = {key: values.get(key) for key in self._keys}
         tuned = {key: value for key, value in values.items() if key.startswith(("dataloader", "parallel", "commun"))}
-        start = {f"dataloader.{key}": value for key, value in self._kind.start.items()}
+        start = self.started_with()
         return {**found, **{key: start.get(key) for key in found if found[key] is None}, **tuned}
+
+    def started_with(self) -> Mapping[str, Any]:
+        """What the script itself says."""
+        return {f"dataloader.{key}": value for key, value in self._kind.start.items()}
 
     def num_failures(self) -> int:
         file = self._folder / "failures.txt"
@@ -272,7 +289,8 @@ class LiveTable:
             for each in self.found
         )
         return (
-            f"time is that until {NUM_TRAINED:,} samples are trained, by the rates measured; a restart was made and "
+            f"time is that until {NUM_TRAINED:,} samples are trained, by the rates measured; pace meanwhile is that until "
+            "it had settled, by that of its start; a restart was made and "
             f"timed {NUM_RESTARTS} times for each job",
             f"out of memory while tuning: {sum(each.num_failures for each in self.found)} times",
             *configs,
@@ -283,21 +301,23 @@ class LiveTable:
         return self._decided()[0], "fail" if any(each.num_failures for each in self.found) else "pass"
 
     def table_lines(self) -> list[str]:
-        ways = list(self.found[0].seconds_to_train(NUM_TRAINED)) if self.found else []
+        ways = list(self.found[0].seconds_to_train()) if self.found else []
         lines = [
-            "| job | start | best of all | tuned | tuned / best | probes | until settled | "
+            "| job | start | best of all | tuned | tuned / best | probes | until settled | pace meanwhile | "
             + " | ".join(f"time {way}" for way in ways)
             + " |",
-            "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * len(ways),
+            "|---|---:|---:|---:|---:|---:|---:|---:|" + "---:|" * len(ways),
         ]
         for each in self.found:
-            seconds = each.seconds_to_train(NUM_TRAINED)
+            seconds = each.seconds_to_train()
             settled = f"{each.seconds:.0f} s" if each.has_settled else f"not in {each.seconds:.0f} s"
             lines.append(
                 f"| {each.name} | {each.start:,.0f}/s | {each.best:,.0f}/s | {each.tuned:,.0f}/s | {each.share:.2f} "
-                f"| {each.num_probes} | {settled} | " + " | ".join(f"{seconds[way]:,.0f} s" for way in ways) + " |"
+                f"| {each.num_probes} | {settled} | {each.pace_meanwhile:.2f} | "
+                + " | ".join(f"{seconds[way]:,.0f} s" for way in ways)
+                + " |"
             )
-        lines.append(f"| verdict | | | | {': '.join(self._decided())} | | | " + " | " * len(ways))
+        lines.append(f"| verdict | | | | {': '.join(self._decided())} | | | | " + " | " * len(ways))
         return lines
 
     def _decided(self) -> tuple[Verdict, str]:
