@@ -101,9 +101,9 @@ def measured(name: str, kind: Kind) -> Found:
             num_failures, decisions = job.num_failures(), job.decisions()
             tuned_config = job.config()
             job.put({"tuning.mode": "off"})
-            rates = {config: job.try_out(dict(config)) for config in _configs(kind)}
-            best_config = dict(max(rates.items(), key=lambda each: each[1])[0])
-            start_config = {**dict.fromkeys([*best_config, *tuned_config]), **job.started_with()}
+            start_config = {**dict.fromkeys([*kind.choices, *tuned_config]), **job.started_with()}
+            rates = {config: job.try_out({**start_config, **dict(config)}) for config in _configs(kind)}
+            best_config = {**start_config, **dict(max(rates.items(), key=lambda each: each[1])[0])}
             configs = {"best": best_config, "tuned": tuned_config, "start": start_config}
             turns: dict[str, list[float]] = {whose: [] for whose in configs}
             for _ in range(NUM_AGAIN):
@@ -114,8 +114,8 @@ def measured(name: str, kind: Kind) -> Found:
                 start=statistics.median(turns["start"]),
                 best=statistics.median(turns["best"]),
                 tuned=statistics.median(turns["tuned"]),
-                best_config=best_config,
-                tuned_config=tuned_config,
+                best_config={key: value for key, value in best_config.items() if value is not None},
+                tuned_config={key: value for key, value in tuned_config.items() if value is not None},
                 num_configs=len(rates),
                 seconds=seconds,
                 num_samples=num_samples,
@@ -176,7 +176,9 @@ class _Job:
 
     def put(self, config: Mapping[str, Any]) -> int:
         """Have it in force as a person would; gives its version."""
-        remove = [key for key, value in config.items() if value is None]
+        current = self._history.current()
+        there = {} if current is None else current.values()
+        remove = [key for key, value in config.items() if value is None and key in there]
         changes = {key: value for key, value in config.items() if value is not None}
         return self._history.set(changes, remove=remove, reason="it is measured").version
 
@@ -289,8 +291,8 @@ class LiveTable:
             for each in self.found
         )
         return (
-            f"time is that until {NUM_TRAINED:,} samples are trained, by the rates measured; pace meanwhile is that until "
-            "it had settled, by that of its start; a restart was made and "
+            f"time is that until {NUM_TRAINED:,} samples are trained, by the rates measured; pace meanwhile is that "
+            "until it had settled, by that of its start; a restart was made and "
             f"timed {NUM_RESTARTS} times for each job",
             f"out of memory while tuning: {sum(each.num_failures for each in self.found)} times",
             *configs,

@@ -162,6 +162,26 @@ def _in_a_probe() -> TunedJob:
     return job
 
 
+def test_training_is_not_behind_nine_tenths_of_its_pace_where_short_steps_are_told_of_by_the_second() -> None:
+    """Whatever is tried is bad here, and each try lasts for dozens of steps."""
+
+    def seconds(point: Point) -> dict[str, float]:
+        workers, micro_batch = int(point.num_workers or 0), int(point.batch_size or 1)
+        passes = 0.04 * (1 + 0.5 * (workers > 0) + 0.3 * (micro_batch > 1))
+        return {"data": 0.0 if workers else 0.004, "forward": passes / 3, "backward": passes * 2 / 3}
+
+    job = TunedJob(seconds=seconds)
+    own, num_steps, took = sum(seconds(job.point).values()), 25, 0.0
+    paces = []
+    for number in range(1, 121):
+        seen = job.seen(num_steps=num_steps)
+        took += num_steps * seen.step_seconds
+        paces.append(number * num_steps * own / took)
+        job.take(job.controller.see(job.now, seen))
+    assert "probe" in job.kinds()
+    assert min(paces[60:]) > 0.9, "in the first minute something may be tried that is not what it was taken for"
+
+
 def test_a_persons_edit_pauses_it_until_resume() -> None:
     job = _in_a_probe()
     (closed, paused) = job.edit({"dataloader.batch_size": 2})

@@ -70,7 +70,8 @@ def _measured(numbers: np.ndarray, points: Sequence[Point], facts: JobFacts, noi
         phases = {name: float(each[at]) * math.exp(random.normal(0, noise)) for name, each in said.items()}
         passes = phases.pop("passes")
         phases |= {"forward": passes / 3, "backward": passes * 2 / 3}
-        found.append(Measured(point=point, seconds=sum(phases.values()), spread=0.0, num_steps=3, num_reports=3, phases=phases))
+        seconds = sum(phases.values())
+        found.append(Measured(point=point, seconds=seconds, spread=0.0, num_steps=3, num_reports=3, phases=phases))
     return found
 
 
@@ -110,7 +111,8 @@ def test_workers_load_side_by_side_and_steps_wait_for_the_rest() -> None:
 
 
 def test_loaders_that_sleep_are_learnt_to_scale_beyond_the_processors() -> None:
-    facts, numbers = _facts(num_processors=2), _numbers(loading=0.2, working=0.02, loaders=64.0, hindering=0.001, unevenness=0.01)
+    facts = _facts(num_processors=2)
+    numbers = _numbers(loading=0.2, working=0.02, loaders=64.0, hindering=0.001, unevenness=0.01)
     workers = (0, 2, 4, 8)
     fitted = _fitted(numbers, [START._replace(num_workers=each) for each in workers], facts)
     columns = columns_of([START._replace(num_workers=each) for each in (8, 16)], facts)

@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from benchmarks.simulated_cases import DEVELOPMENT_SEEDS, seeds_tried
 from benchmarks.simulated_job import SimulatedJob
 from elastic_ext.job_facts import JobFacts
+from elastic_ext.master.strategy.budget import Budget
 from elastic_ext.master.strategy.measuring import Measured
 from elastic_ext.master.strategy.search import Search
+from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.strategy.space import Point, point_of
-from elastic_ext.master.strategy.switching import Switching
+from elastic_ext.master.strategy.switching import Switching, cost_of_probes
 from elastic_ext.sections import TuningSection
 from tests.job_facts import ALL_CHOICES, made_facts
 from tests.tuned_jobs import LOADER, loader_seconds
 
-ANY = 1e9
-"""Seconds that a probe may take."""
+
+def _saved(seconds: float, *, own_seconds: float = 1.0, report_seconds: float = 0.0) -> Budget:
+    """What probes may cost, where a step by the user's own config takes so long."""
+    budget = Budget(share=0.0)
+    budget.take_own(own_seconds)
+    budget.see(_seen(num_steps=1, step_seconds=own_seconds - seconds))
+    if report_seconds:
+        budget.see(_seen(num_steps=round(report_seconds / own_seconds), step_seconds=own_seconds))
+    return budget
+
+
+def _seen(num_steps: int, step_seconds: float) -> Seen:
+    return Seen(time=0.0, version=0, step=1, num_steps=num_steps, num_ranks=1, world_size=1, step_seconds=step_seconds)
+
+
+ANY = _saved(1e9)
+"""A probe may cost whatever it costs."""
 
 
 def _measured(point: Point, factor: float = 1.0, **changes: object) -> Measured:
     phases = {name: each * factor for name, each in loader_seconds(point).items()}
-    measured = Measured(point=point, seconds=sum(phases.values()), spread=0.01, num_steps=3, num_reports=3, phases=phases)
+    measured = Measured(
+        point=point, seconds=sum(phases.values()), spread=0.01, num_steps=3, num_reports=3, phases=phases
+    )
     return dataclasses.replace(measured, **changes)  # type: ignore[arg-type]
 
 
@@ -39,7 +59,7 @@ def _finished(search: Search, most: int = 30) -> list[Point]:
     tried: list[Point] = []
     while len(tried) < most:
         assert search.best is not None
-        proposal = search.propose(search.best.point, ANY, 4)
+        proposal = search.propose(search.best.point, ANY, 3)
         if proposal is None:
             return tried
         tried.append(proposal.point)
@@ -64,7 +84,7 @@ def test_the_same_told_gives_the_same_points() -> None:
 def test_refused_points_and_values_that_are_named_are_not_proposed() -> None:
     search = _search()
     assert search.best is not None
-    proposal = search.propose(search.best.point, ANY, 4)
+    proposal = search.propose(search.best.point, ANY, 3)
     assert proposal is not None
     search.refuse(proposal.point, "there is no dataloader.num_workers of that size here")
     tried = _finished(search)
@@ -76,10 +96,21 @@ def test_what_cannot_be_paid_for_is_not_proposed_but_saved_for() -> None:
     search = _search()
     assert search.best is not None
     here = search.best.point
-    proposal = search.propose(here, 1e-6, 4)
-    assert proposal is not None and not proposal.is_affordable and proposal.most_seconds > 1e-6
-    again = search.propose(here, proposal.most_seconds * 1.001, 4)
+    proposal = search.propose(here, _saved(-1e9), 3)
+    assert proposal is not None and not proposal.is_affordable
+    again = search.propose(here, _saved(proposal.cost + 0.01), 3)
     assert again is not None and again.is_affordable
+
+
+def test_a_probe_of_short_steps_lasts_until_as_many_are_told_of_as_are_measured() -> None:
+    """A step of a tenth of a second, where one of the user's takes half of that: as many as there are in a report."""
+    seconds, none = np.array([0.1]), np.zeros(1)
+    told_of_each = cost_of_probes(_saved(0.0, own_seconds=0.05), seconds, none, 3, 1.0)
+    assert told_of_each == pytest.approx([4 * (0.1 - 0.05)])
+    by_the_second = cost_of_probes(_saved(0.0, own_seconds=0.05, report_seconds=1.0), seconds, none, 3, 1.0)
+    assert by_the_second == pytest.approx([4 * 10 * (0.1 - 0.05)])
+    with_change = cost_of_probes(_saved(0.0, own_seconds=0.05), seconds, none + 0.7, 3, 1.0)
+    assert with_change == pytest.approx(told_of_each + 0.7)
 
 
 def test_a_search_that_begins_again_wants_more_and_remembers() -> None:
@@ -93,7 +124,7 @@ def test_a_search_that_begins_again_wants_more_and_remembers() -> None:
     assert len(_finished(again)) < len(_finished(_search()))
     little = search.begun_again()
     little.tell(_measured(best.point))
-    proposal = little.propose(best.point, ANY, 4)
+    proposal = little.propose(best.point, ANY, 3)
     assert proposal is None or proposal.least_seconds < 0.95 * best.seconds
 
 
@@ -119,7 +150,7 @@ def test_measuring_a_point_again_makes_it_surer() -> None:
 def test_a_single_point_is_all_there_is() -> None:
     search = _search(made_facts(choices={}))
     assert search.best is not None
-    assert search.propose(search.best.point, ANY, 4) is None and search.advise(search.best.point) is None
+    assert search.propose(search.best.point, ANY, 3) is None and search.advise(search.best.point) is None
 
 
 def test_changes_that_stand_still_longer_than_was_guessed_are_learnt() -> None:
@@ -149,8 +180,8 @@ def test_a_costly_change_has_to_pay_for_itself() -> None:
         search.tell(_measured(other, 1.0, phases={"forward": 0.1}, seconds=0.1, held_up_seconds=stood_still))
         return search
 
-    assert told(0.1).propose(here, ANY, 4) is not None
-    assert told(7200.0).propose(here, ANY, 4) is None
+    assert told(0.1).propose(here, ANY, 3) is not None
+    assert told(7200.0).propose(here, ANY, 3) is None
 
 
 @pytest.mark.parametrize("seed", list(seeds_tried(DEVELOPMENT_SEEDS, 3)))
@@ -174,7 +205,7 @@ def test_simulated_jobs_are_tuned_within_few_probes_and_without_running_out_of_m
             )
         )
         search.take_facts(job.facts)
-        proposal = search.propose(job.point, ANY, 4)
+        proposal = search.propose(job.point, ANY, 3)
         if proposal is None:
             break
         job.change(proposal.point)

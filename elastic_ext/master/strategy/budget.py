@@ -23,6 +23,7 @@ class Budget:
         self._least_pace = _LEAST_PACE if share is None else max(1 - share, _SOME_PACE)
         self._own_seconds: float | None = None
         self._saved = 0.0
+        self._report_seconds = 0.0
         self._before_known: list[Seen] = []
 
     @property
@@ -47,11 +48,26 @@ class Budget:
         if self._own_seconds is None:
             self._before_known.append(seen)
             return
+        self._report_seconds = seen.num_steps * seen.step_seconds if seen.num_steps > 1 else 0.0
         took = seen.num_steps * seen.step_seconds + seen.held_up_seconds
         self._saved += seen.num_steps * self._own_seconds - self._least_pace * took
 
-    def most_seconds(self, num_steps: int, best_seconds: float) -> float:
-        """What a step of a probe of so many may take, what it costs to change to it and back again among them."""
-        if self._own_seconds is None:
-            return best_seconds
-        return (self._saved / num_steps + self._own_seconds) / self._least_pace
+    @property
+    def saved(self) -> float:
+        """Seconds that probes may cost by now."""
+        return self._saved
+
+    @property
+    def own_seconds(self) -> float | None:
+        """What a step takes by the user's own config, None as long as that is not known."""
+        return self._own_seconds
+
+    @property
+    def least_pace(self) -> float:
+        """By that of the user's own config."""
+        return self._least_pace
+
+    @property
+    def report_seconds(self) -> float:
+        """How long the steps took together that were told of last; 0 where each is told of."""
+        return self._report_seconds

@@ -56,7 +56,7 @@ class Course:
         self._trial: Trial | None = self._trial_of(self._base)
         self._watch = PaceWatch()
         self._last: Measured | None = None
-        self._wanted_seconds = 0.0
+        self._wanted = 0.0
         self._must_look = False
         self._num_elsewhere = self._num_scattered = 0
         self._advice = Advice()
@@ -99,7 +99,7 @@ class Course:
         change = self._watch.see(seen)
         if change is not None:
             return self._reopen(now, change)
-        is_saved = self.stage == "saving" and writes and self._most_seconds() >= self._wanted_seconds
+        is_saved = self.stage == "saving" and writes and self._budget.saved >= self._wanted
         if is_saved or self._must_look:
             return self.go_on(now, writes=writes)
         return []
@@ -145,7 +145,7 @@ class Course:
             return self._advise(now, best)
         if self._is_enough(best):
             return self._settle(now, best, "as fast as is asked for")
-        proposal = self.search.propose(self.here, self._most_seconds(), self._num_steps)
+        proposal = self.search.propose(self.here, self._budget, self._probe_steps)
         if proposal is None:
             return self._settle(now, best, "nothing else is expected to be faster")
         if not proposal.is_affordable:
@@ -225,7 +225,7 @@ class Course:
         return last is not None and last.kind in ("settle", "undo") and last.version == self._base.version
 
     def _save(self, now: float, best: Measured, proposal: Proposal) -> list[Decision]:
-        self._wanted_seconds = proposal.most_seconds
+        self._wanted = proposal.cost
         if best.point != self.here:
             return self._back(now, best, "steps at the best point so far have to pay for what is to be tried next")
         self._rest("saving")
@@ -290,12 +290,6 @@ class Course:
             found = {key: there[key] for key in there if key in found or key in self._facts.choices}
         return found
 
-    def _most_seconds(self) -> float:
-        """What a step of the next probe may take."""
-        best = self.search.best
-        assert best is not None
-        return self._budget.most_seconds(self._num_steps, best.seconds)
-
     def _trial_of(self, base: _Base) -> Trial:
         return Trial(base.point, version=base.version, revision=base.revision, probe_steps=self._probe_steps)
 
@@ -304,11 +298,6 @@ class Course:
         best = self.search.best
         before = self.rate(best.seconds) if best else None
         return [self._book.add(time=now, kind=kind, reason=reason, base=self._base.version, before=before)]
-
-    @property
-    def _num_steps(self) -> int:
-        """Of a probe, with those that are not counted."""
-        return self._probe_steps + 1
 
     @property
     def _probe_steps(self) -> int:

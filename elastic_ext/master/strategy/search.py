@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from elastic_ext.job_facts import JobFacts
 from elastic_ext.sections import TuningSection
 
+from .budget import Budget
 from .change import LEAST_GAIN
 from .columns import Floats, columns_of
 from .measuring import PROBE_STEPS, Measured, together
 from .memory import Memory
 from .model import Fitted, Prior, fit, prior_of
 from .space import KEYS, Point, space_of
-from .switching import Switching
+from .switching import Switching, cost_of_probes
 
 __all__ = ["Proposal", "Search"]
 
@@ -64,11 +65,11 @@ class Proposal:
     seconds: float
     """What a step is expected to take,"""
     least_seconds: float
-    """... what it takes if all goes well,"""
-    most_seconds: float
-    """... and what it takes at most, as far as can be told, with its share of the change to the point."""
-    is_affordable: bool
-    """Whether that is no more than a probe may take."""
+    """... and what it takes if all goes well."""
+    cost: float = 0.0
+    """What has to be saved before it can be tried, in seconds,"""
+    is_affordable: bool = True
+    """... and whether that has been."""
 
 
 class Search:
@@ -186,9 +187,8 @@ class Search:
         """The peak of memory that is expected; None where nothing is known of it, or it is no concern."""
         return self._memory.expected_bytes(point)
 
-    def propose(self, here: Point, most_seconds: float, num_steps: int) -> Proposal | None:
-        """The point to be tried next, where a probe of so many steps may take so long for each; None where none is
-        worth it."""
+    def propose(self, here: Point, budget: Budget, probe_steps: int) -> Proposal | None:
+        """The point to be tried next, one that can be paid for if there is any; None where none is worth it."""
         best = self.best
         if best is None or not self._space.is_open:
             return None
@@ -196,19 +196,19 @@ class Search:
         switching = self._switching.seconds(here, self._space.points)
         most = np.exp(expected.log_seconds + _SURE * expected.deviations)
         gains = np.where(most <= _MOST_TIMES * best.seconds, self._gains(expected, best, switching), 0.0)
-        most += switching / num_steps
+        cost = cost_of_probes(budget, most, switching, probe_steps, best.seconds)
         if float(gains.max()) < self._least_gain:
             return None
         self._least_gain = _LEAST_IMPROVEMENT  # once a search goes on, it goes on to the end
-        affordable = np.where(most <= most_seconds, gains, 0.0)
+        affordable = np.where(cost <= budget.saved, gains, 0.0)
         is_affordable = float(affordable.max()) >= self._least_gain
         place = int(np.argmax(affordable if is_affordable else gains))
-        worth = most[gains >= _ALMOST * gains.max()]
+        worth = cost[gains >= _ALMOST * gains.max()]
         return Proposal(
             point=self._space.points[place],
             seconds=math.exp(expected.log_seconds[place]),
             least_seconds=math.exp(expected.log_seconds[place] - expected.deviations[place]),
-            most_seconds=float(most[place] if is_affordable else worth.min()),
+            cost=float(cost[place] if is_affordable else worth.min()),
             is_affordable=is_affordable,
         )
 
@@ -225,7 +225,7 @@ class Search:
             return None
         seconds = math.exp(expected.log_seconds[place])
         point = self._space.points[place]
-        return Proposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds, is_affordable=True)
+        return Proposal(point=point, seconds=seconds, least_seconds=seconds)
 
     def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""

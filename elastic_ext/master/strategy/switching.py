@@ -1,6 +1,7 @@
-"""Switching: how long training stands still for a change from one point to another. Pure, with numpy.
+"""Switching: how long training stands still for a change from one point to another, and what a probe costs with that.
+Pure, with numpy.
 
-It is guessed by what has to be moved, and corrected by how long it did stand still.
+How long it stands still is guessed by what has to be moved, and corrected by how long it did.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import numpy as np
 
 from elastic_ext.job_facts import JobFacts
 
+from .budget import Budget
 from .columns import Floats
+from .measuring import PROBE_STEPS
 from .space import Point
 
-__all__ = ["Switching"]
+__all__ = ["Switching", "cost_of_probes"]
 
 _LOADED, _LAID_OUT, _WRAPPED = slice(1, 4), slice(4, 7), slice(7, 10)
 """Fields of a point: of the loader, of where the model lies, and of how it is wrapped there."""
@@ -56,3 +59,15 @@ class Switching:
             for point in points
         ]
         return np.array(found)
+
+
+def cost_of_probes(budget: Budget, seconds: Floats, switching: Floats, probe_steps: int, usual: float) -> Floats:
+    """What has to be saved for probes whose steps take so long, and the changes to them ``switching``.
+
+    A probe is as many steps as are measured and one more, or as long as it takes that as many are told of: short steps
+    are told of by the second. ``usual`` is a step's length where that of the user's own config is not known.
+    """
+    own = usual if budget.own_seconds is None else budget.own_seconds
+    num_reports = min(probe_steps, PROBE_STEPS) + 1
+    num_steps = np.maximum(probe_steps + 1, num_reports * budget.report_seconds / seconds)
+    return budget.least_pace * (num_steps * seconds + switching) - num_steps * own
