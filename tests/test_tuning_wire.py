@@ -15,6 +15,7 @@ from elastic_ext.job_facts import MemoryFacts, PassesMemory
 from elastic_ext.master.amounts import fitting_window
 from elastic_ext.master.facts_told import MOST_FACTS, facts_told
 from elastic_ext.master.seeing import Seeing
+from elastic_ext.master.strategy.measuring import why_untrusted
 from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_record
@@ -238,6 +239,9 @@ def test_of_a_very_large_job_some_ranks_are_looked_at() -> None:
         seeing.take(NOW, [reported(rank, world_size=100_000)])
     seen = seeing.seen(NOW)
     assert seen is not None and seen.num_ranks == seeing.num_ranks and seen.world_size == 100_000
+    facts = made_facts(world_size=100_000)
+    assert why_untrusted(seen, facts) == ""
+    assert "ranks told of their steps" in why_untrusted(replace(seen, num_ranks=7), facts)
 
 
 @settings(max_examples=200, deadline=None)

@@ -164,6 +164,7 @@ def seen_of(
         num_steps=min(sum(each.num_steps for each in row) for row in windows.values()),
         num_ranks=len(windows),
         world_size=last[0].world_size,
+        num_asked=len(expected),
         step_seconds=seconds,
         phases={phase.label: seconds * median(each) for phase, each in shares.items() if max(each) > 0}
         if all(each.is_known for each in weighed)

@@ -165,8 +165,9 @@ def why_untrusted(seen: Seen, facts: JobFacts) -> str:
     """Why nothing is to be decided by ``seen``: a sentence; empty where something may be."""
     if seen.trouble:
         return seen.trouble
-    if seen.num_ranks < seen.world_size:
-        return f"{seen.num_ranks} of {seen.world_size} ranks told of their steps"
+    num_asked = seen.world_size if seen.num_asked is None else seen.num_asked
+    if seen.num_ranks < num_asked:
+        return f"{seen.num_ranks} of {num_asked} ranks told of their steps"
     if seen.world_size != facts.world_size:
         return f"steps are told of by {seen.world_size} ranks, and what is known of the job is of {facts.world_size}"
     if not (math.isfinite(seen.step_seconds) and _LEAST <= seen.step_seconds <= _MOST) or seen.num_steps < 1:

@@ -22,7 +22,9 @@ class Seen:
     num_ranks: int
     """That told of them,"""
     world_size: int
-    """... of so many that there are."""
+    """... of so many that there are,"""
+    num_asked: int | None = None
+    """... and of so many that are looked at, which is fewer in a very large job; None where all are."""
     step_seconds: float
     """What a step took, the mean of them, on the rank where that is the most: bursts count as they are."""
     phases: Mapping[str, float] = field(default_factory=dict)
