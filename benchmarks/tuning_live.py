@@ -1,10 +1,10 @@
 """Real jobs that start badly and tune themselves, beside what a person would find who tried every config one by one.
 
-Six jobs of two ranks under elastic-run. Each trains from a bad start with ``--tuning=auto`` until its tuner settles.
-Then, in the same processes, the tuner is turned off and up to 24 configs are put in force one after another and
-measured; the fastest of them and what the tuner has found are measured again by turns. Beside it stand: staying with
-the start; the same search with a restart for each config, as tuners do that work before training begins, whose restarts
-were made and timed; and to have had the best config from the start.
+Six jobs of two ranks under elastic-run. Up to 24 configs of each are measured first, every one in a job that is started
+for it and ended again, as tuners do that work before training begins. Then the job trains from a bad start with
+``--tuning=auto`` until its tuner settles. In the same processes, with the tuner turned off, the fastest of all configs,
+what the tuner has found, and the start are measured by turns. Said is how long it takes to train so many samples when
+it tunes itself, when it stays as it was started, when all configs are tried first, and with the best from the start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ TRY_SECONDS, LEAST_STEPS = 1.5, 6
 AGAIN_SECONDS, NUM_AGAIN = 4.0, 4
 DEADLINE_SECONDS = 60.0
 NUM_TRAINED = 200_000  # samples, for which it is said how long they take
-NUM_RESTARTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +61,8 @@ class Found:
     num_probes: int
     num_failures: int
     """Micro-batches for which memory did not suffice, while it was tuned."""
-    restart_seconds: float
+    tries_seconds: float
+    """What it took to start a job for each config, and to measure it."""
 
     @property
     def share(self) -> float:
@@ -75,12 +75,11 @@ class Found:
 
     def seconds_to_train(self) -> Mapping[str, float]:
         """How long it takes to have trained ``NUM_TRAINED``, one way and another."""
-        tries = self.num_configs * (self.restart_seconds + TRY_SECONDS)  # which train nothing that is kept
         left = NUM_TRAINED - self.num_samples
         return {
             "tuned while it trains": self.reached_seconds or self.seconds + left / self.tuned,
             "as it was started": NUM_TRAINED / self.start,
-            "a restart for each config first": tries + NUM_TRAINED / self.best,
+            "a restart for each config first": self.tries_seconds + NUM_TRAINED / self.best,
             "the best from the start": NUM_TRAINED / self.best,
         }
 
@@ -94,7 +93,9 @@ def measured(name: str, kind: Kind) -> Found:
     """One job, from its bad start to the last turn."""
     with tempfile.TemporaryDirectory(prefix="tuning-live-") as folder:
         most = most_at_once(kind)
-        restart = _restart_seconds(name, Path(folder), most)
+        began = time.monotonic()
+        rates = {config: _started_with(name, Path(folder), most, dict(config)) for config in _configs(kind)}
+        tries_seconds = time.monotonic() - began
         with _job(name, Path(folder) / "job", "auto", most) as job:
             has_settled = job.settle()
             seconds, num_samples, reached_seconds = job.trained()
@@ -102,7 +103,6 @@ def measured(name: str, kind: Kind) -> Found:
             tuned_config = job.config()
             job.put({"tuning.mode": "off"})
             start_config = {**dict.fromkeys([*kind.choices, *tuned_config]), **job.started_with()}
-            rates = {config: job.try_out({**start_config, **dict(config)}) for config in _configs(kind)}
             best_config = {**start_config, **dict(max(rates.items(), key=lambda each: each[1])[0])}
             configs = {"best": best_config, "tuned": tuned_config, "start": start_config}
             turns: dict[str, list[float]] = {whose: [] for whose in configs}
@@ -123,7 +123,7 @@ def measured(name: str, kind: Kind) -> Found:
                 has_settled=has_settled,
                 num_probes=sum(each["kind"] == "probe" for each in decisions),
                 num_failures=num_failures,
-                restart_seconds=restart,
+                tries_seconds=tries_seconds,
             )
 
 
@@ -134,14 +134,11 @@ def _configs(kind: Kind) -> list[tuple[tuple[str, Any], ...]]:
     return [every[int(at * step)] for at in range(min(len(every), MOST_CONFIGS))]
 
 
-def _restart_seconds(name: str, folder: Path, most: int | None) -> float:
-    """From the start of a launcher until its job has taken a few steps."""
-    lengths = []
-    for number in range(NUM_RESTARTS):
-        began = time.monotonic()
-        with _job(name, folder / f"restart-{number}", "off", most):
-            lengths.append(time.monotonic() - began)
-    return min(lengths)
+def _started_with(name: str, folder: Path, most: int | None, config: Mapping[str, Any]) -> float:
+    """The rate of a job that has this config from its start; it is ended again."""
+    path = Path(tempfile.mkdtemp(dir=folder)) / "job"
+    with _job(name, path, "off", most, config) as job:
+        return job.warm_rate()
 
 
 class _Job:
@@ -169,6 +166,10 @@ class _Job:
         """The rate under ``config``, after the first steps under it."""
         version = self.put(config)
         self._until(lambda: self._steps()[-1][1] >= version)
+        return self.warm_rate(seconds)
+
+    def warm_rate(self, seconds: float = TRY_SECONDS) -> float:
+        """The rate of what is in force, after the first steps of it."""
         first = len(self._steps())
         began = time.monotonic()
         self._until(lambda: len(self._steps()) > first + 1 and time.monotonic() - began >= 1.0)  # workers are ready
@@ -241,15 +242,17 @@ class _Job:
 
 
 @contextmanager
-def _job(name: str, folder: Path, mode: str, most: int | None) -> Iterator[_Job]:
+def _job(
+    name: str, folder: Path, mode: str, most: int | None, config: Mapping[str, Any] | None = None
+) -> Iterator[_Job]:
     """The job from its first steps on; memory suffices for ``most`` samples at once."""
     kind = JOBS[name]
-    folder.mkdir()
+    (folder / "run").mkdir(parents=True)
+    values = dict(config or {})
     if kind.memory_bytes is not None:
-        (folder / "run").mkdir()
-        (folder / "run" / "config.json").write_text(
-            json.dumps({"version": 1, "tuning": {"memory_bytes": kind.memory_bytes}})
-        )
+        values["tuning.memory_bytes"] = kind.memory_bytes
+    if values:
+        ConfigHistory(folder / "run" / "config.json").set(values, reason="it is measured")
     command = [sys.executable, "-m", "elastic_ext.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
     command += [f"--tuning={mode}", "-m", "benchmarks.tuning_live_jobs", name, str(folder)]
     command += [] if most is None else [str(most)]
@@ -292,8 +295,8 @@ class LiveTable:
         )
         return (
             f"time is that until {NUM_TRAINED:,} samples are trained, by the rates measured; pace meanwhile is that "
-            "until it had settled, by that of its start; a restart was made and "
-            f"timed {NUM_RESTARTS} times for each job",
+            "until it had settled, by that of its start",
+            "every config was measured in a job that was started for it",
             f"out of memory while tuning: {sum(each.num_failures for each in self.found)} times",
             *configs,
         )
