@@ -199,6 +199,7 @@ LAYERS: Mapping[str, int] = {
     "master.strategy.controller": 1,
     "master.strategy.course": 1,
     "master.strategy.decisions": 1,
+    "master.strategy.doubt": 1,
     "master.strategy.measuring": 1,
     "master.strategy.memory": 1,
     "master.strategy.model": 1,

@@ -405,6 +405,32 @@ def _loading(point: Point, seconds: float) -> dict[str, float]:
     return {"data": max(seconds / workers - passes, 0.0) if workers else seconds, "forward": passes}
 
 
+def test_a_job_that_becomes_slow_while_something_is_tried_is_not_taken_for_a_bad_try() -> None:
+    job = TunedJob()
+    while job.kinds().count("probe") < 2:
+        job.run(1)
+    usual, rate = job.seconds, job.last("probe").before
+    job.seconds = lambda point: {name: 3 * each for name, each in usual(point).items()}
+    told = job.run(ENOUGH)
+    (reopened,) = [each for each in told if each.kind == "reopen"]
+    assert "times as long as when the same was measured before" in reopened.reason
+    assert rate is not None and job.rate() >= 0.95 * rate / 3
+    assert job.controller.standing.best_rate == pytest.approx(job.rate(), rel=0.05)
+
+
+def test_a_bad_try_is_told_from_a_job_that_has_become_slow() -> None:
+    def seconds(point: Point) -> dict[str, float]:
+        usual = loader_seconds(point)
+        return {name: 40 * each if point.num_workers else each for name, each in usual.items()}
+
+    job = TunedJob(seconds=seconds)
+    told = job.run(ENOUGH)
+    assert any("has the pace of the job changed?" in each.reason for each in told if each.kind == "undo")
+    assert "reopen" not in job.kinds() and not job.point.num_workers
+    with_workers = [each for each in told if each.kind == "probe" and each.changes.get("dataloader.num_workers")]
+    assert len({each.number for each in with_workers}) <= 3, "it is learnt that workers are slow here"
+
+
 def test_little_gains_are_not_worth_another_search() -> None:
     """The point that is in force has become a little worse than another one: not by enough."""
     job = _settled()

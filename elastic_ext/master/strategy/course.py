@@ -16,6 +16,7 @@ from .book import Book
 from .budget import Budget
 from .change import PaceWatch
 from .decisions import Decision, Kind
+from .doubt import Doubt
 from .measuring import PROBE_STEPS, Measured, Trial
 from .seen import Seen
 from .space import KEYS, Point, Value, point_of, values_of
@@ -60,6 +61,7 @@ class Course:
         self._must_look = False
         self._num_elsewhere = self._num_scattered = 0
         self._advice = Advice()
+        self._doubt = Doubt()
 
     # ---- what others ask ----
 
@@ -164,10 +166,30 @@ class Course:
         self._num_scattered = 0
         measured = trial.measured(best.seconds if best else None)
         self._trial, self._last = None, measured
+        told = self._doubted(now, measured) if writes else []
+        if self._asked:
+            return told
         self.search.tell(measured)
         if not self._budget.is_known:
             self._budget.take_own(measured.seconds)
-        return [*self._close(measured), *self.go_on(now, writes=writes)]
+        return [*told, *self._close(measured), *self.go_on(now, writes=writes)]
+
+    def _doubted(self, now: float, measured: Measured) -> list[Decision]:
+        """Where steps are nothing like what was expected: another pace is another search."""
+        before, best, aside = self.search.measured_at(measured.point), self.search.best, self._doubt.taken()
+        ratio = self._doubt.other_pace(measured, before)
+        if ratio is not None:
+            self._budget.change_pace(ratio)
+            self.search = self.search.begun_again()
+            times = f"steps take {ratio:.2f} times as long as when the same was measured before"
+            return self._say(now, "reopen", f"the search begins again: {times}")
+        if aside is not None:
+            self.search.tell(aside)
+        elif best is not None and before is None and best.point != measured.point:
+            expected, unsure = self.search.seconds_at(measured.point), self.search.unsure_at(measured.point)
+            if self._doubt.is_doubtful(measured, expected, unsure):
+                return [*self._close(measured), *self._back(now, best, "has the pace of the job changed?")]
+        return []
 
     def _measure_anew(self, now: float, why: str) -> list[Decision]:
         """Steps that say nothing, told once; what is tried is taken back where they say nothing again."""
@@ -255,6 +277,7 @@ class Course:
         self._budget.change_pace(change.ratio)
         self.search = self.search.begun_again()
         self._trial, self.stage, self._last = self._trial_of(self._base), "probing", None
+        self._doubt = Doubt()
         return self._say(now, "reopen", f"the search begins again: {self._watch.why(change)}")
 
     def _why(self, proposal: Proposal, best: Measured) -> str:

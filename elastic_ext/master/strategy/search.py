@@ -183,6 +183,14 @@ class Search:
             return None
         return math.exp(self._expectation().log_seconds[self._places[point]])
 
+    def unsure_at(self, point: Point) -> float:
+        """How far steps may lie from that, as a logarithm."""
+        return float(self._expectation().deviations[self._places[point]]) if point in self._places else math.inf
+
+    def measured_at(self, point: Point) -> Measured | None:
+        """What was measured there, None where nothing was."""
+        return self._measured.get(point)
+
     def bytes_at(self, point: Point) -> int | None:
         """The peak of memory that is expected; None where nothing is known of it, or it is no concern."""
         return self._memory.expected_bytes(point)
