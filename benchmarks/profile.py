@@ -6,8 +6,9 @@ models that take turns, since where one lies in memory can be worth percents of 
 
 Models whose step takes about 4 and about 40 milliseconds, of which a profile is to take less than one, and less than a
 fifth of a percent: there, where things lie is worth more than that. So both sides are the same models in the same
-memory, which take some steps none of which is looked at, and then as many of which some are, as by default; what a
-step costs that is not looked at comes on top, as it was measured before.
+memory, which take some steps none of which is looked at, and then as many all of which are. By default some of so many
+are, so that a look may take so many times as much; and what a step costs that is not looked at, as it was measured
+before, is taken off.
 
 Everything runs on one thread with batches in memory, and both sides end with the same parameters; windows are written
 after every second of training. It runs in a process whose allocator keeps what is freed: by default it gives gradients
@@ -57,7 +58,7 @@ SMALL = Task(widths=(8, 8), micro_batch=8, num_micro_steps=1)
 SHORT = Task(widths=(512, 1024, 1024, 512), micro_batch=32, num_micro_steps=1)
 LONG = Task(widths=(1024, 2048, 2048, 1024), micro_batch=96, num_micro_steps=1)
 NAMES = {False: "ElasticTrainer, ELASTIC_EXT_PROFILE=off", True: "ElasticTrainer"}
-LOOKS = {False: "ElasticTrainer, no step looked at", True: "ElasticTrainer"}
+LOOKS = {False: "ElasticTrainer, no step looked at", True: "ElasticTrainer, every step looked at"}
 MOST_SECONDS = 20e-6  # half a percent of a step of 4 ms
 CPU, WALL = "cpu", "wall"
 Which = Literal["every step looked at", "as by default", "no step looked at"]
@@ -129,15 +130,17 @@ def share_of_steps(
     ``at_most`` is the part of a step that a profile may take, ``passing_seconds`` what it takes of a step that is not
     looked at.
     """
-    titles = {f"A step of {length}, {what}: one rank": name for name, what in _MEASURES.items()}
+    titles = {f"A look at a step of {length}, {what}: one rank": name for name, what in _MEASURES.items()}
     with _one_loop(task) as (both, step_seconds, num_in_cycle):
-        share = at_most - passing_seconds / step_seconds
+        num_looked_at = pace.steps_together(step_seconds)
+        share = (at_most - passing_seconds / step_seconds) * num_in_cycle / num_looked_at
         sides = [_titled(side, titles) for side in both]
         found = compare_shares([*titles], sides, {LOOKS[True]: share}, num_rounds=num_rounds)
     notes = (
         f"the target is {at_most:.1%} of a step less what is spent on each step, looked at or not: "
         f"{shown_value(passing_seconds, 'seconds')} (the far end of the interval above)",
-        f"of {num_in_cycle} steps {pace.steps_together(step_seconds)} are looked at",
+        f"by default {num_looked_at} of {num_in_cycle} steps are looked at, and so a look may take "
+        f"{num_in_cycle / num_looked_at:.2g} times as much",
         f"both sides keep what is freed ({_ALLOCATOR_IN_WORDS})",
     )
     return [dataclasses.replace(each, notes=notes) for each in found]
@@ -160,9 +163,8 @@ def _one_loop(task: Task) -> Iterator[tuple[list[Side], float, int]]:
         stack.enter_context(mock.patch.object(windows, "window_seconds", return_value=float(3 * NUM_LOOPS)))
         loops = [make_loop("ours", task, Path(folder) / str(number), stack) for number in range(NUM_LOOPS)]
         seconds = min(loop.run(80).wall_seconds for loop in loops)  # the census is taken, and the machine is measured
-        num_between = pace.steps_between(seconds)
-        num_in_cycle = num_between + pace.steps_together(seconds)
-        switch = _Switch(stack, num_between=num_between, num_in_cycle=num_in_cycle)
+        num_in_cycle = pace.steps_between(seconds) + pace.steps_together(seconds)
+        switch = _Switch(stack, num_in_cycle=num_in_cycle)
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
@@ -172,8 +174,8 @@ def _one_loop(task: Task) -> Iterator[tuple[list[Side], float, int]]:
 class _Switch:
     """Says of each stretch that is passed over how long it is, and knows when one begins."""
 
-    def __init__(self, stack: ExitStack, *, num_between: int, num_in_cycle: int) -> None:
-        self._num_between, self._num_in_cycle = num_between, num_in_cycle
+    def __init__(self, stack: ExitStack, *, num_in_cycle: int) -> None:
+        self._num_in_cycle = num_in_cycle
         self._looks = True
         self._has_begun = False
         stack.enter_context(mock.patch.object(pace, "steps_between", self._between))
@@ -193,7 +195,7 @@ class _Switch:
 
     def _between(self, seconds: float) -> int:
         self._has_begun = True
-        return self._num_between if self._looks else self._num_in_cycle
+        return 0 if self._looks else self._num_in_cycle
 
 
 def cost_of_marks() -> str:
