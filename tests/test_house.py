@@ -42,6 +42,7 @@ LAYERS: Mapping[str, int] = {
     "rules": 0,
     "sections": 0,
     "settings": 0,
+    "version": 0,
     "strict_json": 0,
     "wording": 0,
     # 1: one job each

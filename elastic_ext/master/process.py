@@ -8,13 +8,13 @@ import logging
 import ssl
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import grpc
 
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.files import write_whole
+from elastic_ext.version import VERSION
 
 from .arguments import MasterOptions
 from .asking import Made
@@ -113,7 +113,7 @@ async def _serve(
             f"{options.state_dir} is of job {stored.job!r}, and --job is {options.job!r}; give each job a folder"
         )
     settings = JobSettings(
-        library=_library_version(),
+        library=VERSION,
         lease_seconds=options.lease_seconds,
         beat_seconds=options.beat_seconds,
         acknowledge_seconds=options.acknowledge_seconds,
@@ -279,10 +279,3 @@ def _write_port(file: Path | None, port: int) -> None:
         write_whole(file, f"{port}\n".encode(), durable=False)
     except OSError as error:
         raise NotStarted(f"the port cannot be written: {in_words(error)}; look at --port-file") from error
-
-
-def _library_version() -> str:
-    try:
-        return version("elastic-ext")
-    except PackageNotFoundError:  # it runs from a source tree
-        return "source"
