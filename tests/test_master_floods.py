@@ -101,7 +101,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.now = 50.0
-        self.guard = Guard(TOKEN, lambda: self.now, new_per_second=2.0, new_at_once=10.0)
+        self.guard = Guard(TOKEN, lambda: self.now, new_per_second=2.0, new_at_once=10.0, wait_seconds=0.0)
 
     def refusal(self, name: str, **given: Any) -> tuple[grpc.StatusCode, str] | None:
         """With what a call of the connection of that name ends, None where it is let be."""
@@ -131,6 +131,25 @@ def test_a_connection_that_is_there_goes_on_whatever_comes_from_its_host() -> No
     gate = Gate()
     assert gate.num_new("10.0.0.7") == 10
     assert [gate.refusal(f"ipv4:10.0.0.7:{port}") for port in range(10)] == [None] * 10
+
+
+def test_those_that_have_to_wait_keep_nobody_else_waiting_and_are_no_more_than_so_many() -> None:
+    guard = Guard(None, lambda: 0.0, new_per_second=2.0, new_at_once=1.0, wait_seconds=3600.0)
+
+    async def come() -> tuple[int, set[str]]:
+        await guard.admit(Peer("ipv4:10.0.0.7:0"))  # type: ignore[arg-type]
+        calls = [asyncio.ensure_future(guard.admit(Peer(f"ipv4:10.0.0.7:{1 + each}"))) for each in range(1_500)]  # type: ignore[arg-type]
+        while sum(each.done() for each in calls) < 1_500 - 1_024:
+            await asyncio.sleep(0)
+        done, waiting = [each for each in calls if each.done()], [each for each in calls if not each.done()]
+        await guard.admit(Peer("ipv4:10.0.0.7:0"))  # type: ignore[arg-type]
+        await guard.admit(Peer("ipv4:10.0.0.8:0"))  # type: ignore[arg-type]
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return len(waiting), {type(each.exception()).__name__ for each in done}
+
+    assert asyncio.run(come()) == (1_024, {"Ended"})
 
 
 def test_who_has_no_token_takes_nothing_from_those_who_have() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 from collections import Counter
@@ -31,6 +32,7 @@ _CODES = {
 }
 _MOST_PEERS = 20_000
 _MOST_WORDS = 1_000
+_MOST_WAITING = 1_024
 _IPV6_BITS = 64
 """Of an address, which one host may have all the rest of."""
 
@@ -49,7 +51,8 @@ class Guard:
 
     A connection may make so many calls, and a host so many connections: else one that makes a connection for each call
     would have no bound. All nodes that a master takes may come at once through one address, as they do when it is
-    started again, and few of them come anew later on.
+    started again, and few of them come anew later on. Who makes more of them is told so after a second: most who are
+    answered at once come again at once.
     """
 
     def __init__(
@@ -61,11 +64,14 @@ class Guard:
         at_once: float = 200.0,
         new_per_second: float = 20.0,
         new_at_once: float = 10_240.0,
+        wait_seconds: float = 1.0,
     ) -> None:
         self._credentials = None if token is None else f"Bearer {token}".encode()
         self._clock = clock
         self._allowances = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._newcomers = Allowances(per_second=new_per_second, at_once=new_at_once, most_peers=_MOST_PEERS)
+        self._wait_seconds = wait_seconds
+        self._num_waiting = 0
         self.refusals: Counter[str] = Counter()
 
     async def admit(self, peer: Peer) -> None:
@@ -74,6 +80,7 @@ class Guard:
             await self._end(peer, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
         now, name = self._clock(), peer.peer()
         if name not in self._allowances and not self._newcomers.take(now, host_of(name)):
+            await self._have_wait()
             await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "newcomers", _TOO_MANY_NEW)
         if not self._allowances.take(now, name):
             await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", "too many calls: wait a while")
@@ -90,6 +97,16 @@ class Guard:
         elif isinstance(error, StoreError):
             await self._end(peer, grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
         raise error
+
+    async def _have_wait(self) -> None:
+        """Let some time go by, where not too many wait already."""
+        if self._num_waiting >= _MOST_WAITING:
+            return
+        self._num_waiting += 1
+        try:
+            await asyncio.sleep(self._wait_seconds)
+        finally:
+            self._num_waiting -= 1
 
     def _is_theirs(self, peer: Peer) -> bool:
         """Whether the caller has the token; how long that takes does not depend on how much of it is right."""
