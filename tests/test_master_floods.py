@@ -96,6 +96,14 @@ class Ended(Exception):
     """Of a call."""
 
 
+async def admitted(guard: Guard, name: str, **given: Any) -> grpc.StatusCode | None:
+    """With what a call ends, None where it is let be."""
+    peer = Peer(name, **given)
+    with contextlib.suppress(Ended):
+        await guard.admit(peer)  # type: ignore[arg-type]
+    return peer.ended[0][0] if peer.ended else None
+
+
 class Gate:
     """A guard, and a clock."""
 
@@ -131,6 +139,24 @@ def test_a_connection_that_is_there_goes_on_whatever_comes_from_its_host() -> No
     gate = Gate()
     assert gate.num_new("10.0.0.7") == 10
     assert [gate.refusal(f"ipv4:10.0.0.7:{port}") for port in range(10)] == [None] * 10
+
+
+def test_who_calls_without_the_token_again_and_again_is_told_so_after_a_while() -> None:
+    guard = Guard(TOKEN, lambda: 0.0, at_once=5.0, wait_seconds=3600.0)
+
+    async def come() -> tuple[list[bool], set[str]]:
+        calls = [asyncio.ensure_future(admitted(guard, f"ipv4:10.0.0.7:{each}", token="a-guess")) for each in range(8)]
+        while sum(each.done() for each in calls) < 5:
+            await asyncio.sleep(0)
+        await guard.admit(Peer("ipv4:10.0.0.7:99"))  # type: ignore[arg-type]
+        found = [each.done() for each in calls]
+        ended = {str(each.result()) for each in calls if each.done()}
+        for each in calls:
+            each.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        return found, ended
+
+    assert asyncio.run(come()) == ([True] * 5 + [False] * 3, {str(grpc.StatusCode.UNAUTHENTICATED)})
 
 
 def test_those_that_have_to_wait_keep_nobody_else_waiting_and_are_no_more_than_so_many() -> None:

@@ -51,8 +51,8 @@ class Guard:
 
     A connection may make so many calls, and a host so many connections: else one that makes a connection for each call
     would have no bound. All nodes that a master takes may come at once through one address, as they do when it is
-    started again, and few of them come anew later on. Who makes more of them is told so after a second: most who are
-    answered at once come again at once.
+    started again, and few of them come anew later on. Who makes more of them is told so after a second, and so is
+    who calls without the token, again and again: most who are answered at once come again at once.
     """
 
     def __init__(
@@ -70,15 +70,18 @@ class Guard:
         self._clock = clock
         self._allowances = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._newcomers = Allowances(per_second=new_per_second, at_once=new_at_once, most_peers=_MOST_PEERS)
+        self._strangers = Allowances(per_second=new_per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._wait_seconds = wait_seconds
         self._num_waiting = 0
         self.refusals: Counter[str] = Counter()
 
     async def admit(self, peer: Peer) -> None:
         """Let the call be, or end it."""
-        if self._credentials is not None and not self._is_theirs(peer):
-            await self._end(peer, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
         now, name = self._clock(), peer.peer()
+        if self._credentials is not None and not self._is_theirs(peer):
+            if not self._strangers.take(now, host_of(name)):
+                await self._have_wait()
+            await self._end(peer, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
         if name not in self._allowances and not self._newcomers.take(now, host_of(name)):
             await self._have_wait()
             await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "newcomers", _TOO_MANY_NEW)
