@@ -25,7 +25,7 @@ from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.tuning import Tuning
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.job_facts import made_facts
-from tests.masters import Caller, MasterThread, join_request, master_on_thread, until
+from tests.masters import Caller, Listening, MasterThread, join_request, master_on_thread, until
 from tests.tuned import Scripted, decision_of, reported
 
 FACTS = made_facts(world_size=2, share=64)
@@ -409,6 +409,17 @@ def test_a_failure_while_it_plans_is_told_to_whoever_waits(master: MasterThread,
     code, told = caller.refusal("ControlTuning", wire.ControlTuningRequest(action="pause"))
     assert code == grpc.StatusCode.FAILED_PRECONDITION and told == words
     assert [each.text for each in caller("ReadEvents") if each.kind == "tuning-failed"] == [words]
+
+
+def test_who_follows_hears_of_what_is_decided_though_nothing_is_written(master: MasterThread, held: Held) -> None:
+    held.strategy.answers["see"] = lambda _: [decision_of(kind="hold", changes={})]
+    caller = master.caller()
+    caller.join()
+    follower = Listening(caller("ReadEvents", wire.ReadEventsRequest(follow=True), timeout=600.0))
+    caller.beat(facts=FACTS.to_json(), workers=[reported(0), reported(1)])
+    (told,) = until(lambda: [each for each in follower.heard if each.kind == "tuning"])
+    follower.cancel()
+    assert told.text.startswith("decision 1 (hold): samples are waited for")
 
 
 def test_a_master_that_ends_while_it_plans_writes_nothing_of_it(

@@ -16,7 +16,7 @@ __all__ = ["PlanningThread"]
 _logger = logging.getLogger(__name__)
 
 _Work = Callable[[], Callable[[], None]]
-_CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 2.0
 
 
 class PlanningThread:

@@ -128,7 +128,7 @@ async def _serve(
         job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
         _write_port(options.port_file, port)
         _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
-        async with _writing_decisions(service, planning):
+        async with _writing_decisions(job, service, planning):
             await _keep_going(job, service, store, executor, has_to_end)
         planning.end()
         job.log.tell(moment().time, "master", "the master ends")
@@ -201,14 +201,18 @@ async def _metrics(
 
 
 @contextlib.asynccontextmanager
-async def _writing_decisions(service: MasterService, planning: PlanningThread) -> AsyncIterator[None]:
-    """What the tuner decides is written as soon as it is heard; what is being written at the end is."""
+async def _writing_decisions(job: Job, service: MasterService, planning: PlanningThread) -> AsyncIterator[None]:
+    """What the tuner decides is written and told of as soon as it is heard; what is being written at the end is."""
     is_over = False
 
     async def write() -> None:
+        number = job.log.number
         while not is_over:
             planning.answered.clear()
             await service.tune()
+            if job.log.number != number:
+                number = job.log.number
+                service.tell_followers()
             await planning.answered.wait()
 
     task = asyncio.ensure_future(write())
