@@ -313,12 +313,14 @@ def test_a_plan_that_does_not_end_is_left_to_itself(caplog: pytest.LogCaptureFix
 
 
 def test_one_that_was_given_nothing_to_do_has_no_thread() -> None:
-    async def run() -> None:
-        PlanningThread(asyncio.get_running_loop()).close()
+    async def run() -> set[threading.Thread]:
+        before = set(threading.enumerate())
+        planning = PlanningThread(asyncio.get_running_loop())
+        begun = set(threading.enumerate()) - before
+        planning.close()
+        return begun
 
-    before = threading.active_count()
-    asyncio.run(run())
-    assert threading.active_count() == before
+    assert asyncio.run(run()) == set()
 
 
 # ---- over gRPC ----
