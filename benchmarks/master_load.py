@@ -1,8 +1,9 @@
-"""What a master takes: the time of a beat, the time until all nodes have a config, its memory and its processor.
+"""What a master takes: until it answers, of a beat, until all nodes have a config; its memory and its processor.
 
 The master is a process of its own, started as a person does; its agents are made up in another one, each with a
 connection of its own (master_load_agents.py). Each node tells of eight workers in each beat, with a window of each, and
-has a stream of configs. Both processes share the machine, so that what is measured of beats is what both take.
+has a stream of configs. Both processes share the machine, so that what is measured of beats is what both take. One load
+is put on a master whose tuner plans once a second (master_planner.py).
 
 Not measured: what lies between machines, and TLS.
 """
@@ -20,11 +21,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import grpc
 import psutil
 
 from benchmarks.harness import Result, Verdict, shown_value
+from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 
 __all__ = ["Load", "LoadTable", "Row", "main", "measured", "table_of"]
 
@@ -35,6 +40,8 @@ _MOST_BEAT_SECONDS = 0.1
 _MOST_PUSH_SECONDS = 0.5
 _MOST_BYTES = 150e6
 _MOST_SHARE_OF_A_CORE = 0.25
+_MOST_UP_SECONDS = 1.0
+_NUM_STARTS = 7
 _MOST_GROWTH = 1.1  # of memory, from the second quarter to the last
 
 
@@ -48,10 +55,13 @@ class Load:
     num_beats: int
     """Of each."""
     num_pushes: int = 10
+    has_plans: bool = False
+    """Whether the master's tuner plans meanwhile, once a second."""
 
     @property
     def name(self) -> str:
-        return f"{self.num_agents} nodes, a beat each {self.every_seconds:g} s"
+        meanwhile = ", while the tuner plans once a second" if self.has_plans else ""
+        return f"{self.num_agents} nodes, a beat each {self.every_seconds:g} s{meanwhile}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,15 +106,35 @@ class LoadTable:
 
 
 def main() -> list[Result]:
-    """A table for each number of nodes, one at ten times the rate, and one for as many beats as an hour has."""
+    """Starts, each number of nodes, a tuner that plans, ten times the rate, and as many beats as an hour has."""
     rare = [Load(num_agents=num, every_seconds=10.0, num_beats=2) for num in (200, 1000, 2000)]
     often = Load(num_agents=1000, every_seconds=1.0, num_beats=30, num_pushes=3)
+    tuned = Load(num_agents=1000, every_seconds=10.0, num_beats=3, has_plans=True)
     long = Load(num_agents=200, every_seconds=0.25, num_beats=360, num_pushes=3)
     return [
+        table_of_starts([up_seconds() for _ in range(_NUM_STARTS)]),
         *(table_of(load, measured(load)) for load in rare),
+        table_of(tuned, measured(tuned)),
         table_of(often, measured(often), is_sustained=True),
         table_of(long, measured(long), is_sustained=True),
     ]
+
+
+def up_seconds() -> float:
+    """From the start of a master until it has said where it listens, and has answered."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, _master(Path(folder), poll_seconds=0.002) as (_, port):
+        _call(port, "GetStatus", wire.GetStatusRequest())
+        return time.monotonic() - begin
+
+
+def table_of_starts(seconds: Sequence[float]) -> LoadTable:
+    """What starting took, several times."""
+    rows = [
+        _seconds("until it has answered, p50", median(seconds), _MOST_UP_SECONDS),
+        _seconds("... at most", max(seconds)),
+    ]
+    return LoadTable(title=f"From its start ({len(seconds)} masters, one after another)", rows=tuple(rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,11 +148,16 @@ class Measured:
     bytes_in_quarters: tuple[float, ...]
     """The most that it held in each quarter of that time."""
     bytes_at_end: float
+    plans: str = ""
+    """How many were made meanwhile, and what they took, in words; empty where none were to be."""
 
 
 def measured(load: Load) -> Measured:
     """Put a master under a load."""
-    with tempfile.TemporaryDirectory() as folder, _master(Path(folder)) as (process, port):
+    module = "benchmarks.master_planner" if load.has_plans else "elastic_ext.master"
+    with tempfile.TemporaryDirectory() as folder, _master(Path(folder), module) as (process, port):
+        if load.has_plans:
+            _call(port, "ControlTuning", wire.ControlTuningRequest(action="resume"))
         command = [sys.executable, "-m", "benchmarks.master_load_agents", f"127.0.0.1:{port}"]
         command += ["--agents", str(load.num_agents), "--every", str(load.every_seconds)]
         command += ["--beats", str(load.num_beats), "--pushes", str(load.num_pushes)]
@@ -140,19 +175,36 @@ def measured(load: Load) -> Measured:
             finally:
                 limit.cancel()
                 agents.kill()
+        plans = _plans_in_words(_call(port, "GetTuning", wire.GetTuningRequest())) if load.has_plans else ""
         assert "over" in told, f"the load was not over after {_MOST_SECONDS:g} s, or has failed: {list(told)}"
         return Measured(
             told=told,
             cpu_share=watch.share("ready", "beaten"),
             bytes_in_quarters=watch.quarters("ready", "beaten"),
             bytes_at_end=watch.samples[-1][1],
+            plans=plans,
         )
 
 
+def _call(port: int, method: str, request: Any) -> Any:
+    """What a master answers."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = MasterStub(channel)  # type: ignore[no-untyped-call]
+        return getattr(stub, method)(request, timeout=_START_SECONDS)
+
+
+def _plans_in_words(report: wire.TuningReport) -> str:
+    seconds = [float(each.reason) for each in report.decisions]
+    usual, most = (shown_value(each, "seconds") for each in (median(seconds), max(seconds)))
+    return f"{len(seconds)} plans, which took {usual} (p50) and {most} at most"
+
+
 @contextmanager
-def _master(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def _master(
+    folder: Path, module: str = "elastic_ext.master", *, poll_seconds: float = 0.05
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     port_file = folder / "port"
-    command = [sys.executable, "-m", "elastic_ext.master", "--port", "0", "--port-file", str(port_file)]
+    command = [sys.executable, "-m", module, "--port", "0", "--port-file", str(port_file)]
     log = folder / "log"
     with log.open("wb") as told:
         process = subprocess.Popen([*command, "--state-dir", str(folder / "state")], cwd=_ROOT, stderr=told)
@@ -161,7 +213,7 @@ def _master(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         while not port_file.exists():
             has_time = process.poll() is None and time.monotonic() < limit
             assert has_time, f"the master has not started: {log.read_text()[-2000:]}"
-            time.sleep(0.05)
+            time.sleep(poll_seconds)
         yield process, int(port_file.read_text())
     finally:
         process.terminate()
@@ -218,6 +270,7 @@ def table_of(load: Load, found: Measured, *, is_sustained: bool = False) -> Load
     growth = found.bytes_in_quarters[-1] / found.bytes_in_quarters[1]
     most = max(*found.bytes_in_quarters, found.bytes_at_end)
     is_rare = load.every_seconds >= 10
+    is_alone = is_rare and not load.has_plans  # else it is the plans that take the processor, and what they need
     rows = [
         _seconds("a beat, p50", beaten["p50"]),
         _seconds("a beat, p99", beaten["p99"], _MOST_BEAT_SECONDS if is_rare else None),
@@ -229,15 +282,15 @@ def table_of(load: Load, found: Measured, *, is_sustained: bool = False) -> Load
             name="of a core",
             value=found.cpu_share,
             shown=f"{found.cpu_share:.0%}",
-            at_most=_MOST_SHARE_OF_A_CORE if is_rare else None,
-            wanted=f"< {_MOST_SHARE_OF_A_CORE:.0%}" if is_rare else "",
+            at_most=_MOST_SHARE_OF_A_CORE if is_alone else None,
+            wanted=f"< {_MOST_SHARE_OF_A_CORE:.0%}" if is_alone else "",
         ),
         Row(
             name="memory, at most",
             value=most,
             shown=shown_value(most, "bytes"),
-            at_most=_MOST_BYTES,
-            wanted="≤ 150 MB",
+            at_most=None if load.has_plans else _MOST_BYTES,
+            wanted="" if load.has_plans else "≤ 150 MB",
         ),
     ]
     if is_sustained:
@@ -256,6 +309,8 @@ def table_of(load: Load, found: Measured, *, is_sustained: bool = False) -> Load
         f"beats were begun late by {shown_value(beaten['lag'], 'seconds')} (p99), which is the load's own doing",
         f"memory in quarters: {quarters}; {len(pushes)} configs",
     ]
+    if found.plans:
+        notes.append(found.plans)
     if over["num_failures"]:
         notes.append(f"{over['num_failures']} calls failed, such as: {failures[0]}")
     return LoadTable(title=load.name, rows=tuple(rows), notes=tuple(notes))

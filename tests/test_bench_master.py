@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,24 @@ def test_what_is_not_as_wanted_fails(changes: dict[str, float], name: str) -> No
     assert name in [row.name for row in rows if row.verdict == "fail"]
 
 
+def test_a_start_has_to_take_less_than_a_second_as_a_rule() -> None:
+    found = master_load.table_of_starts([0.4, 3.0, 0.6])
+    assert found.verdicts == ("pass", "none claimed") and "| 600 ms | ≤ 1 s | pass |" in table(found)
+    assert master_load.table_of_starts([0.4, 1.1, 1.2]).verdicts[0] == "fail"
+
+
+def test_of_a_master_that_plans_it_is_told_how_long_and_nothing_is_claimed_of_what_that_takes() -> None:
+    load = Load(num_agents=20, every_seconds=10.0, num_beats=2, has_plans=True)
+    found = master_load.table_of(load, replace(_made(cpu=0.9, bytes=1e9, last=1e9), plans="3 plans"))
+    verdicts = dict(zip([row.name for row in found.rows], found.verdicts, strict=True))
+    assert (verdicts["of a core"], verdicts["memory, at most"], verdicts["a beat, p99"]) == (
+        "none claimed",
+        "none claimed",
+        "pass",
+    )
+    assert "while the tuner plans" in found.title and "3 plans" in table(found)
+
+
 def test_a_row_of_which_nothing_is_claimed_has_no_verdict() -> None:
     assert Row(name="", value=1.0, shown="").verdict == "none claimed"
 
@@ -70,3 +89,10 @@ def test_a_master_is_measured_under_a_small_load() -> None:
     assert [each["num_received"] for each in found.told["pushed"]] == [20, 20]
     assert 0 < found.cpu_share < 4 and min(found.bytes_in_quarters) > 1e7
     assert len(master_load.table_of(LOAD, found).rows) == 8
+
+
+@pytest.mark.slow  # as above
+def test_a_master_is_measured_while_it_plans_and_as_it_starts() -> None:
+    found = master_load.measured(replace(LOAD, num_beats=6, has_plans=True))
+    assert found.told["over"][0]["num_failures"] == 0 and "plans, which took" in found.plans
+    assert 0 < master_load.up_seconds() < 60

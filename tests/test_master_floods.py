@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from elastic_ext.master.guard import Guard, host_of
 from elastic_ext.master.shown import Shown
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.masters import TOKEN, MasterProcess, master_in_process
@@ -64,6 +68,151 @@ def test_one_that_takes_long_is_made_in_a_tenth_of_the_time_with_all_the_events_
         slow.ask()
     assert (slow.num_made - made) * 0.2 <= 60.0 * 0.11
     assert slow.num_made - made > 20, "and it is never old"
+
+
+# ---- who comes anew for each call ----
+
+
+@dataclass
+class Peer:
+    """Who calls, as a guard sees it."""
+
+    name: str
+    token: str | None = TOKEN
+    ended: list[tuple[grpc.StatusCode, str]] = field(default_factory=list)
+
+    def peer(self) -> str:
+        return self.name
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    async def abort(self, code: grpc.StatusCode, words: str) -> None:
+        self.ended.append((code, words))
+        raise Ended
+
+
+class Ended(Exception):
+    """Of a call."""
+
+
+async def admitted(guard: Guard, name: str, **given: Any) -> grpc.StatusCode | None:
+    """With what a call ends, None where it is let be."""
+    peer = Peer(name, **given)
+    with contextlib.suppress(Ended):
+        await guard.admit(peer)  # type: ignore[arg-type]
+    return peer.ended[0][0] if peer.ended else None
+
+
+class Gate:
+    """A guard, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+        self.guard = Guard(TOKEN, lambda: self.now, new_per_second=2.0, new_at_once=10.0, wait_seconds=0.0)
+
+    def refusal(self, name: str, **given: Any) -> tuple[grpc.StatusCode, str] | None:
+        """With what a call of the connection of that name ends, None where it is let be."""
+        peer = Peer(name, **given)
+        with contextlib.suppress(Ended):
+            asyncio.run(self.guard.admit(peer))  # type: ignore[arg-type]
+        return peer.ended[0] if peer.ended else None
+
+    def num_new(self, host: str, *, first: int = 0, num: int = 30) -> int:
+        """How many new connections of a host are let be."""
+        return sum(self.refusal(f"ipv4:{host}:{first + port}") is None for port in range(num))
+
+
+def test_a_host_may_make_so_many_connections_and_then_a_few_each_second() -> None:
+    gate = Gate()
+    assert gate.num_new("10.0.0.7") == 10
+    code, words = gate.refusal("ipv4:10.0.0.7:99") or (None, "")
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert words == "too many new connections come from this host: wait a while, and make all calls by one connection"
+    assert gate.guard.refusals["newcomers"] == 21
+    gate.now += 3.0
+    assert gate.num_new("10.0.0.7", first=1000) == 6
+    assert gate.num_new("10.0.0.8") == 10, "and others have theirs"
+
+
+def test_a_connection_that_is_there_goes_on_whatever_comes_from_its_host() -> None:
+    gate = Gate()
+    assert gate.num_new("10.0.0.7") == 10
+    assert [gate.refusal(f"ipv4:10.0.0.7:{port}") for port in range(10)] == [None] * 10
+
+
+def test_who_calls_without_the_token_again_and_again_is_told_so_after_a_while() -> None:
+    guard = Guard(TOKEN, lambda: 0.0, at_once=5.0, wait_seconds=3600.0)
+
+    async def come() -> tuple[list[bool], set[str]]:
+        calls = [asyncio.ensure_future(admitted(guard, f"ipv4:10.0.0.7:{each}", token="a-guess")) for each in range(8)]
+        while sum(each.done() for each in calls) < 5:
+            await asyncio.sleep(0)
+        await guard.admit(Peer("ipv4:10.0.0.7:99"))  # type: ignore[arg-type]
+        found = [each.done() for each in calls]
+        ended = {str(each.result()) for each in calls if each.done()}
+        for each in calls:
+            each.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        return found, ended
+
+    assert asyncio.run(come()) == ([True] * 5 + [False] * 3, {str(grpc.StatusCode.UNAUTHENTICATED)})
+
+
+def test_those_that_have_to_wait_keep_nobody_else_waiting_and_are_no_more_than_so_many() -> None:
+    guard = Guard(None, lambda: 0.0, new_per_second=2.0, new_at_once=1.0, wait_seconds=3600.0)
+
+    async def come() -> tuple[int, set[str]]:
+        await guard.admit(Peer("ipv4:10.0.0.7:0"))  # type: ignore[arg-type]
+        calls = [asyncio.ensure_future(guard.admit(Peer(f"ipv4:10.0.0.7:{1 + each}"))) for each in range(1_500)]  # type: ignore[arg-type]
+        while sum(each.done() for each in calls) < 1_500 - 1_024:
+            await asyncio.sleep(0)
+        done, waiting = [each for each in calls if each.done()], [each for each in calls if not each.done()]
+        await guard.admit(Peer("ipv4:10.0.0.7:0"))  # type: ignore[arg-type]
+        await guard.admit(Peer("ipv4:10.0.0.8:0"))  # type: ignore[arg-type]
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return len(waiting), {type(each.exception()).__name__ for each in done}
+
+    assert asyncio.run(come()) == (1_024, {"Ended"})
+
+
+def test_who_has_no_token_takes_nothing_from_those_who_have() -> None:
+    gate = Gate()
+    for port in range(100):
+        code, _ = gate.refusal(f"ipv4:10.0.0.7:{port}", token=None) or (None, "")
+        assert code == grpc.StatusCode.UNAUTHENTICATED
+    assert gate.num_new("10.0.0.7") == 10
+
+
+def test_all_nodes_that_a_master_takes_may_come_at_once_from_one_address() -> None:
+    guard = Guard(None, lambda: 0.0)
+
+    async def come() -> None:
+        for number in range(10_000):
+            await guard.admit(Peer(f"ipv4:10.0.0.7:{number}"))  # type: ignore[arg-type]
+
+    asyncio.run(come())
+    assert not guard.refusals
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:10.0.0.7:4711", "10.0.0.7"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:4711", "2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:2::9]:4711", "2001:db8:1:2::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:1", "fe80::/64"),
+        ("ipv6:[::ffff:10.0.0.7]:4711", "10.0.0.7"),
+        ("ipv6:[nothing]:1", "nothing"),
+        ("unix:", "unix"),
+        ("unix:/tmp/socket", "unix"),
+        ("", ""),
+    ],
+)
+def test_a_host_is_where_a_connection_comes_from(peer: str, host: str) -> None:
+    assert host_of(peer) == host
 
 
 def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -380,9 +381,10 @@ def master(tmp_path: Path, strategy: Scripted) -> Iterator[MasterThread]:
 
 
 def begun(caller: Caller) -> None:
-    """A node whose ranks have told of a round."""
+    """A node whose ranks have told of a round, after which one decision was made, and is written or refused."""
     caller.join()
     caller.beat(facts=FACTS.to_json(), workers=[reported(0), reported(1)])
+    until(lambda: [each for each in caller("GetTuning").decisions if each.HasField("version") or each.outcome])
 
 
 def test_a_decision_goes_to_the_nodes_at_once_and_is_stored_with_its_version(
@@ -418,6 +420,7 @@ def test_a_master_that_is_started_again_goes_on_from_what_was_decided(tmp_path: 
         assert len(caller("GetTuning").decisions) == 1
         caller.join(incarnation=2)
         caller.beat(incarnation=2, facts=FACTS.to_json(), workers=[wire.Worker(rank=0)])
+        until(lambda: again.all("take_facts"))
     assert [each.version for each in again.earlier] == [1]
     assert again.names()[:3] == ["made", "take_config", "take_facts"]
     assert again.all("take_config") == [(1, "generated")]
@@ -469,10 +472,12 @@ def test_a_version_that_cannot_be_written_is_refused_and_the_beat_is_answered(tm
         folder = tmp_path / str(number)
         folder.mkdir()
         for master in master_on_thread(folder, "--tuning", "auto", strategy=strategy.made):
-            begun(master.caller())
-            ((refused, why),) = strategy.all("refused")
+            caller = master.caller()
+            caller.join()
+            caller.beat(facts=FACTS.to_json(), workers=[reported(0), reported(1)])
+            ((refused, why),) = until(partial(strategy.all, "refused"))
             assert refused == 1 and why.startswith("it could not be written: ")
-            assert not master.caller()("GetConfigs").entries
+            assert not caller("GetConfigs").entries
 
 
 def test_a_store_of_an_earlier_version_of_the_library_is_taken_up(tmp_path: Path) -> None:

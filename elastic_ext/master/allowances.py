@@ -18,6 +18,9 @@ class Allowances:
     def __len__(self) -> int:
         return len(self._left)
 
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._left
+
     def take(self, now: float, peer: str) -> bool:
         """Whether this peer may make a call now, which is counted if so."""
         left, since = self._left.pop(peer, (self._at_once, now))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import ipaddress
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 
@@ -17,7 +20,7 @@ from .allowances import Allowances
 from .configs import Late
 from .store import StoreError
 
-__all__ = ["ANSWERED", "Guard", "Peer"]
+__all__ = ["ANSWERED", "Guard", "Peer", "host_of"]
 
 _CODES = {
     "fenced": grpc.StatusCode.ABORTED,
@@ -29,6 +32,9 @@ _CODES = {
 }
 _MOST_PEERS = 20_000
 _MOST_WORDS = 1_000
+_MOST_WAITING = 1_024
+_IPV6_BITS = 64
+"""Of an address, which one host may have all the rest of."""
 
 if TYPE_CHECKING:
     Peer = grpc.aio.ServicerContext[Any, Any]
@@ -41,21 +47,45 @@ ANSWERED = (Refused, ConfigError, ValueError, Late, StoreError)
 
 
 class Guard:
-    """One master's. ``refusals`` counts what was refused, by reason."""
+    """One master's. ``refusals`` counts what was refused, by reason.
+
+    A connection may make so many calls, and a host so many connections: else one that makes a connection for each call
+    would have no bound. All nodes that a master takes may come at once through one address, as they do when it is
+    started again, and few of them come anew later on. Who makes more of them is told so after a second, and so is
+    who calls without the token, again and again: most who are answered at once come again at once.
+    """
 
     def __init__(
-        self, token: str | None, clock: Callable[[], float], *, per_second: float = 50.0, at_once: float = 200.0
+        self,
+        token: str | None,
+        clock: Callable[[], float],
+        *,
+        per_second: float = 50.0,
+        at_once: float = 200.0,
+        new_per_second: float = 20.0,
+        new_at_once: float = 10_240.0,
+        wait_seconds: float = 1.0,
     ) -> None:
         self._credentials = None if token is None else f"Bearer {token}".encode()
         self._clock = clock
         self._allowances = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
+        self._newcomers = Allowances(per_second=new_per_second, at_once=new_at_once, most_peers=_MOST_PEERS)
+        self._strangers = Allowances(per_second=new_per_second, at_once=at_once, most_peers=_MOST_PEERS)
+        self._wait_seconds = wait_seconds
+        self._num_waiting = 0
         self.refusals: Counter[str] = Counter()
 
     async def admit(self, peer: Peer) -> None:
         """Let the call be, or end it."""
+        now, name = self._clock(), peer.peer()
         if self._credentials is not None and not self._is_theirs(peer):
+            if not self._strangers.take(now, host_of(name)):
+                await self._have_wait()
             await self._end(peer, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
-        if not self._allowances.take(self._clock(), peer.peer()):
+        if name not in self._allowances and not self._newcomers.take(now, host_of(name)):
+            await self._have_wait()
+            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "newcomers", _TOO_MANY_NEW)
+        if not self._allowances.take(now, name):
             await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", "too many calls: wait a while")
 
     async def refuse(self, peer: Peer, error: Exception) -> NoReturn:
@@ -71,6 +101,16 @@ class Guard:
             await self._end(peer, grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
         raise error
 
+    async def _have_wait(self) -> None:
+        """Let some time go by, where not too many wait already."""
+        if self._num_waiting >= _MOST_WAITING:
+            return
+        self._num_waiting += 1
+        try:
+            await asyncio.sleep(self._wait_seconds)
+        finally:
+            self._num_waiting -= 1
+
     def _is_theirs(self, peer: Peer) -> bool:
         """Whether the caller has the token; how long that takes does not depend on how much of it is right."""
         assert self._credentials is not None
@@ -85,4 +125,20 @@ class Guard:
         raise AssertionError("abort has raised")
 
 
+def host_of(peer: str) -> str:
+    """Where a connection comes from: ``ipv4:10.0.0.7:4711`` without its port, and of IPv6 the network of the host."""
+    kind, _, rest = unquote(peer).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind
+    address = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    if kind == "ipv4":
+        return address
+    try:
+        found = ipaddress.IPv6Address(address)
+    except ValueError:
+        return address
+    return str(found.ipv4_mapped or ipaddress.IPv6Network((int(found), _IPV6_BITS), strict=False))
+
+
 _NO_TOKEN = "this master wants its token, and this is not it: look at --token-file"
+_TOO_MANY_NEW = "too many new connections come from this host: wait a while, and make all calls by one connection"

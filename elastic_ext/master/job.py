@@ -16,6 +16,7 @@ from elastic_ext.errors import ConfigError
 from elastic_ext.wording import on_one_line
 
 from .admission import MOST_HARDWARE, MOST_NAME, PROTOCOL, Refused, check_job, check_join
+from .asking import Made, Run, at_once
 from .collector import Collector
 from .configs import ConfigBook, Page
 from .event_log import EventLog
@@ -26,7 +27,7 @@ from .plans import Plans
 from .records import EventRecord, NodeRecord, refusal_in
 from .store import Stored
 from .strategy.decisions import Decision
-from .tuning import Made, Tuning, check_decision
+from .tuning import Tuning, check_decision
 from .tuning_words import Mode
 from .unsaved import Unsaved, UnsavedChanges
 from .wire import master_pb2 as wire
@@ -64,8 +65,16 @@ class JobSettings:
 class Job:
     """One job. Its methods for agents raise Refused."""
 
-    def __init__(self, stored: Stored, settings: JobSettings, now: Moment, *, strategy: Made | None = None) -> None:
-        """``strategy`` is what makes the one that tunes, by default the library's."""
+    def __init__(
+        self,
+        stored: Stored,
+        settings: JobSettings,
+        now: Moment,
+        *,
+        strategy: Made | None = None,
+        run: Run = at_once,
+    ) -> None:
+        """``strategy`` is what makes the one that tunes, by default the library's, and ``run`` has it plan."""
         self.settings = settings
         self.job_id = stored.job_id
         self.epoch = stored.epoch
@@ -81,7 +90,8 @@ class Job:
         self.fleet = Fleet(stored.pairs)
         self.collector = Collector(fresh_seconds=4 * settings.beat_seconds)
         self.collector.restore(stored.points)
-        self.tuning = Tuning(settings.tuning, stored.decisions, tell=self.log.tell, slow=self._slow_rank, make=strategy)
+        tell, slow = self.log.tell, self._slow_rank
+        self.tuning = Tuning(settings.tuning, stored.decisions, tell=tell, slow=slow, make=strategy, run=run)
         if self.book.newest is not None:
             self.tuning.take_config(now.time, self.book.newest.config, self.book.newest.author)
         self._bad_machines = BadMachines(are_refused=settings.refuses_bad_nodes)

@@ -8,26 +8,27 @@ import logging
 import ssl
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import grpc
 
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.files import write_whole
+from elastic_ext.version import VERSION
 
 from .arguments import MasterOptions
+from .asking import Made
 from .freed import Freed
 from .guard import Guard
 from .health import Health
 from .job import Job, JobSettings
 from .metrics_server import MetricsServer
+from .planning import PlanningThread
 from .prometheus import MOST_RANKS, exposition
 from .service import MasterService, moment
 from .status import job_status
 from .store import Store, StoreError, Superseded
 from .tokens import read_token
-from .tuning import Made
 from .wire import master_pb2 as wire
 from .wire.master_pb2_grpc import add_MasterServicer_to_server
 
@@ -82,10 +83,12 @@ async def serve(options: MasterOptions, has_to_end: asyncio.Event, *, strategy: 
             store = await loop.run_in_executor(executor, Store, options.state_dir)
         except StoreError as error:
             raise NotStarted(str(error)) from error
+        planning = PlanningThread(loop)
         try:
-            await _serve(options, store, executor, token, has_to_end, strategy)
+            await _serve(options, store, executor, token, has_to_end, strategy, planning)
         finally:
             await loop.run_in_executor(executor, store.close)
+            planning.close()
 
 
 async def _serve(
@@ -95,6 +98,7 @@ async def _serve(
     token: str | None,
     has_to_end: asyncio.Event,
     strategy: Made | None,
+    planning: PlanningThread,
 ) -> None:
     loop = asyncio.get_running_loop()
     try:
@@ -109,14 +113,14 @@ async def _serve(
             f"{options.state_dir} is of job {stored.job!r}, and --job is {options.job!r}; give each job a folder"
         )
     settings = JobSettings(
-        library=_library_version(),
+        library=VERSION,
         lease_seconds=options.lease_seconds,
         beat_seconds=options.beat_seconds,
         acknowledge_seconds=options.acknowledge_seconds,
         refuses_bad_nodes=options.refuse_bad_nodes,
         tuning=options.tuning,
     )
-    job = Job(stored, settings, moment(), strategy=strategy)
+    job = Job(stored, settings, moment(), strategy=strategy, run=planning.run)
     guard = Guard(token, loop.time)
     service = MasterService(job, store, executor, guard)
     health = Health()
@@ -124,7 +128,9 @@ async def _serve(
         job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
         _write_port(options.port_file, port)
         _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
-        await _keep_going(job, service, store, executor, has_to_end)
+        async with _writing_decisions(job, service, planning):
+            await _keep_going(job, service, store, executor, has_to_end)
+        planning.end()
         job.log.tell(moment().time, "master", "the master ends")
         service.end_streams()
         health.end()
@@ -194,6 +200,30 @@ async def _metrics(
         await server.close()
 
 
+@contextlib.asynccontextmanager
+async def _writing_decisions(job: Job, service: MasterService, planning: PlanningThread) -> AsyncIterator[None]:
+    """What the tuner decides is written and told of as soon as it is heard; what is being written at the end is."""
+    is_over = False
+
+    async def write() -> None:
+        number = job.log.number
+        while not is_over:
+            planning.answered.clear()
+            await service.tune()
+            if job.log.number != number:
+                number = job.log.number
+                service.tell_followers()
+            await planning.answered.wait()
+
+    task = asyncio.ensure_future(write())
+    try:
+        yield
+    finally:
+        is_over = True
+        planning.answered.set()
+        await task
+
+
 async def _keep_going(
     job: Job, service: MasterService, store: Store, executor: Executor, has_to_end: asyncio.Event
 ) -> None:
@@ -253,10 +283,3 @@ def _write_port(file: Path | None, port: int) -> None:
         write_whole(file, f"{port}\n".encode(), durable=False)
     except OSError as error:
         raise NotStarted(f"the port cannot be written: {in_words(error)}; look at --port-file") from error
-
-
-def _library_version() -> str:
-    try:
-        return version("elastic-ext")
-    except PackageNotFoundError:  # it runs from a source tree
-        return "source"

@@ -79,7 +79,6 @@ class MasterService(MasterServicer):
             if page is not None:
                 await self._take(page)
                 reply.config_version = self._job.book.version
-            await self.tune()
         except ANSWERED as error:
             await self._guard.refuse(peer, error)
         self._watchers.acknowledge(request.node_id, request.held.version)
@@ -181,6 +180,9 @@ class MasterService(MasterServicer):
         newest = max((each.number for each in self._job.tuning.decisions), default=0)
         try:
             self._job.control_tuning(moment(), request)
+            is_answered = asyncio.Event()
+            self._job.tuning.after(is_answered.set)
+            await is_answered.wait()
             await self.tune()
         except ANSWERED as error:
             await self._guard.refuse(peer, error)

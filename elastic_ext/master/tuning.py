@@ -2,32 +2,31 @@
 
 What is decided, and why, is up to the strategy. Here is what surrounds it: what it is to hear of what comes over the
 wire, which of its decisions become versions of the config, what is kept of them, and that it never stands in the
-master's way. It does no I/O and reads no clock; nothing of the strategy is loaded while the tuner is off.
+master's way: it is asked one thing after another (asking.py), and what it answers is taken whenever that comes. It does
+no I/O and reads no clock; nothing of the strategy is loaded while the tuner is off.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from functools import partial
+from typing import Literal, get_args
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.job_facts import JobFacts
 
 from .admission import Refused
+from .asking import Ask, Asking, Kind, Made, Run, Strategy, at_once
 from .configs import Author, Late, Page
 from .facts_told import facts_told
 from .seeing import Seeing
 from .strategy.decisions import Decision
-from .strategy.seen import Seen
 from .strategy.space import KEYS
 from .tuning_words import Mode, event_text
 from .wire import master_pb2
 
-__all__ = ["Action", "Made", "Standing", "Strategy", "Tuning", "check_decision", "mode_in"]
-
-_logger = logging.getLogger(__name__)
+__all__ = ["Action", "Tuning", "check_decision", "mode_in"]
 
 Action = Literal["pause", "resume", "undo"]
 
@@ -44,34 +43,6 @@ _SILENT = "nothing is known of what can be changed in this job: its rank 0 has t
 _OFF = "the tuner is off; `elastic-ext config set tuning.mode=advise`, or auto, has it begin"
 
 
-class Standing(Protocol):
-    """How a strategy stands."""
-
-    @property
-    def stand(self) -> str: ...
-    @property
-    def sentence(self) -> str: ...
-    @property
-    def best_rate(self) -> float | None: ...
-
-
-class Strategy(Protocol):
-    """What decides. It gives decisions that are new, or that have changed under the same number."""
-
-    def take_facts(self, now: float, facts: JobFacts) -> list[Decision]: ...
-    def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]: ...
-    def see(self, now: float, seen: Seen) -> list[Decision]: ...
-    def tick(self, now: float) -> list[Decision]: ...
-    def pause(self, now: float, why: str) -> list[Decision]: ...
-    def resume(self, now: float) -> list[Decision]: ...
-    def undo(self, now: float) -> list[Decision]: ...
-    def written(self, now: float, number: int, version: int) -> None: ...
-    def refused(self, now: float, number: int, why: str) -> list[Decision]: ...
-    @property
-    def standing(self) -> Standing: ...
-
-
-Made = Callable[[Mode, Sequence[Decision]], Strategy]
 Tell = Callable[[float, str, str], object]
 """An event: when, of which kind, in which words."""
 
@@ -97,10 +68,11 @@ class Tuning:
         tell: Tell,
         slow: Callable[[], str] = str,
         make: Made | None = None,
+        run: Run = at_once,
     ) -> None:
         """``mode`` is the one where the config names none; ``slow`` says who keeps the others waiting, in a sentence.
 
-        ``make`` is what makes a strategy, by default the library's.
+        ``make`` is what makes a strategy, by default the library's, and ``run`` has it plan where it may take its time.
         """
         self._given = mode
         self._mode: Mode = mode
@@ -108,8 +80,7 @@ class Tuning:
         self._tell = tell
         self._slow = slow
         self._make = make or _library_strategy
-        self._strategy: Strategy | None = None
-        self._standing: Standing | None = None  # of the strategy, since it was last told something
+        self._asking = Asking(run, known=lambda: self.decisions, take=self._keep, fail=self._take_failure)
         self._facts: JobFacts | None = None
         self._config: tuple[ElasticConfig, Author] = ElasticConfig(version=0), "node"  # as before there is any
         self._seeing = Seeing(patience_seconds=_PATIENCE_SECONDS)
@@ -138,7 +109,8 @@ class Tuning:
 
     def beat_seconds(self, usual: float, num_nodes: int) -> float:
         """How often nodes should be heard of: more often while something is tried, if there are few."""
-        is_trying = self._standing is not None and self._standing.stand == "probing"
+        standing = self._asking.standing
+        is_trying = standing is not None and standing.stand == "probing"
         return min(usual, _PROBE_BEAT_SECONDS) if is_trying and num_nodes <= _MOST_NODES else usual
 
     def standing(self) -> tuple[str, str, float | None]:
@@ -149,9 +121,10 @@ class Tuning:
             return "off", _OFF, None
         if self._refused_facts:
             return "waiting", self._refused_facts, None
-        if self._standing is None or self._facts is None:
+        standing = self._asking.standing
+        if standing is None or self._facts is None:
             return "waiting", _SILENT, None
-        return self._standing.stand, self._standing.sentence, self._standing.best_rate
+        return standing.stand, standing.sentence, standing.best_rate
 
     # ---- what it is told ----
 
@@ -167,11 +140,11 @@ class Tuning:
             return
         self._facts, self._refused_facts = facts, ""
         self._seeing.expect(facts.restart, facts.world_size)
-        self._ask(now, lambda strategy: strategy.take_facts(now, facts))
+        self._ask(now, lambda strategy: strategy.take_facts(now, facts), kind="facts")
 
     def take_workers(self, now: float, workers: Sequence[master_pb2.Worker]) -> None:
         """What a node says of its workers, with the windows that they told of since."""
-        if self._strategy is None or not any(each.windows for each in workers):
+        if not self._asking.has_begun or not any(each.windows for each in workers):
             return
         self._seeing.take(now, workers)
         self._look_at_open(now)
@@ -193,14 +166,16 @@ class Tuning:
             self._mode = mode
         if number is not None:
             self._open = _Open(number, config.version)
-            self._ask(now, lambda strategy: self._note_written(strategy, now, number, config.version))
-        if self._strategy is not None:
+            self._note_written(number, config.version)
+            self._ask(now, lambda strategy: _tell_written(strategy, now, number, config.version))
+        if self._asking.has_begun:
             self._ask(now, lambda strategy: strategy.take_config(now, config, author))
         self._mode = mode
         if mode == "off":
-            self._strategy = self._standing = self._open = None
+            self._asking.end()
+            self._open = None
             self._due.clear()
-        elif self._strategy is None and self._facts is not None:
+        elif not self._asking.has_begun and self._facts is not None:
             facts = self._facts
             self._ask(now, lambda strategy: strategy.take_facts(now, facts))
 
@@ -219,13 +194,13 @@ class Tuning:
 
     def tick(self, now: float, *, is_held: bool) -> None:
         """About a second has passed; ``is_held`` says whether all nodes have the newest version in their files."""
-        if self._strategy is None:
+        if not self._asking.has_begun:
             return
         if self._open is not None and is_held and self._open.held_at is None:
             self._open.held_at, self._open.num_windows = now, self._seeing.num_windows
         self._look_at_open(now)
         self._see(now)
-        self._ask(now, lambda strategy: strategy.tick(now))
+        self._ask(now, lambda strategy: strategy.tick(now), kind="tick")
 
     def control(self, now: float, action: str, reason: str) -> None:
         """What a person asks of it; Refused where that cannot be."""
@@ -244,6 +219,10 @@ class Tuning:
         else:
             self._ask(now, lambda strategy: strategy.undo(now))
 
+    def after(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once the strategy has answered all that it was told so far."""
+        self._asking.after(then)
+
     # ---- for the store ----
 
     def take_unsaved(self) -> list[Decision]:
@@ -258,41 +237,38 @@ class Tuning:
 
     # ---- how ----
 
-    def _begin(self, now: float) -> None:
-        """Have a strategy, which goes on from what was decided before."""
-        if self._strategy is None and self._mode != "off" and not self._failure:
-            self._strategy = self._make(self._mode, self.decisions)
-            self._keep(now, self._strategy.take_config(now, *self._config))
+    def _ask(self, now: float, ask: Ask, *, kind: Kind = "other", begins: bool = False) -> None:
+        """Tell the strategy something; one that has failed is not asked any more.
 
-    def _ask(self, now: float, ask: Callable[[Strategy], list[Decision]], *, begins: bool = False) -> None:
-        """Tell the strategy something, and keep what it decides; one that fails is not asked any more.
-
-        It is made once there are facts for it, or where somebody ``begins`` it.
+        It is made once there are facts for it, or where somebody ``begins`` it, of what was decided before.
         """
         if self._mode == "off" or self._failure:
             return
-        try:
-            if begins or self._facts is not None:
-                self._begin(now)
-            if self._strategy is not None:
-                self._keep(now, ask(self._strategy))
-                self._standing = self._strategy.standing
-        except Exception as error:  # a master serves its agents, whatever becomes of its tuner
-            _logger.exception("the tuner has failed")
-            self._strategy = self._standing = None
-            self._due.clear()
-            self._failure = f"the tuner has failed, and decides nothing any more: {type(error).__name__}: {error}"[:400]
-            self._tell(now, "tuning-failed", self._failure)
+        asking = self._asking
+        if not asking.has_begun and (begins or self._facts is not None):
+            config, author = self._config
+            asking.begin(
+                now, partial(self._make, self._mode), lambda strategy: strategy.take_config(now, config, author)
+            )
+        if asking.has_begun:  # it may have failed at once
+            asking.ask(now, ask, kind)
+
+    def _take_failure(self, now: float, error: Exception) -> None:
+        self._due.clear()
+        self._failure = f"the tuner has failed, and decides nothing any more: {type(error).__name__}: {error}"[:400]
+        self._tell(now, "tuning-failed", self._failure)
 
     def _see(self, now: float) -> None:
         found = self._seeing.seen(now)
         if found is not None:
             seen = replace(found, slow_rank=self._slow())
-            self._ask(now, lambda strategy: strategy.see(now, seen))
+            self._ask(now, lambda strategy: strategy.see(now, seen), kind="seen")
 
     def _keep(self, now: float, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             number, before = decision.number, self._decisions.get(decision.number)
+            if before is not None and decision.version is None:  # it may not have heard yet that it was written
+                decision = replace(decision, version=before.version)
             self._decisions[number] = decision
             self._unsaved.add(number)
             if number in self._due:
@@ -304,13 +280,11 @@ class Tuning:
         for number in sorted(self._decisions)[:-MOST_DECISIONS]:
             del self._decisions[number]
 
-    def _note_written(self, strategy: Strategy, now: float, number: int, version: int) -> list[Decision]:
+    def _note_written(self, number: int, version: int) -> None:
         decision = self._decisions.get(number)
         if decision is not None:
             self._decisions[number] = replace(decision, version=version)
             self._unsaved.add(number)
-        strategy.written(now, number, version)
-        return []
 
     def _drop_due(self, now: float, why: str) -> None:
         numbers, self._due = self._due, []
@@ -349,6 +323,11 @@ def mode_in(config: ElasticConfig, given: Mode) -> Mode:
 
 def _is_to_be_written(decision: Decision) -> bool:
     return bool(decision.changes) and not decision.outcome and decision.version is None and decision.kind != "advise"
+
+
+def _tell_written(strategy: Strategy, now: float, number: int, version: int) -> Sequence[Decision]:
+    strategy.written(now, number, version)
+    return ()
 
 
 def _library_strategy(mode: Mode, decisions: Sequence[Decision]) -> Strategy:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from elastic_ext.ckpt.taking import path_of
@@ -13,6 +12,7 @@ from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.errors import in_words
 from elastic_ext.files import open_regular, write_whole
 from elastic_ext.settings import Settings
+from elastic_ext.version import VERSION
 
 from .gathering import gather
 from .numbers import percent, seconds_in_words
@@ -104,11 +104,7 @@ def _refuse_foreign(out: Path) -> None:
 
 
 def _write(out: Path, record: RunRecord) -> None:
-    try:
-        number = version("elastic-ext")
-    except PackageNotFoundError:  # a source tree that is not installed
-        number = "from a source tree"
-    made = page(record, made_at=time.time(), version=number)
+    made = page(record, made_at=time.time(), version=VERSION)
     write_whole(out, made.encode("utf-8", "replace"), durable=False)
 
 

@@ -1,0 +1,28 @@
+"""The library's version: told in one place, the same as that of what is installed, and without loading much."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+from elastic_ext.version import VERSION
+from tests.masters import ROOT
+
+
+def test_it_is_that_of_what_is_installed() -> None:
+    assert metadata.version("elastic-ext") == VERSION and re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
+
+
+def test_it_is_written_in_one_place() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["metadata"]["version"] == "attr: elastic_ext.version.VERSION"
+
+
+def test_a_master_loads_nothing_that_looks_through_what_is_installed() -> None:
+    code = "import sys, elastic_ext.master.process; print({'importlib.metadata', 'email', 'csv'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "set()"), done.stderr
