@@ -123,6 +123,24 @@ def test_loaders_that_sleep_are_learnt_to_scale_beyond_the_processors() -> None:
     assert more[1] >= more[0]
 
 
+def test_loaders_that_wait_are_expected_to_scale_beyond_the_processors_and_others_are_not() -> None:
+    facts = _facts(num_processors=1)
+    columns = columns_of([START, START._replace(num_workers=8)], facts)
+
+    def expected(loading_share: float) -> np.ndarray:
+        phases = {"data": 0.9, "forward": 0.03, "backward": 0.06, "optimizer": 0.01}
+        first = Measured(START, 1.0, 0.0, 3, 3, phases=phases, loading_share=loading_share)
+        prior = prior_of(facts, first, columns.at([0]))
+        found: np.ndarray = np.exp(
+            fit(prior, [first], columns.at([0]), facts.share).log_seconds(columns, facts.share)[0]
+        )
+        return found
+
+    waiting, working = expected(0.03), expected(0.95)
+    assert waiting[1] < 0.5 * waiting[0]
+    assert working[1] > 0.8 * working[0]
+
+
 def test_a_slow_link_is_learnt_from_what_is_waited_for_gradients() -> None:
     facts = _facts(world_size=16, num_local=4)
     for far in (1e-10, 2e-9):

@@ -192,10 +192,10 @@ def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
         "message": (6e-5 if is_gpu else 2e-4, 0.7),
         "beside": (3.0, 0.8),
         "loading": (max(loading, 0.1 * workers * passes) / share, 0.3 if is_short else 1.5),
-        "working": (1.0 if first.loading_share is None else _odds(first.loading_share), 0.7),
+        "working": (1.0 if first.loading_share is None else _odds(_within(first.loading_share, 0.02)), 0.7),
         "collating": (5e-5, 1.0),
         "handing": (2e-4, 1.0),
-        "loaders": (float(facts.num_processors), 1.0),
+        "loaders": (facts.num_processors / _within(first.loading_share, 0.1), 1.0),
         "hindering": (0.02, 0.8),
         "unevenness": (0.15, 0.8),
         "optimizer": (max(seen.get("optimizer", 0.0), little) * float(columns.shard_degree[0]), 0.5),
@@ -209,8 +209,12 @@ def prior_of(facts: JobFacts, first: Measured, columns: Columns) -> Prior:
     )
 
 
+def _within(share: float | None, least: float) -> float:
+    """A share that is neither next to nothing nor all; all where it is not known."""
+    return 1.0 if share is None else min(max(share, least), 0.98)
+
+
 def _odds(share: float) -> float:
-    share = min(max(share, 0.02), 0.98)
     return share / (1 - share)
 
 
