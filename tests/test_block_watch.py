@@ -148,6 +148,7 @@ def test_a_block_within_another_has_what_it_makes_itself() -> None:
     assert kept(model) == (each + last, NUMBER * SIZE * (6 + 6), each)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks for it
 @pytest.mark.parametrize("of", ["each block", "the model"])
 def test_compiled_blocks_compute_as_they_do_and_nothing_is_told_of_them(of: str) -> None:
     model = Repeated(with_gelu)
@@ -156,7 +157,7 @@ def test_compiled_blocks_compute_as_they_do_and_nothing_is_told_of_them(of: str)
     else:
         for block in model.blocks:
             block.compile(backend="eager", fullgraph=True)
-    assert kept(model) == () or of == "each block"
+    assert kept(model) == ()
 
 
 def test_the_analysis_tells_of_each_block_once_and_of_no_more_than_passes_take() -> None:
