@@ -91,7 +91,7 @@ def kept(model: Repeated, size: int = SIZE) -> tuple[int, ...]:
         with watch:
             outputs = model(torch.zeros(size, 6))
         at_end = sum(tally.held_of_blocks.values())
-        outputs.sum().backward()  # type: ignore[no-untyped-call]
+        outputs.sum().backward()
         del outputs
     assert tally.block is None
     assert sum(watch.kept_bytes) in (at_end, 0) and sum(watch.kept_bytes) <= tally.peaks.forward_bytes
