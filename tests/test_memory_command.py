@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_ext.agent.records import AgentRecord
 from elastic_ext.cli import main
 from elastic_ext.job_facts import JobFacts, MemoryFacts, PassesMemory
 from elastic_ext.master.memory_table import Asked, limit_of, predicted
+from elastic_ext.master.memory_words import memory_record, memory_words
 from elastic_ext.master.strategy.memory import Memory
 from elastic_ext.master.strategy.space import point_of
 from elastic_ext.sections import TuningSection
@@ -24,6 +27,7 @@ from tests.job_facts import made_facts
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent
+STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
 NO_SHARD = {"parallelism.strategy": "no_shard", "dataloader.batch_size": 4}
 
 
@@ -402,6 +406,13 @@ def test_where_there_is_no_such_file_it_is_said_who_writes_it(run: Shell, tmp_pa
 # ---- the decision itself, and the process ----
 
 
+def test_the_present_degree_is_a_column_beside_those_that_can_be_chosen() -> None:
+    values = {**NO_SHARD, "parallelism.strategy": "hybrid_shard"}  # by the ranks of a machine
+    facts = facts_of(values=values, choices={"parallelism.shard_degree": (2, 3)}, world_size=8, num_local=4)
+    rows = predicted(facts, Asked(micro_batches=(4,)), limit_of(facts, TuningSection()))
+    assert [(str(row.plan), row.is_present) for row in rows] == [("hybrid_shard/2", False), ("hybrid_shard/4", True)]
+
+
 def test_a_plan_that_is_there_twice_is_one_column() -> None:
     values = {**NO_SHARD, "parallelism.strategy": "hybrid_shard", "parallelism.shard_degree": 2}
     choices = {"parallelism.strategy": ("no_shard", "hybrid_shard"), "parallelism.shard_degree": (2,)}
@@ -433,3 +444,45 @@ def test_it_runs_as_a_program_without_torch_and_grpc(run: Shell) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "peak of a rank, by samples at once" in done.stdout
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 1 << 40),
+    st.integers(1, 64),
+    st.integers(1, 8),
+    st.sampled_from([None, *STRATEGIES]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.lists(st.sampled_from([None, *STRATEGIES]), max_size=5),
+    st.integers(0, 1 << 59),
+    st.integers(0, 100),
+)
+def test_whatever_a_job_is_there_are_words_for_it_and_a_record(
+    share: int,
+    world_size: int,
+    num_local: int,
+    strategy: str | None,
+    ratio: float,
+    strategies: list[str | None],
+    num_bytes: int,
+    num_blocks: int,
+) -> None:
+    values = {"parallelism.strategy": strategy, "parallelism.activation_checkpoint": ratio * bool(num_blocks)}
+    facts = facts_of(
+        replace(MEMORY, parameter_bytes=num_bytes, capacity_bytes=num_bytes),
+        values=values,
+        choices={"parallelism.strategy": tuple(strategies), "parallelism.shard_degree": (2, 3)},
+        share=share,
+        world_size=world_size,
+        num_local=min(num_local, world_size),
+        num_blocks=num_blocks,
+    )
+    limit = limit_of(facts, TuningSection())
+    rows = predicted(facts, Asked(), limit)
+    words = memory_words(facts, limit, rows, [], now=facts.time)
+    names = {strategy or "no_shard", *(each for each in strategies if each not in (None, "hybrid_shard"))}
+    assert {row.plan.strategy for row in rows} - {"hybrid_shard"} == names - {"hybrid_shard"}
+    assert sum(row.is_present for row in rows) == 1 and words.count("\n  ") >= 7 + len(
+        {row.micro_batch for row in rows}
+    )
+    json.dumps(memory_record(facts, limit, rows, []), allow_nan=False)

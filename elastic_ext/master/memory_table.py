@@ -5,7 +5,7 @@ All numbers are those that the tuner has: ``strategy.memory`` predicts, and here
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -123,9 +123,9 @@ def predicted(facts: JobFacts, asked: Asked, limit: Limit) -> list[Row]:
 def plans_asked(facts: JobFacts, asked: Asked) -> list[Point]:
     """Of each plan a point; ValueError where what is asked for can be no plan on these ranks."""
     present = point_of(facts.values)
-    named = asked.strategy or (_HYBRID if asked.shard_degree is not None else None)
+    named = _named(asked)
     if named is not None:
-        points = list(_points_of(named, facts, present, asked))
+        points = _points_of(named, facts, present, asked)
     else:
         choices = [str(each) for each in facts.choices.get(_STRATEGY, ())]
         strategies = dict.fromkeys([*choices, str(present.strategy or "no_shard")])
@@ -138,29 +138,41 @@ def plans_asked(facts: JobFacts, asked: Asked) -> list[Point]:
     return list({_plan(shape_of(point, facts)): point for point in points}.values())
 
 
-def _points_of(strategy: str, facts: JobFacts, present: Point, asked: Asked) -> Iterator[Point]:
-    """Those of one strategy: of hybrid_shard one for each degree."""
-    is_asked = strategy == asked.strategy or asked.shard_degree is not None
-    for degree in _degrees(strategy, facts, present, asked):
+def _points_of(strategy: str, facts: JobFacts, present: Point, asked: Asked) -> list[Point]:
+    """Those of one strategy: of hybrid_shard one for each degree; ValueError where it is asked for, and has none."""
+    unit = present.unit if asked.unit is None else asked.unit
+    own = _own_degree(strategy, facts, present)
+    points, whys_not = [], []
+    for degree in _degrees(strategy, facts, own, asked):
         try:
-            ParallelPlan(strategy, shard_degree=degree).degrees(facts.world_size, facts.num_local)  # type: ignore[arg-type]
-        except ValueError:
-            if is_asked or strategy == present.strategy:
-                raise
-            continue
-        yield present._replace(
-            strategy=strategy,
-            shard_degree=degree if strategy == _HYBRID else None,
-            unit=present.unit if asked.unit is None else asked.unit,
-        )
+            plan = ParallelPlan(strategy, shard_degree=degree)  # type: ignore[arg-type]
+            plan.degrees(facts.world_size, facts.num_local)
+        except ValueError as error:
+            if own is None or degree != own:
+                whys_not.append(error)
+                continue
+        kept = degree if strategy == _HYBRID else None
+        points.append(present._replace(strategy=strategy, shard_degree=kept, unit=unit))
+    if whys_not and not points and strategy == _named(asked):
+        raise whys_not[0]
+    return points
 
 
-def _degrees(strategy: str, facts: JobFacts, present: Point, asked: Asked) -> Sequence[int | None]:
+def _named(asked: Asked) -> Strategy | None:
+    """The strategy that is asked for; degrees are chosen with one alone."""
+    return asked.strategy or (_HYBRID if asked.shard_degree is not None else None)
+
+
+def _own_degree(strategy: str, facts: JobFacts, present: Point) -> int | None:
+    """Of hybrid_shard where the model lies by it now, which it does whatever is said of its ranks."""
+    return shape_of(present, facts).shard_degree if strategy == _HYBRID == present.strategy else None
+
+
+def _degrees(strategy: str, facts: JobFacts, own: int | None, asked: Asked) -> Sequence[int | None]:
     if asked.shard_degree is not None or strategy != _HYBRID:
         return [asked.shard_degree]
-    own = [present.shard_degree] if present.strategy == _HYBRID else []
-    known = [each for each in (*facts.choices.get(_DEGREE, ()), *own) if type(each) is int]
-    return sorted(dict.fromkeys(known)) or [None]
+    known = {each for each in (*facts.choices.get(_DEGREE, ()), own) if type(each) is int}
+    return sorted(known) or [None]
 
 
 def _sizes(share: int, present: int) -> list[int]:
