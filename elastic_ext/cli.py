@@ -13,6 +13,7 @@
 
     elastic-ext tuning log                     what the tuner has decided, why, and what came of it
     elastic-ext tuning pause|resume|undo       have it wait, go on, or take its last change back
+    elastic-ext tuning memory [RUN_DIR]        what the model takes of memory, and what other sizes and plans would
 
     elastic-ext report [RUN] --out FILE        where the time of a training went, on one page
 
@@ -28,7 +29,8 @@
 
 The file of `config` is given with --file, or found through ELASTIC_EXT_CONFIG_FILE or ELASTIC_EXT_RUN_DIR. Where an
 agent runs, `set` and `undo` have it write the file. With --master ADDR, or ELASTIC_EXT_MASTER, a job's master is asked
-instead, from any machine: by `config`, `status` and `events`; `tuning` always asks one.
+instead, from any machine: by `config`, `status` and `events`; `tuning` always asks one, but for `memory`, which reads
+files.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from .config_command import COMMANDS, ConfigPlace, FilesConfig, parse_assignment
 from .doctor.command import add_doctor
 from .errors import ConfigError, MasterError, MasterRefused, in_words
 from .keys import KEYS
+from .master.memory_command import add_memory, run_memory
 from .master.named import add_ways, named_master
 from .master.places import MasterPlace
 from .report.command import add_report
@@ -163,6 +166,10 @@ def _run_tuning(options: argparse.Namespace) -> int:
     return run_tuning(master, options, terminal)
 
 
+def _run_memory(options: argparse.Namespace) -> int:
+    return run_memory(options, os.environ, Terminal(sys.stdout, sys.stderr, as_json=options.json))
+
+
 def _quiet_grpc() -> None:
     """What it would print of connections, commands say themselves."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -220,6 +227,9 @@ def _add_tuning(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--last", type=_count, default=0, metavar="N", help="the newest N (default: all)")
         else:
             command.add_argument("--reason", default="", help="why, for the log")
+    memory = commands.add_parser("memory", help="what the model takes of memory, and what other sizes and plans would")
+    add_memory(memory)
+    memory.set_defaults(run=_run_memory)
 
 
 def _count(text: str) -> int:
@@ -229,7 +239,8 @@ def _count(text: str) -> int:
 
 
 _TUNING = """Show what the tuner of a job's master has decided, with why, what it expected and what it measured; or
-have it wait, go on, or take its last change back. Exit status: 0 done, 1 nobody answers, 2 refused."""
+have it wait, go on, or take its last change back; or show what the model takes of memory, which asks no master. Exit
+status: 0 done, 1 nobody answers, 2 refused."""
 _TUNING_HELP = {
     "log": "every decision that is kept, oldest first",
     "pause": "have it decide nothing until it is told to go on",

@@ -71,6 +71,9 @@ class MemoryFacts:
     """What the optimizer's step takes for itself while it runs."""
     flops_per_sample: int | None = None
     """Of a forward and a backward pass, where nothing is computed again: matrix products, convolutions, attention."""
+    block_activation_bytes: tuple[int, ...] = ()
+    """Of one sample, what each block keeps from its forward pass for the backward pass, where nothing is computed
+    again; in the model's order. Empty where that was not worked out."""
     passes: tuple[PassesMemory, ...] = ()
     """Of several sizes of micro-batches and shares, in no order."""
     scale: float = 1.0

@@ -121,7 +121,7 @@ def test_without_a_factory_what_steps_have_taken_is_told(tmp_path: Path) -> None
     assert facts.optimizer_bytes == 2 * parameters + 4 * len(list(model.parameters()))
     layers = [sum(4 * each.numel() for each in layer.parameters()) for layer in model.layers]  # type: ignore[union-attr]
     assert (facts.block_bytes, facts.other_bytes) == (max(layers), parameters - sum(layers))
-    assert facts.capacity_bytes is None and facts.scale == 1.0
+    assert facts.capacity_bytes is None and facts.scale == 1.0 and facts.block_activation_bytes == ()
     assert sorted(each.micro_batch for each in facts.passes) == [1, 2, 4, 8, 16]
     assert 0 < facts.update_bytes < parameters  # which the last of a step's micro-steps tells
 
@@ -193,6 +193,9 @@ def test_with_a_factory_all_sizes_are_worked_out_and_compared(tmp_path: Path, by
     assert ratios == {0.0, 0.5, 1.0}
     assert {each.micro_batch for each in facts.passes} == {1, 2, 4, 8, 16}
     assert facts.flops_per_sample > 0 and facts.update_bytes > 0
+    assert len(facts.block_activation_bytes) == len(model.layers)  # type: ignore[arg-type]
+    kept = MICRO_BATCH * sum(facts.block_activation_bytes)
+    assert 0.5 * at(facts, MICRO_BATCH).forward_bytes < kept <= at(facts, MICRO_BATCH).forward_bytes
     measured = analyzer._measured[MICRO_BATCH, 0.0]
     found = at(facts, MICRO_BATCH)
     for name in ("forward_bytes", "loss_bytes", "backward_bytes", "with_gradients_bytes"):

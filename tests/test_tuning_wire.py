@@ -80,6 +80,11 @@ def test_what_a_newer_version_has_added_is_left_out_of_facts() -> None:
         ({"choices": {"dataloader.num_workers": 3}}, "choices holds what is no list"),
         ({"memory": {**asdict(MEMORY), "scale": 0}}, "memory.scale"),
         ({"memory": {**asdict(MEMORY), "parameter_bytes": -1}}, "memory.parameter_bytes"),
+        (
+            {"memory": {**asdict(MEMORY), "block_activation_bytes": [4, -1]}},
+            "memory.block_activation_bytes is no amount",
+        ),
+        ({"memory": {**asdict(MEMORY), "block_activation_bytes": [1] * 20_000}}, "has too many numbers"),
     ],
 )
 def test_facts_that_cannot_be_are_refused_with_a_reason(changes: dict[str, Any], words: str) -> None:

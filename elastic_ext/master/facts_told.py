@@ -23,6 +23,7 @@ _MOST_CHOICES = 256
 """Of one key."""
 _MOST_REASON = 300
 _MOST_PASSES = 4096
+_MOST_BLOCKS = 1 << 14
 
 
 def facts_told(text: str) -> JobFacts:
@@ -59,8 +60,11 @@ def _check_memory(memory: MemoryFacts) -> None:
     """Sizes are such, and there are no more of them than any model needs."""
     if len(memory.passes) > _MOST_PASSES:
         raise ValueError("memory.passes has too many rows")
+    if len(memory.block_activation_bytes) > _MOST_BLOCKS:
+        raise ValueError("memory.block_activation_bytes has too many numbers")
     told = asdict(memory)
-    for name, value in (*told.items(), *(each for row in told["passes"] for each in row.items())):
+    of_blocks = (("block_activation_bytes", each) for each in memory.block_activation_bytes)
+    for name, value in (*told.items(), *of_blocks, *(each for row in told["passes"] for each in row.items())):
         if type(value) in (int, float) and not 0 <= value < 2**60:
             raise ValueError(f"memory.{name} is no amount")
 

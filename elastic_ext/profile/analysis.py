@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.blocks import recompute, why_not_recompute
 
+from .block_watch import BlockWatch
 from .fake import why_not_fake, without_memory
 from .likeness import dtype_of, like
 from .live_bytes import LiveBytes
@@ -97,10 +98,14 @@ def _tell_passes(model: nn.Module, question: Question, tell: Callable[[Answer], 
         try:
             recompute(blocks, ratio)
             for size in question.micro_batches:
-                peaks, num_flops = _passes(model, question, size)
-                passes = peaks.passes(micro_batch=size, activation_checkpoint=ratio)
                 is_first = ratio == 0 and not has_flops
-                tell(Answer(passes=passes, flops_per_sample=num_flops // size if is_first else None))
+                found = _passes(model, question, size, blocks if is_first else ())
+                passes = found.peaks.passes(micro_batch=size, activation_checkpoint=ratio)
+                if is_first:
+                    kept = tuple(each // size for each in found.kept_by_blocks)
+                    tell(Answer(passes=passes, flops_per_sample=found.num_flops // size, block_activation_bytes=kept))
+                else:
+                    tell(Answer(passes=passes))
                 has_answered, has_flops = True, has_flops or ratio == 0
         except Exception as error:  # the user's code: told to who has asked
             if not has_answered:
@@ -108,10 +113,18 @@ def _tell_passes(model: nn.Module, question: Question, tell: Callable[[Answer], 
                 return
 
 
-def _passes(model: nn.Module, question: Question, size: int) -> tuple[Peaks, int]:
-    """One micro-step of so many samples; what it takes, and how many operations on numbers it has."""
+class _Passes(NamedTuple):
+    peaks: Peaks
+    num_flops: int
+    kept_by_blocks: tuple[int, ...]
+    """Bytes; empty where that is not known."""
+
+
+def _passes(model: nn.Module, question: Question, size: int, blocks: Sequence[nn.Module]) -> _Passes:
+    """One micro-step of so many samples: what it takes, and what of that ``blocks`` keep for its backward pass."""
     tally = Tally()
     live = LiveBytes(tally)
+    watch = BlockWatch(blocks, tally)
     with _keeping_gradients(model, live), live:
         batch = None if question.batch is None else like(question.batch, size)
         at_hand = list(_tensors_in(batch, _MOST_DEPTH))
@@ -119,7 +132,8 @@ def _passes(model: nn.Module, question: Question, size: int) -> tuple[Peaks, int
         options = _from_batch(like(question.options, size), at_hand)
         del at_hand
         with _computing_in(question.autocast):
-            outputs = model(*given, **options)
+            with watch:
+                outputs = model(*given, **options)
             tally.enter("loss")
             handles = _told_of_gradients(outputs, tally)
             loss = _loss_of(question, outputs, batch)
@@ -129,7 +143,7 @@ def _passes(model: nn.Module, question: Question, size: int) -> tuple[Peaks, int
         tally.enter("after")
     for handle in handles:
         handle.remove()
-    return tally.peaks, live.num_flops
+    return _Passes(tally.peaks, live.num_flops, watch.kept_bytes)
 
 
 @contextlib.contextmanager

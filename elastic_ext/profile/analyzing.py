@@ -232,6 +232,7 @@ class Analyzer:
             passes, scale = lines_through(measured, sizes_up_to(share)), 1.0
         updates = [each.update_bytes for each in answers if each.update_bytes is not None]
         flops = [each.flops_per_sample for each in answers if each.flops_per_sample is not None]
+        kept = [each.block_activation_bytes for each in answers if each.block_activation_bytes and not why_not]
         return MemoryFacts(
             source="measured" if why_not else "fake",
             why_measured=why_not,
@@ -243,6 +244,7 @@ class Analyzer:
             other_bytes=sizes.other_bytes,
             update_bytes=max([*updates, self._update_bytes or 0]),
             flops_per_sample=flops[0] if flops else None,
+            block_activation_bytes=kept[0] if kept else (),
             passes=passes,
             scale=round(scale, 4),
             besides_bytes=self._besides_bytes,

@@ -63,14 +63,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        number = id(storage)
+        number, block = id(storage), self._tally.block
 
         def forget(_: object) -> None:
             del self._seen[number]
-            self._tally.change(-num_bytes)
+            self._tally.change(-num_bytes, block=block)
 
         self._seen[number] = weakref.ref(storage, forget)
-        self._tally.change(num_bytes)
+        self._tally.change(num_bytes, block=block)
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:

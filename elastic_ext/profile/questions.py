@@ -70,6 +70,8 @@ class Answer(JsonRecord):
     passes: PassesMemory | None = None
     update_bytes: int | None = None
     flops_per_sample: int | None = None
+    block_activation_bytes: tuple[int, ...] = ()
+    """Of one sample, by block."""
     problem: str | None = None
     """Why there is no more."""
 

@@ -5,6 +5,7 @@ Whoever sees memory come and go tells it: an account of tensors without memory, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -50,10 +51,15 @@ class Tally:
         self._most: dict[Stage, int] = {}
         self._most_with_gradients = 0
         self._held_before_update = 0
+        self._held_of_blocks: dict[int, int] = {}
+        self.block: int | None = None
+        """The number of the block of the model that computes now; what comes is made by it."""
 
-    def change(self, num_bytes: int) -> None:
-        """So much has come, or has gone."""
+    def change(self, num_bytes: int, *, block: int | None = None) -> None:
+        """So much has come, or has gone; made by ``block``, if by any."""
         self._held += num_bytes
+        if block is not None:
+            self._held_of_blocks[block] = self._held_of_blocks.get(block, 0) + num_bytes
         self._note()
 
     def peak(self, num_bytes: int) -> None:
@@ -77,6 +83,11 @@ class Tally:
         """Of what is held, so much is the gradient of a parameter, which stays."""
         self._held -= num_bytes
         self._gradients += num_bytes
+
+    @property
+    def held_of_blocks(self) -> Mapping[int, int]:
+        """By the number of a block, what is held now of all that it has made."""
+        return dict(self._held_of_blocks)
 
     @property
     def peaks(self) -> Peaks:
