@@ -264,6 +264,13 @@ class Agreement:
         with self._breaking():
             return self._exchange.compare(word, "sharing the gradients of a step")
 
+    def bring(self, text: str, purpose: Purpose) -> list[str]:
+        """What every rank brings, in rank order, at a boundary that all of them do this at."""
+        self._raise_if_unusable()
+        with self._breaking():
+            agreed = self._exchange.compare(replace(self._make_word(purpose), brings=text), str(purpose))
+        return [text] * self._ranks.world_size if agreed is None else [word.brings for word in agreed.words]
+
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
         """Put a revision in force now, with all ranks, which bring the same; gives why it was refused, if it was.
 

@@ -64,7 +64,7 @@ from .profile.questions import refuse_in_analysis
 from .profile.sinks import Sink
 from .registered import claim_registered, fill_registered
 from .rounds import Proposal
-from .scaling import BatchRule
+from .scaling import BATCH_RULES, BatchRule
 from .session import Session
 from .step_state import StepState
 from .steps import Steps
@@ -130,7 +130,7 @@ class ElasticTrainer:
         loss_fn: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         check_choice("rollback", rollback, ("gradients", "full"))
-        check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
+        check_choice("learning_rate_rule", learning_rate_rule, BATCH_RULES)
         check_choice("guard", guard, ("auto", "always", "never"))
         check_choice("resume", resume, ("auto", "strict", "never"))
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
