@@ -36,6 +36,14 @@ class _Piece:
     """Of each: what it stands for, on as many ranks as have it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A piece, and which elements it is."""
+
+    piece: _Piece
+    elements: slice
+
+
 _Seen = tuple[tuple[_Piece, ...], torch.Tensor]  # elements of some tensors on one device, one after another
 
 
@@ -67,7 +75,7 @@ class GradientPairs:
         self._number = -1  # of the step that was looked at last
         self._now: _Look | None = None
         self._first: _Look | None = None
-        self._cuts: dict[tuple[int, int], tuple[int, int]] = {}  # by position and size: first element, and each n-th
+        self._cuts: dict[tuple[int, int, int], _Cut] = {}  # by position, number of elements, and of ranks that share it
         self._weights: dict[tuple[_Piece, ...], torch.Tensor] = {}
 
     @torch.no_grad()
@@ -76,21 +84,22 @@ class GradientPairs:
 
         No collective, and nothing that waits for a device.
         """
-        look = self._look_of(self._state.number)
+        look, num_shards = self._look_of(self._state.number), self._sharing().num_shards
         pieces: dict[torch.device, list[_Piece]] = {}
         views: dict[torch.device, list[torch.Tensor]] = {}
         for part in parameters:
             position = look.places.pop(id(part), None)
-            local = None if position is None else _local(part)
-            if position is None or local is None or local.numel() == 0:
+            if position is None:
                 continue
-            start, stride = self._cut_of(position, local.numel())
-            view = local.reshape(-1)[start::stride]
-            if part.grad is None:
-                view = torch.zeros_like(view)
-            weight = local.numel() / view.numel() * self._num_shards(part) / self._num_ranks
-            pieces.setdefault(view.device, []).append(_Piece(position, view.numel(), weight))
-            views.setdefault(view.device, []).append(view)
+            held, shards = _local(part, num_shards)
+            if held.layout is not torch.strided or not held.dtype.is_floating_point or held.numel() == 0:
+                continue
+            cut = self._cuts.get((position, held.numel(), shards)) or self._cut_of(position, held.numel(), shards)
+            view = held.reshape(-1)[cut.elements]
+            if view.device not in pieces:
+                pieces[view.device], views[view.device] = [], []
+            pieces[view.device].append(cut.piece)
+            views[view.device].append(view if part.grad is not None else torch.zeros_like(view))
         for device, found in views.items():
             elements = torch.cat(found)  # a copy: optimizers may change gradients
             if elements.dtype is not torch.float64:
@@ -134,26 +143,19 @@ class GradientPairs:
             self._number = number
         return self._now
 
-    def _cut_of(self, position: int, num_elements: int) -> tuple[int, int]:
-        """Which elements of so many are looked at: from the first on each n-th.
+    def _cut_of(self, position: int, num_elements: int, num_shards: int) -> _Cut:
+        """Which elements are looked at of so many, one rank's of ``num_shards``: from the first on each n-th.
 
         No row or column of the tensor is passed over, since n has no divisor in common with any of its sizes.
         """
-        key = position, num_elements
-        if key not in self._cuts:
-            stride = -(-num_elements // _MOST_ELEMENTS)
-            while math.gcd(stride, num_elements) > 1:
-                stride += 1
-            self._cuts[key] = random.Random(position).randrange(stride), stride
-        return self._cuts[key]
-
-    def _num_shards(self, part: torch.Tensor) -> int:
-        """Over how many ranks one copy of the gradient is shared out."""
-        held = part if part.grad is None else part.grad
-        if not isinstance(held, DTensor):
-            return self._sharing().num_shards
-        sizes = zip(held.placements, held.device_mesh.shape, strict=True)
-        return math.prod(size for placement, size in sizes if placement.is_shard())
+        stride = -(-num_elements // _MOST_ELEMENTS)
+        while math.gcd(stride, num_elements) > 1:
+            stride += 1
+        start = random.Random(position).randrange(stride) if stride < num_elements else 0
+        num_seen = len(range(start, num_elements, stride))
+        piece = _Piece(position, num_seen, num_elements / num_seen * num_shards / self._num_ranks)
+        cut = self._cuts[position, num_elements, num_shards] = _Cut(piece, slice(start, None, stride))
+        return cut
 
     def _weights_of(self, pieces: tuple[_Piece, ...], elements: torch.Tensor) -> torch.Tensor:
         """Element by element."""
@@ -166,11 +168,16 @@ class GradientPairs:
         return self._weights[pieces]
 
 
-def _local(part: torch.Tensor) -> torch.Tensor | None:
-    """What of the gradient lies on this rank, or of the parameter where it has none; None for what is not looked at."""
+def _local(part: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, int]:
+    """What of a gradient lies on this rank, and over how many ranks one copy is shared out, by itself or as given.
+
+    Of the parameter itself where it has none. A distributed one that is not summed up yet is not there at all.
+    """
     held = part if part.grad is None else part.grad
-    if isinstance(held, DTensor):
-        if any(placement.is_partial() for placement in held.placements):
-            return None
-        held = held.to_local()
-    return held if held.layout is torch.strided and held.dtype.is_floating_point else None
+    if not isinstance(held, DTensor):
+        return held, num_shards
+    placements = held.placements
+    if any(placement.is_partial() for placement in placements):
+        return held.to_local().new_empty(0), 1
+    sizes = zip(placements, held.device_mesh.shape, strict=True)
+    return held.to_local(), math.prod(size for placement, size in sizes if placement.is_shard())

@@ -63,16 +63,17 @@ class Learning:
         self._pairs = pairs
         self._rule = rule
         self._step = self._num_samples = 0  # as the step under way began
-        self._first_samples = 0  # of the first step of a pair
+        self._first: tuple[int, int] | None = None  # the first step of a pair, and its samples
 
     def take_up(self, config: ElasticConfig) -> None:
         """Go on under ``config``, from the next step on; all ranks at the same boundary."""
-        self.forget()
         knobs = config.tuning.knobs or {}
         self.why_not = self._why_not(config) if _KEY in knobs else ""
         self.lets_grow = _KEY in knobs and not self.why_not
         is_wanted = self.lets_grow or self._rule == "adascale"
         self.is_on = is_wanted and self._follower.settings.enabled and self._batches.global_batch is not None
+        if not self.is_on:
+            self.forget()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -91,16 +92,16 @@ class Learning:
         num_samples = counts.num_samples - self._num_samples
         if step % 2 == 0:
             self._pairs.keep()
-            self._first_samples = num_samples
+            self._first = step, num_samples
             return
-        is_pair, self._first_samples = num_samples == self._first_samples, 0
+        is_pair, self._first = self._first == (step - 1, num_samples), None
         seen = self._pairs.compare()
         self._take(num_samples, self._all_of(seen if is_pair else None))
 
     def forget(self) -> None:
-        """The next gradients are no pair with those before: of another config, model or state."""
+        """The next gradients are no pair with those before: of another model or another state of it."""
         self._pairs.forget()
-        self._first_samples = 0
+        self._first = None
 
     def facts(self) -> LearningFacts | None:
         """For whoever tunes; None where the user does not let steps grow."""

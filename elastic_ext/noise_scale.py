@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["NoiseScale"]
 
-_KEPT = 1.0 - 1.0 / 64.0  # of the weight of what was seen, when another pair is
+_KEPT = 1.0 - 1.0 / 32.0  # of the weight of what was seen, when another pair is
 _FAST = 0.25  # of what is new in how large gradients are
 _MOST_ABOVE = 4.0  # times as large as gradients were; one that is larger counts as if it were so
 _FEWEST_PAIRS = 8

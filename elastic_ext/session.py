@@ -187,6 +187,7 @@ class Session:
         self._settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
         checkpoints.go_back(loaded, config, skips=skips)
         self._follow_batch(config)
+        self._learning.forget()
         self._learning.take_up(config)
         self.follower.go_back(self._counts.global_step)
         self._progress.advance(self._counts.num_steps - num_steps)
@@ -392,6 +393,7 @@ class Session:
         if self._counts.reference_batch is None:
             self._counts.reference_batch = self._startup.global_batch_size
         self._follow_batch(config)
+        self._learning.forget()
         self._learning.take_up(config)
         self._settings.apply(self._startup, config)
 
