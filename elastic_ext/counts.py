@@ -37,7 +37,7 @@ class Counts:
             "epoch": self.epoch,
             "reference_batch": self.reference_batch,
         }
-        if self.noise_scale.num_tried > 0:
+        if self.noise_scale.num_steps > 0:
             state["noise_scale"] = self.noise_scale.state_dict()
         return state
 

@@ -80,21 +80,24 @@ class Learning:
         """A step comes: have its gradients looked at, if it is its turn."""
         counts = self._counts
         self._step, self._num_samples = counts.global_step, counts.num_samples
-        self._state.on_gradients = self._pairs.look if self.is_on and self._is_seen(self._step) else None
+        is_seen = self.is_on and self._is_seen(counts.noise_scale.num_steps)
+        self._state.on_gradients = self._pairs.look if is_seen else None
 
     def end_step(self) -> None:
-        """A step has ended, on all ranks: after the second of a pair they add up what they have seen."""
-        counts, step = self._counts, self._step
-        if counts.global_step == step or not self._is_seen(
-            step
-        ):  # it was left out, as for infinities; or not looked at
+        """A step has ended, on all ranks: after the second of a pair they add up what they have seen.
+
+        Also where it has not committed, since others may have taken it for one that has: they find that out elsewhere.
+        """
+        counts, noise = self._counts, self._counts.noise_scale
+        number, noise.num_steps = noise.num_steps, noise.num_steps + 1
+        if not self._is_seen(number):
             return
-        num_samples = counts.num_samples - self._num_samples
-        if step % 2 == 0:
+        num_samples = counts.num_samples - self._num_samples if counts.global_step > self._step else 0
+        if number % 2 == 0:
             self._pairs.keep()
-            self._first = step, num_samples
+            self._first = number, num_samples
             return
-        is_pair, self._first = self._first == (step - 1, num_samples), None
+        is_pair, self._first = num_samples > 0 and self._first == (number - 1, num_samples), None
         seen = self._pairs.compare()
         self._take(num_samples, self._all_of(seen if is_pair else None))
 
@@ -119,8 +122,9 @@ class Learning:
             return _OWN_SIZE
         return self._batches.check(config.revise({_KEY: 2 * batch}, "to be asked for")) or ""
 
-    def _is_seen(self, step: int) -> bool:
-        return self._counts.noise_scale.num_tried < _FIRST_PAIRS or step % _EVERY_STEPS < 2
+    def _is_seen(self, number: int) -> bool:
+        """Whether the step with this number is one of a pair, the same for both."""
+        return self._counts.noise_scale.num_tried < _FIRST_PAIRS or number % _EVERY_STEPS < 2
 
     def _all_of(self, seen: tuple[float, float] | None) -> tuple[float, float] | None:
         """What all ranks have seen together, the same on all to the bit; None where one has seen no pair."""

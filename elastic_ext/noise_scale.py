@@ -35,6 +35,8 @@ class NoiseScale:
 
     Where there is far more noise than gradient it cannot be known how much: then it is what there is at least.
     """
+    num_steps: int = 0
+    """That have ended since somebody began to look."""
     num_tried: int = 0
     """Pairs of steps that were to be looked at, also those that told nothing."""
     num_pairs: int = 0

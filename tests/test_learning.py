@@ -23,7 +23,7 @@ from tests.loops import put
 from tests.noisy import BATCH, LETS, Run, found_in, learnable, loss_of, truth
 from tests.ranks import RankPool
 from tests.sharded import WAYS, values_of
-from tests.training import Slices, make_model, shared
+from tests.training import make_model, shared
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_steps_that_a_scaler_leaves_out_are_no_part_of_a_pair(tmp_path: Path, is
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     scaled = Run(tmp_path / "scaled", make=make, scaler=scaler, loss=sometimes_infinite, dtype=torch.float32)
     found = found_in(scaled)
-    assert (found.num_pairs, found.num_tried) == (_FIRST_PAIRS, _FIRST_PAIRS)
+    assert found.num_pairs == found.num_tried - 2, "of three steps that were left out two belonged together"
     plain = found_in(Run(tmp_path / "plain", make=make, dtype=torch.float32))
     assert found.value == pytest.approx(plain.value, rel=0.5)
     assert found.size == pytest.approx(plain.size, rel=0.5), "gradients are seen without the scale"
@@ -187,12 +187,13 @@ def test_a_step_that_is_taken_back_leaves_nothing(tmp_path: Path) -> None:
 # ---- several ranks ----
 
 
-def on_ranks(rank: int, folder: Path, way: str, num_steps: int) -> tuple[dict[str, Any], list[float]]:
+def on_ranks(rank: int, folder: Path, way: str) -> tuple[dict[str, Any], list[float]]:
+    """With four times as many samples in a step once it is known how noisy gradients are."""
     dtype = torch.float32
     run = Run(
         folder,
         rank=rank,
-        model=WAYS[way].wrap(make_model(dtype)),
+        model=WAYS[way].wrap(make_model(dtype)) if way else None,
         dtype=dtype,
         micro_batch=BATCH // 4,
         learning_rate_rule="adascale",
@@ -204,33 +205,20 @@ def on_ranks(rank: int, folder: Path, way: str, num_steps: int) -> tuple[dict[st
             run.trainer.propose({"global_batch_size": 4 * BATCH}, "more samples")
 
     with run.trainer:
-        run.train(num_steps, grow)
+        run.train(2 * _FIRST_PAIRS + _EVERY_STEPS + 2, grow)
         values_of(run.model)
-        return run.noise.state_dict(), run.rates
+    return run.noise.state_dict(), run.rates
 
 
 @pytest.mark.parametrize("way", ["ddp", "fully_shard", "FSDP1", "tensor"])
 def test_ranks_see_the_same_to_the_bit_and_what_one_alone_sees(ranks: RankPool, tmp_path: Path, way: str) -> None:
-    num_steps = 2 * _FIRST_PAIRS + _EVERY_STEPS + 2
-    first, *others = ranks.run(WAYS[way].num_ranks, on_ranks, tmp_path, way, num_steps)
+    first, *others = ranks.run(WAYS[way].num_ranks, on_ranks, tmp_path, way)
     assert all(other == first for other in others)
-    alone = Run(
-        tmp_path / "alone",
-        dtype=torch.float32,
-        learning_rate_rule="adascale",
-        make=lambda model: SGD(model.parameters(), lr=1e-6),
-    )
-    found = found_in(alone)
     state, rates = first
-    assert state["value"] is not None and state["num_pairs"] >= _FIRST_PAIRS
-    grown = Run(tmp_path / "grown", dtype=torch.float32, make=lambda model: SGD(model.parameters(), lr=1e-6))
-
-    def grow(step: int) -> None:
-        if step == 2 * _FIRST_PAIRS:
-            grown.trainer.propose({"global_batch_size": 4 * BATCH}, "more samples")
-
-    assert found_in(grown, num_steps, meanwhile=grow).value == pytest.approx(state["value"], rel=1e-2)
-    assert found.num_pairs == _FIRST_PAIRS
+    alone, rates_alone = on_ranks(0, tmp_path / "alone", "")
+    assert state["value"] is not None and state["num_pairs"] > _FIRST_PAIRS
+    assert state == pytest.approx(alone, rel=1e-3)
+    assert rates == pytest.approx(rates_alone, rel=1e-3)
     assert rates[0] == 1e-6 and 1e-6 < rates[-1] < 4e-6
 
 
