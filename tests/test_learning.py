@@ -231,6 +231,28 @@ def test_ranks_that_were_told_other_rules_do_not_start(ranks: RankPool, tmp_path
         assert outcome.error is not None and "learning_rate_rule" in outcome.error.message
 
 
+def leaves_one_out(rank: int, folder: Path, step_left_out: int) -> None:
+    run = Run(folder, rank=rank, model=shared(make_model(), 2), micro_batch=BATCH // 2)
+
+    with run.trainer:
+        for number, (inputs, targets) in enumerate(run.source):
+            with run.trainer.step():
+                run.loss(run.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+                if rank == 0 or number != step_left_out:
+                    run.optimizer.step()
+                run.optimizer.zero_grad()
+            assert number < 40
+
+
+@pytest.mark.parametrize("step_left_out", [4, 5])
+def test_a_rank_that_steps_alone_is_found_out_and_nobody_waits_for_it(
+    ranks: RankPool, tmp_path: Path, step_left_out: int
+) -> None:
+    for outcome in ranks.run_outcomes(2, leaves_one_out, tmp_path, step_left_out):
+        assert outcome.error is not None and outcome.error.type_name == "RanksDisagreeError"
+        assert "ranks differ in steps" in outcome.error.message
+
+
 def resharded(rank: int, folder: Path) -> tuple[int, int, float | None]:
     run = Run(folder, rank=rank, plan=ParallelPlan("full_shard"), micro_batch=BATCH // 2, dtype=torch.float32)
 
