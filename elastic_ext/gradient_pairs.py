@@ -115,15 +115,15 @@ class GradientPairs:
     def compare(self) -> tuple[float, float] | None:
         """Of the two: the square of their difference, and their product, this rank's part of both; nothing is left.
 
-        None where they are no pair. Waits for the device.
+        Zeros where nothing of the gradients lies on this rank, None where they are no pair. Waits for the device.
         """
         first, second = self._first, self._now
         self.forget()
-        if first is None or second is None or not second.seen:
+        if first is None or second is None:
             return None
         if [pieces for pieces, _ in first.seen] != [pieces for pieces, _ in second.seen]:
             return None
-        sums = []
+        sums = [torch.zeros(2)]
         for (pieces, one), (_, other) in zip(first.seen, second.seen, strict=True):
             weights, apart = self._weights_of(pieces, one), one - other
             sums.append(torch.stack([torch.dot(apart * weights, apart), torch.dot(one * weights, other)]))

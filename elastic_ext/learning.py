@@ -111,9 +111,13 @@ class Learning:
         first = self._counts.reference_batch
         if not self.lets_grow or first is None:
             return None
+        return LearningFacts(rule=self._rule, first_batch=first, noise_scale=self._told)
+
+    @property
+    def _told(self) -> float | None:
+        """The noise scale in few digits."""
         found = self._counts.noise_scale.value
-        told = None if found is None else float(f"{found:.{_DIGITS}g}")
-        return LearningFacts(rule=self._rule, first_batch=first, noise_scale=told)
+        return None if found is None else float(f"{found:.{_DIGITS}g}")
 
     def _why_not(self, config: ElasticConfig) -> str:
         """Why a step cannot have another number of samples, empty where it can."""
@@ -147,8 +151,8 @@ class Learning:
             return
         if before is None and self._follower.ranks.rank == 0:
             _logger.info(
-                "gradients have as much noise as gradient at about %.2g samples per step; there are %d",
-                noise.value,
+                "gradients have as much noise as gradient at about %g samples per step; there are %d",
+                self._told,
                 num_samples,
             )
         self.on_news()

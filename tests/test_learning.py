@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -220,6 +221,27 @@ def test_ranks_see_the_same_to_the_bit_and_what_one_alone_sees(ranks: RankPool, 
     assert state == pytest.approx(alone, rel=1e-3)
     assert rates == pytest.approx(rates_alone, rel=1e-3)
     assert rates[0] == 1e-6 and 1e-6 < rates[-1] < 4e-6
+
+
+def of_one_row(rank: int, folder: Path, is_alone: bool) -> dict[str, Any]:
+    """A model so small that it lies on the first rank alone."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(6, 1)
+    run = Run(
+        folder,
+        rank=rank,
+        model=model if is_alone else fully_shard(model),
+        dtype=torch.float32,
+        micro_batch=BATCH // 2,
+        loss=lambda model, inputs, targets: (model(inputs)[:, 0] - targets).square().mean(),
+    )
+    return found_in(run).state_dict()
+
+
+def test_a_rank_on_which_nothing_of_the_model_lies_keeps_nobody_from_seeing(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, of_one_row, tmp_path, False)
+    assert first == second == pytest.approx(of_one_row(0, tmp_path / "alone", True), rel=1e-4)
+    assert first["num_pairs"] == _FIRST_PAIRS
 
 
 def told_other_rules(rank: int, folder: Path) -> None:
