@@ -27,8 +27,8 @@ __all__ = ["Learning"]
 _logger = logging.getLogger(__name__)
 
 _KEY = "global_batch_size"
-_FIRST_PAIRS = 16  # of steps, without steps between them
-_EVERY_STEPS = 32  # then one pair in so many; an even number
+_FIRST_PAIRS, _MORE_PAIRS = 16, 48  # of steps; so many without steps between them, and until there are so many
+_OFTEN_STEPS, _EVERY_STEPS = 8, 32  # ... one pair in so many, and then in so many; even numbers
 _DIGITS = 2  # of what is told: what is no news is not told again
 _OWN_SIZE = (
     "the tuner changes how many samples a step has where the dataloader can be told its sizes; use ElasticDataLoader"
@@ -128,7 +128,10 @@ class Learning:
 
     def _is_seen(self, number: int) -> bool:
         """Whether the step with this number is one of a pair, the same for both."""
-        return self._counts.noise_scale.num_tried < _FIRST_PAIRS or number % _EVERY_STEPS < 2
+        num_tried = self._counts.noise_scale.num_tried
+        if num_tried < _FIRST_PAIRS:
+            return True
+        return number % (_OFTEN_STEPS if num_tried < _MORE_PAIRS else _EVERY_STEPS) < 2
 
     def _all_of(self, seen: tuple[float, float] | None) -> tuple[float, float] | None:
         """What all ranks have seen together, the same on all to the bit; None where one has seen no pair."""

@@ -23,7 +23,7 @@ _MOST_ABOVE = 4.0  # times as large as gradients were; one that is larger counts
 _FEWEST_PAIRS = 8
 _MOST_ERROR = 0.3  # of the estimate, one standard error
 _FAR = 8.0  # batches: a noise scale that is surely above that is as good as known
-_SURE = 2.0  # standard errors
+_SURE = 2.0  # standard errors: what lies further away cannot be true
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class NoiseScale:
     """The estimate as it grows, pair by pair; the same on every rank, which are told of the same pairs."""
 
     value: float | None = None
-    """In samples; None until it is known well enough, and from then on what was known last.
+    """In samples; None until it is known well enough, and from then on what was known last, if that can still be true.
 
     Where there is far more noise than gradient it cannot be known how much: then it is what there is at least.
     """
@@ -75,11 +75,11 @@ class NoiseScale:
         self.signal_squares = _KEPT * self.signal_squares + signal**2
         self.products = _KEPT * self.products + noise * signal
         found = self._found(num_samples)
-        if found is not None:
+        if found is not None and math.isfinite(found):
             self.value = found
 
     def _found(self, num_samples: int) -> float | None:
-        """The estimate by all pairs, None where it is not known well enough."""
+        """The estimate by all pairs; where that is too uncertain, what was known as far as it can still be true."""
         if self.num_pairs < _FEWEST_PAIRS:
             return None
         noise, signal = self.noise / self.weight, self.signal / self.weight
@@ -91,11 +91,13 @@ class NoiseScale:
             error = math.sqrt(max(squares, 0.0) / self.weight / num_alike) / signal
             if error <= _MOST_ERROR * ratio:
                 return ratio
-        spread = max(self.signal_squares / self.weight - signal**2, 0.0)
-        most = max(signal, 0.0) + _SURE * math.sqrt(spread / num_alike)
-        if most > 0.0 and noise / most >= _FAR * num_samples:
-            return noise / most
-        return None
+        doubt = _SURE * math.sqrt(max(self.signal_squares / self.weight - signal**2, 0.0) / num_alike)
+        most, least = max(signal, 0.0) + doubt, signal - doubt
+        lowest = noise / most if most > 0.0 else 0.0
+        if self.value is None:
+            return lowest if lowest >= _FAR * num_samples else None
+        known = max(self.value, lowest)
+        return min(known, noise / least) if least > 0.0 else known
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

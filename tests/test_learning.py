@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
 from elastic_ext.job_facts import LearningFacts
-from elastic_ext.learning import _EVERY_STEPS, _FIRST_PAIRS
+from elastic_ext.learning import _EVERY_STEPS, _FIRST_PAIRS, _MORE_PAIRS, _OFTEN_STEPS
 from elastic_ext.master.facts_told import facts_told
 from elastic_ext.noise_scale import NoiseScale
 from tests.loops import put
@@ -41,8 +41,9 @@ def one_thread() -> Iterator[None]:
 
 def test_what_is_measured_is_what_the_data_hold(tmp_path: Path) -> None:
     true = truth(make_model(), learnable())
-    found = found_in(Run(tmp_path), 12 * _EVERY_STEPS)
-    assert found.num_pairs == found.num_tried == _FIRST_PAIRS + 12 - 2 * _FIRST_PAIRS // _EVERY_STEPS
+    often = 2 * _FIRST_PAIRS + (_MORE_PAIRS - _FIRST_PAIRS) * _OFTEN_STEPS
+    found = found_in(Run(tmp_path), often + 4 * _EVERY_STEPS)
+    assert found.num_pairs == found.num_tried == _MORE_PAIRS + 4
     assert found.value == pytest.approx(true, rel=0.2)
 
 

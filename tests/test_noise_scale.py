@@ -83,6 +83,15 @@ def test_what_was_known_stays_known_where_later_pairs_tell_nothing() -> None:
     assert (found.num_pairs, found.num_tried) == (50, 70)
 
 
+@pytest.mark.parametrize(("noise_scale", "is_more"), [(2000.0, True), (0.5, False)])
+def test_what_was_known_gives_way_where_it_can_no_longer_be_true(noise_scale: float, is_more: bool) -> None:
+    found = seen(pairs_of(30.0, 10), 40, 10)
+    assert found.value == pytest.approx(30.0, rel=0.15)
+    seen(pairs_of(noise_scale, 10, seed=1), 100, 10, into=found)
+    assert found.value is not None
+    assert 150.0 < found.value <= 3000.0 if is_more else 0.4 < found.value < 1.5
+
+
 def test_one_pair_of_huge_gradients_does_not_outweigh_all_others() -> None:
     calm, shaken = (seen(pairs_of(10.0, 10), 50, 10) for _ in range(2))
     shaken.add(10, apart=1e9, product=1e9)
