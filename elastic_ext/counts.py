@@ -31,7 +31,7 @@ class Counts:
     """Of those steps, over all ranks, as far as they are known."""
 
     def state_dict(self) -> dict[str, Any]:
-        state = {
+        state: dict[str, Any] = {
             "global_step": self.global_step,
             "num_steps": self.num_steps,
             "epoch": self.epoch,
