@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.learning import _FIRST_PAIRS
@@ -74,6 +75,21 @@ def test_rates_follow_the_noise_from_when_it_is_known_and_the_batch_at_once(tmp_
         else:
             assert RATE * batch / BATCH < rate < RATE
     assert batches[-1] == BATCH and len(set(run.rates)) > 4
+
+
+def test_steps_of_a_loader_with_sizes_of_its_own_are_looked_at_too(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(*learnable()), batch_size=BATCH)
+    run = run_of(tmp_path, source=loader, global_batch_size=2 * BATCH)
+
+    def grow(step: int) -> None:
+        if step == 2 * _FIRST_PAIRS:
+            run.trainer.propose({"global_batch_size": 6 * BATCH}, "more samples")
+
+    with run.trainer, run.trainer.epoch():
+        run.train(2 * _FIRST_PAIRS + 6, grow)
+        assert run.trainer.global_batch_size == 6 * BATCH
+    assert run.noise.num_pairs >= _FIRST_PAIRS
+    assert run.rates[0] == RATE < run.rates[-1] < 3 * RATE
 
 
 # ---- kept ----
