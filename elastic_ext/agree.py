@@ -254,15 +254,15 @@ class Agreement:
         if purpose is Purpose.FINISH and (self._save or self._save_wanted):
             _logger.warning("a checkpoint was asked for after the last step boundary and was not made")
 
-    def hear_all(self, failed: str, brings: str) -> AgreedWord | None:
+    def hear_all(self, failed: str, brings: str, purpose: Purpose = Purpose.SHARE) -> AgreedWord | None:
         """Within a step: hear of ranks whose memory ran out in it, and that bring other gradients; None of neither.
 
-        All ranks call this, whichever of them ``failed``.
+        All ranks call this, whichever of them ``failed``; for another ``purpose`` at a boundary too.
         """
         self._raise_if_unusable()
-        word = replace(self._make_word(Purpose.SHARE), failed=failed, brings=brings)
+        word = replace(self._make_word(purpose), failed=failed, brings=brings)
         with self._breaking():
-            return self._exchange.compare(word, "sharing the gradients of a step")
+            return self._exchange.compare(word, str(purpose))
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
         """Put a revision in force now, with all ranks, which bring the same; gives why it was refused, if it was.

@@ -42,6 +42,8 @@ class Purpose(IntEnum):
     """Within a guarded step, before its gradients are shared."""
     SMALLER = 10
     """Before a step for which memory did not suffice is taken again."""
+    NOISE = 11
+    """After a step whose gradients were looked at, to see how noisy they are."""
 
     def __str__(self) -> str:
         return _PURPOSES[self.value]
@@ -58,6 +60,7 @@ _PURPOSES = {
     8: "going back to a checkpoint",
     9: "sharing the gradients of a step",
     10: "taking a step again that ran out of memory",
+    11: "measuring the noise of gradients",
 }
 
 # What should be the same on all ranks, and how to name it to a person.
@@ -112,7 +115,7 @@ class ControlWord:
     failed: str = ""
     """How memory ran out in the step under way."""
     brings: str = ""
-    """Which gradients it has for the others, in short."""
+    """Which gradients it has for the others, in short; or what it has seen in them."""
 
     @property
     def progress(self) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from .noise_scale import NoiseScale
 
 __all__ = ["Counts"]
 
@@ -21,18 +23,23 @@ class Counts:
     """Within ``with trainer.epoch()``."""
     reference_batch: int | None = None
     """The global batch of the first start: what rates were chosen for."""
+    noise_scale: NoiseScale = field(default_factory=NoiseScale)
+    """What was seen of the noise of gradients, where anybody looks."""
     num_boundaries: int = 0
     """Steps that ended since this run began, whether they committed or not."""
     num_samples: int = 0
     """Of those steps, over all ranks, as far as they are known."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        state: dict[str, Any] = {
             "global_step": self.global_step,
             "num_steps": self.num_steps,
             "epoch": self.epoch,
             "reference_batch": self.reference_batch,
         }
+        if self.noise_scale.num_steps > 0:
+            state["noise_scale"] = self.noise_scale.state_dict()
+        return state
 
     def undo(self, global_step: int) -> None:
         """Have the steps after this one not be counted; the epoch goes on where it is, or comes next."""
@@ -48,3 +55,4 @@ class Counts:
         self.global_step, self.num_steps = state["global_step"], state["num_steps"]
         self.go_on_in(state["epoch"])
         self.reference_batch = state["reference_batch"]
+        self.noise_scale.load_state_dict(state.get("noise_scale", {}))

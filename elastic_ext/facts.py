@@ -1,7 +1,8 @@
 """What rank 0 tells of its job, for whoever tunes it: what can be changed while it trains, and what is in force.
 
 A key can be changed where something in this job acts upon it between two steps: a loader that can be told, a model that
-can be spread otherwise. What is learned stays as it is: keys that change it are left to people.
+can be spread otherwise. What is learned stays as it is: keys that change it are left to people, but for the number of
+samples of a step where the user lets it be chosen.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from .fsdp.spread import Spread
 from .growing import Growing
 from .job_facts import JobFacts, MemoryFacts
 from .keys import TUNABLE
+from .learning import Learning
 from .parallelism import values_of
 from .sources import ChangingSource
 
 __all__ = ["FactsOfJob"]
 
+_BATCH = "global_batch_size"
 _SIZE = "dataloader.batch_size"
 _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory")
 _STRATEGIES: tuple[Strategy, ...] = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
@@ -64,6 +67,7 @@ class FactsOfJob:
         follower: ConfigFollower,
         batches: Batches,
         growing: Growing,
+        learning: Learning,
         spread: Spread,
         optimizers: Sequence[Optimizer],
         *,
@@ -76,6 +80,7 @@ class FactsOfJob:
         self._follower = follower
         self._batches = batches
         self._growing = growing
+        self._learning = learning
         self._spread = spread
         self._optimizers = optimizers
         self._why_not_reshard = why_not_reshard
@@ -107,7 +112,7 @@ class FactsOfJob:
         if self._num_processors is None:
             self._num_processors = max(_processors() // num_local, 1)
         share = batches.share or -(-global_batch // num_replicas)
-        choices = self._choices or self._looked_for(share, self._num_processors)
+        choices = self._with_batch(self._choices or self._looked_for(share, self._num_processors))
         device = next((part.device.type for part in self._model.parameters()), "cpu")
         return JobFacts(
             time=time.time(),
@@ -130,6 +135,7 @@ class FactsOfJob:
             census=reports.census,
             calibration=reports.calibration,
             memory=self._memory(),
+            learning=self._learning.facts(),
         )
 
     def _values(self, global_batch: int, share: int) -> dict[str, Any]:
@@ -171,6 +177,14 @@ class FactsOfJob:
         return choices
 
     # ---- samples ----
+
+    def _with_batch(self, choices: _Choices) -> _Choices:
+        """With how many samples a step has, where the user lets the tuner choose that, as the config now says."""
+        if self._learning.lets_grow:
+            fixed = {key: why for key, why in choices.fixed.items() if key != _BATCH}
+            return _Choices({**choices.free, _BATCH: ()}, fixed)
+        why_not = self._learning.why_not
+        return _Choices(choices.free, {**choices.fixed, _BATCH: why_not}) if why_not else choices
 
     def _loading(self, share: int, num_processors: int) -> _Choices:
         loader = self._batches.loader

@@ -287,6 +287,13 @@ class ConfigFollower:
         with self.pulse.during(Activity.BOUNDARY):
             return self._agreement.hear_all(failed, brings)
 
+    def bring_noise(self, text: str) -> list[str]:
+        """What every rank has seen of the noise of gradients, in rank order; at a boundary, before ``boundary``."""
+        self._raise_if_closed()
+        with self.pulse.during(Activity.BOUNDARY):
+            agreed = self._agreement.hear_all("", text, Purpose.NOISE)
+        return [text] * self._ranks.world_size if agreed is None else [word.brings for word in agreed.words]
+
     def meet_to_shrink(self) -> None:
         """As ``end_epoch``, before a step comes again for which memory did not suffice; ``revise`` may come after."""
         self._raise_if_closed()

@@ -205,6 +205,8 @@ class Gradients:
     ) -> torch.Tensor:
         """Scale gradients down to a norm of at most ``most`` over all ranks; gives the norm that they had."""
         parts = as_parameters(parameters)
+        if self._state.on_gradients is not None:
+            self._state.on_gradients(parts, None)
         norm = self.sharing.clip(parts, most, norm_type, error_if_nonfinite=error_if_nonfinite)
         return clip_norm(parts, most, norm_type, error_if_nonfinite, foreach) if norm is None else norm
 

@@ -129,6 +129,8 @@ class ElasticOptimizer(Optimizer):
             state.before_optimizer()
         if _is_left_out(self.inner):
             return None
+        if state.on_gradients is not None:
+            self._show_gradients(state)
         self._wait_to_change()
         self._begin(state)
         self._is_called = True
@@ -260,6 +262,12 @@ class ElasticOptimizer(Optimizer):
         if self._state is not None and self._state.before_change is not None:
             self._state.before_change()
 
+    def _show_gradients(self, state: StepState) -> None:
+        """To whoever looks at them in this step; a fused optimizer divides them by a GradScaler's scale by itself."""
+        assert state.on_gradients is not None
+        trained = [part for group in self.param_groups for part in group["params"]]
+        state.on_gradients(trained, vars(self.inner).get("grad_scale"))
+
     def _begin(self, state: StepState) -> None:
         if self._begun_in != state.number:
             self._begun_in = state.number
@@ -293,6 +301,8 @@ class ElasticOptimizer(Optimizer):
             if num_evaluations == 1:
                 if state.before_optimizer is not None:
                     state.before_optimizer()
+                if state.on_gradients is not None:
+                    self._show_gradients(state)
                 self._begin(state)
             return loss
 

@@ -21,9 +21,11 @@ from .facts import FactsOfJob
 from .follow import ConfigFollower, follow_config
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.spread import Spread
+from .gradient_pairs import GradientPairs
 from .gradients import Gradients
 from .growing import Growing
 from .guarding import Guarding, GuardMode
+from .learning import Learning
 from .metrics import StepWindow
 from .model_report import profile_of
 from .parallelism import Parallelism, values_of
@@ -186,16 +188,21 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
 
         gradients.before_step = keep_up
     follower.compare_schedules(lambda: state.num_scheduled)
-    follower.compare_at_start({"guard": setup.guard, "sync_every_micro_step": setup.shares_always})
+    compared = {"guard": setup.guard, "sync_every_micro_step": setup.shares_always, "learning_rate_rule": setup.rule}
+    follower.compare_at_start(compared)
     why_not_reshard = spread.why_not or (None if spread.plan else NOT_SPREAD)
     growing = Growing(follower, batches, setup.counts, memory, plan=lambda: spread.plan)
+    inner = [each.inner for each in parts.optimizers]
+    pairs = GradientPairs(state, inner, lambda: gradients.sharing, num_ranks=ranks.world_size)
+    learning = Learning(follower, setup.counts, batches, state, pairs, rule=setup.rule)
     facts = FactsOfJob(
         setup.model,
         follower,
         batches,
         growing,
+        learning,
         spread,
-        [each.inner for each in parts.optimizers],
+        inner,
         why_not_reshard=why_not_reshard,
         num_replicas=lambda: gradients.sharing.num_ranks,
         memory=lambda: None if analyzer is None else analyzer.facts(),
@@ -209,6 +216,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         settings,
         guarding,
         growing,
+        learning,
         parallelism=parallelism,
         why_not_reshard=why_not_reshard,
         accelerated=setup.accelerated,
@@ -252,6 +260,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         unclaimed=setup.unclaimed,
         ranks=ranks,
         config=follower.state_dict,
+        on_moment=learning.forget,
     )
     with ExitStack() as undo:
         undo.callback(follower.close)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
-__all__ = ["BatchRule", "rate_factor"]
+__all__ = ["BATCH_RULES", "BatchRule", "rate_factor"]
 
-BatchRule = Literal["none", "linear", "sqrt"]
+BatchRule = Literal["none", "linear", "sqrt", "adascale"]
+BATCH_RULES: tuple[BatchRule, ...] = get_args(BatchRule)
 
 
-def rate_factor(rule: BatchRule, reference_batch: int, batch: int) -> float:
+def rate_factor(rule: BatchRule, reference_batch: int, batch: int, noise_scale: float | None = None) -> float:
     """What to multiply a rate with that was chosen for ``reference_batch`` samples per step.
 
-    ``linear`` suits SGD, ``sqrt`` Adam and its kind; with ``none`` the rate is what the user says. While the global
-    batch keeps its size every rule gives 1.
+    ``linear`` suits SGD, ``sqrt`` Adam and its kind; with ``none`` the rate is what the user says. ``adascale`` lies
+    between 1 and ``linear``: a step of more samples is worth so many of the reference, by the noise of gradients. As
+    long as ``noise_scale`` is not known that is 1. While the global batch keeps its size every rule gives 1.
     """
     if reference_batch < 1 or batch < 1:
         raise ValueError(f"batches are {reference_batch} and {batch} samples; allowed: at least 1")
@@ -24,4 +26,8 @@ def rate_factor(rule: BatchRule, reference_batch: int, batch: int) -> float:
         return batch / reference_batch
     if rule == "sqrt":
         return math.sqrt(batch / reference_batch)
-    raise ValueError(f"the batch-size rule is {rule!r}; allowed: none, linear, sqrt")
+    if rule == "adascale":
+        if noise_scale is None:
+            return 1.0
+        return (noise_scale / reference_batch + 1.0) / (noise_scale / batch + 1.0)
+    raise ValueError(f"the batch-size rule is {rule!r}; allowed: {', '.join(BATCH_RULES)}")

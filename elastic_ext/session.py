@@ -24,6 +24,7 @@ from .follow import ConfigFollower
 from .gradients import Gradients
 from .growing import Growing
 from .guarding import Guarding
+from .learning import Learning
 from .metrics import Measures
 from .optimizer_state import can_materialise, materialise
 from .parallelism import Parallelism, ReshardReport
@@ -55,6 +56,7 @@ class Session:
         settings: OptimizerSettings,
         guarding: Guarding,
         growing: Growing,
+        learning: Learning,
         *,
         parallelism: Parallelism | None,
         why_not_reshard: str | None,
@@ -78,7 +80,8 @@ class Session:
         self._loading = SameLoading(batches, follower.ranks)
         self._gradients = gradients
         self._settings = settings
-        self._guarding, self._growing = guarding, growing
+        self._guarding, self._growing, self._learning = guarding, growing, learning
+        learning.on_news = lambda: self._follow_batch(follower.config)
         self._parallelism = parallelism
         self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
@@ -105,6 +108,7 @@ class Session:
             follower.reports.measure = self._measure
             follower.on_change("global_batch_size", self._apply, self._batches.check)
             follower.on_change("dataloader", self._apply, self._growing.check)
+            follower.on_change("tuning", lambda old, new: self._learning.take_up(new))
             if self._batches.loader_applier is not None:
                 follower.add(self._batches.loader_applier)
             follower.add(self._settings)
@@ -183,6 +187,8 @@ class Session:
         self._settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
         checkpoints.go_back(loaded, config, skips=skips)
         self._follow_batch(config)
+        self._learning.forget()
+        self._learning.take_up(config)
         self.follower.go_back(self._counts.global_step)
         self._progress.advance(self._counts.num_steps - num_steps)
         self._is_exception_told = False
@@ -193,11 +199,15 @@ class Session:
     def pass_boundary(self) -> None:
         """Pass the boundary after a step with the other ranks."""
         step, backwards = self._counts.global_step, self.steps.num_backwards
+        if self._learning.is_on:  # before another config comes into force
+            self._learning.end_step()
         boundary = None
         if not self.follower.pass_quietly(step, backwards):
             boundary = self.follower.boundary(step=step, backwards=backwards)
             self._forget_change()
             self.should_stop = boundary.stop
+        if self._learning.is_on:
+            self._learning.begin_step()
         if self._progress.is_shown:
             self._progress.advance()
         if self._saving is not None:
@@ -231,6 +241,7 @@ class Session:
     def tell_resharded(self, report: ReshardReport) -> None:
         """The model has been spread otherwise."""
         self.steps.weigh_anew()
+        self._learning.forget()
         self.follower.pulse.note_change()
         self._growing.forget()
         self._guarding.expect_more()
@@ -374,6 +385,7 @@ class Session:
         if self._batches.largest > largest:
             self._guarding.expect_more()
         self._follow_batch(new)
+        self._learning.take_up(new)
 
     def _take_up(self, config: ElasticConfig) -> None:
         """Bring everything in line with ``config``, wherever it came from."""
@@ -381,6 +393,8 @@ class Session:
         if self._counts.reference_batch is None:
             self._counts.reference_batch = self._startup.global_batch_size
         self._follow_batch(config)
+        self._learning.forget()
+        self._learning.take_up(config)
         self._settings.apply(self._startup, config)
 
     def _follow_batch(self, config: ElasticConfig) -> None:
@@ -388,8 +402,9 @@ class Session:
         batch, reference = config.global_batch_size, self._counts.reference_batch
         if batch is None or reference is None:
             return
+        factor = rate_factor(self._rule, reference, batch, self._counts.noise_scale.value)
         for optimizer in self._settings.optimizers:
-            optimizer.rates.set_batch_factor(rate_factor(self._rule, reference, batch))
+            optimizer.rates.set_batch_factor(factor)
 
     def _with_own_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A resumed config, but for what this run's loader decides by itself, and how its script spreads the model."""

@@ -71,6 +71,11 @@ class Sharing:
         return ()
 
     @property
+    def num_shards(self) -> int:
+        """Over how many ranks what lies in ``grad`` as a plain tensor is shared out, without saying so."""
+        return 1
+
+    @property
     def num_ranks(self) -> int:
         """W, the data-parallel degree."""
         return math.prod(dist.get_world_size(group) for group in self.groups)

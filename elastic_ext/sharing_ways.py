@@ -203,6 +203,10 @@ class _FlatSharded(Sharing):
         return internals.flat_groups(self._roots[0])
 
     @property
+    def num_shards(self) -> int:
+        return dist.get_world_size(self.groups[0])
+
+    @property
     def is_overridden(self) -> bool:
         return any(internals.is_flat_sharing(root) is not self.is_sharing for root in self._roots)
 

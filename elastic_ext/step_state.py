@@ -5,8 +5,12 @@ What these words mean is said in trainer.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["StepState"]
 
@@ -42,6 +46,9 @@ class StepState:
     """Raises where the gradients are not those of the step; None where they cannot be others."""
     before_change: Callable[[], None] | None = None
     """Returns once parameters and optimizer state may change; None where nobody needs them as they are."""
+    on_gradients: Callable[[Iterable[torch.Tensor], torch.Tensor | None], None] | None = None
+    """Told of parameters whose gradients are those of the step, before these are clipped or used, and of what they are
+    still multiplied with; None where nobody looks at them."""
     num_optimizers: int = 1
     num_begun: int = 0
     """Optimizers that have begun to change parameters in this step."""

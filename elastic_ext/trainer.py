@@ -64,7 +64,7 @@ from .profile.questions import refuse_in_analysis
 from .profile.sinks import Sink
 from .registered import claim_registered, fill_registered
 from .rounds import Proposal
-from .scaling import BatchRule
+from .scaling import BATCH_RULES, BatchRule
 from .session import Session
 from .step_state import StepState
 from .steps import Steps
@@ -83,12 +83,13 @@ class ElasticTrainer:
     dataloader) are gathered until they make a step. Every rank makes the same calls. What is not given of
     ``config_file``, ``job``, ``run_dir`` and ``timeout_seconds`` comes from the environment (``ELASTIC_EXT_*``).
 
-    ``learning_rate_rule`` says how rates follow a global batch that changes. With ``rollback="full"`` a step that is
-    rolled back gives back random states and buffers too. ``sync_every_micro_step`` shares gradients in every
-    micro-step instead of the last. ``guard`` says in which steps taken with ``run()`` memory may run out: "auto", after
-    a start, a larger micro-batch or another plan; "always"; "never". ``share_weights`` gives ranks unequal parts of a
-    step. ``progress`` shows a bar; by default on rank 0, if it writes to a terminal. With ``shared_storage_path``
-    SIGTERM and SIGUSR1 end training with a checkpoint, unless ``save_on_signals`` is False or the script handles them.
+    ``learning_rate_rule`` says how rates follow a global batch that changes: "none", "linear", "sqrt", or "adascale",
+    which measures for it how noisy gradients are. With ``rollback="full"`` a step that is rolled back gives back random
+    states and buffers too. ``sync_every_micro_step`` shares gradients in every micro-step instead of the last.
+    ``guard`` says in which steps taken with ``run()`` memory may run out: "auto", after a start, a larger micro-batch
+    or another plan; "always"; "never". ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar;
+    by default on rank 0, if it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with
+    a checkpoint, unless ``save_on_signals`` is False or the script handles them.
 
     ``model_factory`` makes a model like this one, and ``loss_fn(outputs, batch)`` its loss, where that is not what it
     gives: functions at the top of a module, which another process calls to tell what other micro-batches would take of
@@ -130,7 +131,7 @@ class ElasticTrainer:
         loss_fn: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         check_choice("rollback", rollback, ("gradients", "full"))
-        check_choice("learning_rate_rule", learning_rate_rule, ("none", "linear", "sqrt"))
+        check_choice("learning_rate_rule", learning_rate_rule, BATCH_RULES)
         check_choice("guard", guard, ("auto", "always", "never"))
         check_choice("resume", resume, ("auto", "strict", "never"))
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))

@@ -88,7 +88,9 @@ class TrainingState:
         unclaimed: Registered,
         ranks: Ranks,
         config: Callable[[], Mapping[str, Any]],
+        on_moment: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_moment`` is called where a run that resumes will begin: what it could not know is not to be used."""
         self.rank, self.num_ranks = ranks.rank, ranks.world_size
         self._ranks_here = sum(name.host == ranks.host for name in ranks.names)
         self.model = model
@@ -100,6 +102,7 @@ class TrainingState:
         self._unclaimed = unclaimed  # what was loaded, and not registered so far
         self._told: set[str] = set()  # of what is said once
         self._config = config
+        self._on_moment = on_moment
         self._loader: Loader
         self._wanted: list[Wanted] = []  # of what is registered
 
@@ -107,6 +110,7 @@ class TrainingState:
 
     def moment(self) -> Moment:
         """What must not move on when the loop does."""
+        self._on_moment()
         tensors: dict[str, torch.Tensor] = {}
         position = pack(self._batches.position(), f"{_PLAIN}/dataloader", tensors)
         return Moment(

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.scaling import BatchRule, rate_factor
+from elastic_ext.scaling import BATCH_RULES, BatchRule, rate_factor
 
 RULES: tuple[BatchRule, ...] = get_args(BatchRule)
 batches = st.integers(1, 2**40)
 rules = st.sampled_from(RULES)
+noise_scales = st.none() | st.floats(0.0, 2.0**40)
 
 
 @pytest.mark.parametrize(
@@ -34,25 +35,53 @@ def test_factors(rule: BatchRule, reference: int, batch: int, factor: float) -> 
 
 
 def test_the_rules_are_those_of_the_table() -> None:
-    assert RULES == ("none", "linear", "sqrt")
+    assert RULES == BATCH_RULES == ("none", "linear", "sqrt", "adascale")
 
 
-@given(rules, batches)
-def test_a_batch_that_keeps_its_size_changes_not_a_bit(rule: BatchRule, batch: int) -> None:
-    assert rate_factor(rule, batch, batch) == 1.0
+@pytest.mark.parametrize(
+    ("noise_scale", "reference", "batch", "factor"),
+    [
+        (None, 8, 64, 1.0),  # as long as it is not known
+        (0.0, 8, 64, 1.0),  # more samples tell nothing more
+        (64.0, 8, 64, 4.5),
+        (8.0, 8, 16, 4 / 3),
+        (8.0, 16, 8, 0.75),
+    ],
+)
+def test_factors_by_the_noise_of_gradients(
+    noise_scale: float | None, reference: int, batch: int, factor: float
+) -> None:
+    assert rate_factor("adascale", reference, batch, noise_scale) == pytest.approx(factor, rel=1e-15)
 
 
-@given(rules, batches, batches)
-def test_a_larger_batch_never_has_a_smaller_rate(rule: BatchRule, reference: int, batch: int) -> None:
-    factor = rate_factor(rule, reference, batch)
+@given(noise_scales, batches, batches)
+def test_by_the_noise_of_gradients_a_factor_lies_between_1_and_linear(
+    noise_scale: float | None, reference: int, batch: int
+) -> None:
+    factor, linear = rate_factor("adascale", reference, batch, noise_scale), rate_factor("linear", reference, batch)
+    assert min(1.0, linear) * (1 - 1e-12) <= factor <= max(1.0, linear) * (1 + 1e-12)
+
+
+@given(rules, batches, noise_scales)
+def test_a_batch_that_keeps_its_size_changes_not_a_bit(rule: BatchRule, batch: int, noise_scale: float | None) -> None:
+    assert rate_factor(rule, batch, batch, noise_scale) == 1.0
+
+
+@given(rules, batches, batches, noise_scales)
+def test_a_larger_batch_never_has_a_smaller_rate(
+    rule: BatchRule, reference: int, batch: int, noise_scale: float | None
+) -> None:
+    factor = rate_factor(rule, reference, batch, noise_scale)
     assert 0.0 < factor < math.inf
     assert (factor >= 1.0) if batch >= reference else (factor <= 1.0)
 
 
-@given(rules, batches, batches, batches)
-def test_two_changes_make_the_factor_of_both_together(rule: BatchRule, first: int, second: int, third: int) -> None:
-    together = rate_factor(rule, first, second) * rate_factor(rule, second, third)
-    assert together == pytest.approx(rate_factor(rule, first, third), rel=1e-12)
+@given(rules, batches, batches, batches, noise_scales)
+def test_two_changes_make_the_factor_of_both_together(
+    rule: BatchRule, first: int, second: int, third: int, noise_scale: float | None
+) -> None:
+    together = rate_factor(rule, first, second, noise_scale) * rate_factor(rule, second, third, noise_scale)
+    assert together == pytest.approx(rate_factor(rule, first, third, noise_scale), rel=1e-12)
 
 
 @given(batches, batches)
@@ -69,5 +98,5 @@ def test_batches_without_samples_are_refused(rule: BatchRule, empty: int, batch:
 
 @pytest.mark.parametrize("rule", ["cubic", "Linear", "", None])
 def test_an_unknown_rule_is_refused_with_those_that_there_are(rule: Any) -> None:
-    with pytest.raises(ValueError, match=r"the batch-size rule is .*; allowed: none, linear, sqrt"):
+    with pytest.raises(ValueError, match=r"the batch-size rule is .*; allowed: none, linear, sqrt, adascale"):
         rate_factor(rule, 1, 2)
