@@ -170,6 +170,13 @@ class Search:
         found.refuse_as(self)
         return found
 
+    def resized(self, facts: JobFacts) -> Search:
+        """Another search of the same job, whose steps have as many samples as ``facts`` say, with what this one has
+        learnt."""
+        found = Search(facts, self._tuning, before=self, is_again=True)
+        found.refuse_as(self)
+        return found
+
     def refuse_as(self, other: Search) -> None:
         """What was refused there is not tried here."""
         self._refused.update(other._refused)
@@ -226,6 +233,37 @@ class Search:
         seconds = math.exp(expected.log_seconds[place])
         point = self._space.points[place]
         return Proposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds, is_affordable=True)
+
+    def expect_in(self, other: Search) -> Proposal | None:
+        """Where steps of the same job have as many samples as in ``other``: the point that is expected to be the
+        fastest of those that are as the best one is here but for their micro-batches; None where none fits."""
+        best = self.best
+        if best is None:
+            return None
+        points = [best.point._replace(batch_size=size) for size in other._space.choices["batch_size"]]
+        points = [point for point in points if not other._memory.why_not(self._at_most(point, other))]
+        if not points:
+            return None
+        fitted, there = self._expectation().fitted, columns_of(points, other._facts)
+        here = fitted.log_seconds(columns_of([best.point], self._facts), self._facts.share)
+        longer = fitted.log_seconds(there, other._facts.share) - here
+        log_seconds = math.log(best.seconds) + longer.mean(axis=0)
+        place = int(np.argmin(log_seconds))
+        unsure = float(longer.std(axis=0)[place])
+        return Proposal(
+            point=points[place],
+            seconds=math.exp(log_seconds[place]),
+            least_seconds=math.exp(log_seconds[place] - unsure),
+            most_seconds=math.exp(log_seconds[place] + _SURE * unsure),
+            is_affordable=True,
+        )
+
+    def _at_most(self, point: Point, other: Search) -> Point:
+        """What ``point`` takes most as in ``other``: a micro-batch that is a whole share may grow with it, where nobody
+        can choose it."""
+        facts, size = self._facts, point.batch_size
+        is_chosen = KEYS["batch_size"] in facts.choices or (isinstance(size, int) and size < facts.share)
+        return point if is_chosen else point._replace(batch_size=other._facts.share)
 
     def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""
