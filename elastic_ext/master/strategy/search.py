@@ -22,7 +22,7 @@ from .columns import Floats, columns_of
 from .measuring import PROBE_STEPS, Measured, together
 from .memory import Memory
 from .model import Fitted, Prior, fit, prior_of
-from .space import KEYS, Point, space_of
+from .space import KEYS, Point, micro_batches_of, space_of
 from .switching import Switching
 
 __all__ = ["Proposal", "Search"]
@@ -234,19 +234,20 @@ class Search:
         point = self._space.points[place]
         return Proposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds, is_affordable=True)
 
-    def expect_in(self, other: Search) -> Proposal | None:
-        """Where steps of the same job have as many samples as in ``other``: the point that is expected to be the
+    def expect_at(self, facts: JobFacts) -> Proposal | None:
+        """Where steps of the same job have as many samples as ``facts`` say: the point that is expected to be the
         fastest of those that are as the best one is here but for their micro-batches; None where none fits."""
         best = self.best
         if best is None:
             return None
-        points = [best.point._replace(batch_size=size) for size in other._space.choices["batch_size"]]
-        points = [point for point in points if not other._memory.why_not(self._at_most(point, other))]
+        memory = Memory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
+        points = [best.point._replace(batch_size=size) for size in micro_batches_of(facts, self._tuning)]
+        points = [point for point in points if not memory.why_not(self._at_most(point, facts))]
         if not points:
             return None
-        fitted, there = self._expectation().fitted, columns_of(points, other._facts)
+        fitted = self._expectation().fitted
         here = fitted.log_seconds(columns_of([best.point], self._facts), self._facts.share)
-        longer = fitted.log_seconds(there, other._facts.share) - here
+        longer = fitted.log_seconds(columns_of(points, facts), facts.share) - here
         log_seconds = math.log(best.seconds) + longer.mean(axis=0)
         place = int(np.argmin(log_seconds))
         unsure = float(longer.std(axis=0)[place])
@@ -258,12 +259,12 @@ class Search:
             is_affordable=True,
         )
 
-    def _at_most(self, point: Point, other: Search) -> Point:
-        """What ``point`` takes most as in ``other``: a micro-batch that is a whole share may grow with it, where nobody
-        can choose it."""
-        facts, size = self._facts, point.batch_size
-        is_chosen = KEYS["batch_size"] in facts.choices or (isinstance(size, int) and size < facts.share)
-        return point if is_chosen else point._replace(batch_size=other._facts.share)
+    def _at_most(self, point: Point, facts: JobFacts) -> Point:
+        """What ``point`` takes most as: where nobody can choose it, a micro-batch that is a whole share may grow with
+        that."""
+        size = point.batch_size
+        is_chosen = KEYS["batch_size"] in facts.choices or (isinstance(size, int) and size < self._facts.share)
+        return point if is_chosen else point._replace(batch_size=facts.share)
 
     def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""

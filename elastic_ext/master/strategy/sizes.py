@@ -1,9 +1,9 @@
-"""Sizes: how many samples a step may have, what a sample teaches in steps of each size, and what becomes of rates. Pure.
+"""Sizes: how many samples a step may have, what a sample teaches then, and what becomes of learning rates. Pure.
 
-Words: the *first batch* is the size that the user's learning rate was chosen for. The *noise scale* is the size at which
-a step's gradient has as much noise as gradient. The *efficiency* of a size is how much a sample teaches in steps of it,
-beside steps of the first batch: (noise scale + first batch) / (noise scale + size), since larger steps know better where
-to go, and there are fewer of them. The *progress* of a size is that of all samples of a step.
+Words: the *first batch* is the size that the user's learning rate was chosen for. The *noise scale* is the size at
+which a step's gradient has as much noise as gradient. The *efficiency* of a size is how much a sample teaches in steps
+of it, beside steps of the first batch: (noise scale + first batch) / (noise scale + size), since larger steps know
+better where to go, and there are fewer of them. The *progress* of a size is that of all samples of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GROWTHS = (1.5, 2.0)
 """How many times as large a step is tried: rates follow, and what is learned should not jump."""
 _MOST_TIMES = 2
 _MORE_NOISE = 1.25
-"""By so much noise may grow until sizes are looked at again; a rate that follows it stays within its bounds then too."""
+"""By so much noise may grow until sizes are looked at again: a rate that follows it is within its bounds then too."""
 _CLOSE = 1e-9
 """Numbers that differ by this share are the same."""
 

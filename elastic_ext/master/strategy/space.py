@@ -17,7 +17,7 @@ from elastic_ext.job_facts import JobFacts
 from elastic_ext.rules import TORCH, KnobBounds
 from elastic_ext.sections import TuningSection
 
-__all__ = ["KEYS", "MOST_POINTS", "Point", "Space", "Value", "point_of", "space_of", "values_of"]
+__all__ = ["KEYS", "MOST_POINTS", "Point", "Space", "Value", "micro_batches_of", "point_of", "space_of", "values_of"]
 
 Value: TypeAlias = int | float | str | bool | None
 """Of a knob; None is torch's or the library's own way."""
@@ -105,6 +105,12 @@ def space_of(facts: JobFacts, tuning: TuningSection) -> Space:
     if present not in points:
         points.insert(0, present)
     return Space(present=present, points=tuple(points), choices=choices)
+
+
+def micro_batches_of(facts: JobFacts, tuning: TuningSection) -> tuple[Value, ...]:
+    """What micro-batches may be, the present size among them."""
+    name = "batch_size"
+    return _choices(name, point_of(facts.values).batch_size, facts, dict(tuning.knobs or {}).get(KEYS[name]))
 
 
 def point_of(values: Mapping[str, Any]) -> Point:
@@ -223,7 +229,8 @@ def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Va
 
 def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
     """Leave every other choice out of the knob that has most for its worth, but not its ends, nor the present one."""
-    name = max(choices, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
+    several = [each for each in choices if len(choices[each]) > 1]
+    name = max(several, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
     values = choices[name]
     now, last = getattr(present, name), len(values) - 1
     kept = [each for at, each in enumerate(values) if at % 2 == 0 or at == last or each == now]
