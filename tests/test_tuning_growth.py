@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -89,17 +90,16 @@ def test_steps_grow_to_the_size_that_teaches_most_in_the_same_time(noise: float,
     assert _pace(job.size, noise) >= (1 - HYSTERESIS) * best
     if noise >= 2000:
         assert job.size > FIRST
-    assert FIRST <= min(_sizes_told(job), default=FIRST) and max(_sizes_told(job), default=FIRST) <= 4096
+    assert min(_sizes_told(job), default=FIRST) >= FIRST and max(_sizes_told(job), default=FIRST) <= 4096
 
 
 def test_a_size_is_a_probe_that_is_measured_and_says_what_it_means_to_what_is_learned() -> None:
     job = _grown()
-    tries = [each for each in job.told if "global_batch_size" in each.changes and not each.outcome]
-    assert tries and {each.kind for each in tries} == {"probe"}
-    first = tries[0]
+    first = next(each for each in job.told if "global_batch_size" in each.changes)
+    assert first.kind == "probe" and not first.outcome
     assert first.changes["global_batch_size"] > FIRST and first.instead["global_batch_size"] == FIRST
     assert f"samples a step instead of {FIRST}" in first.reason and "a noise scale of 2,000 samples" in first.reason
-    assert "a sample teaches 0.9" in first.reason and "learning rates become 1.41 times" in first.reason
+    assert "a sample teaches 0.898 times as much" in first.reason and "learning rates become 1.41 times" in first.reason
     assert "(sqrt)" in first.reason
     (ended,) = [each for each in job.told if each.number == first.number and each.outcome]
     assert ended.outcome == "kept" and "it learns 1." in ended.reason
@@ -131,9 +131,12 @@ def test_nothing_grows_unless_a_user_lets_it_and_it_is_known_what_comes_of_it(
 
 
 def test_steps_do_not_grow_where_little_is_waited_for_at_their_end() -> None:
+    assert _pace(FIRST, 2000.0, _quick_seconds) > 0.99 * _pace(2 * FIRST, 2000.0, _quick_seconds)
+    job = _grown(sized=_quick_seconds)
+    assert job.size == FIRST and not _sizes_told(job), "by what smaller micro-batches have shown"
     facts = _facts(values={**_facts().values, "dataloader.batch_size": 64})
     job = _grown(facts, sized=_quick_seconds)
-    assert job.size == FIRST and not [each for each in job.told if each.outcome == "undone"]
+    assert job.size == FIRST and len(_sizes_told(job)) <= 2, "a try shows it where nothing else has"
 
 
 def test_why_steps_do_not_grow_is_said_once() -> None:
@@ -234,7 +237,8 @@ def test_bounds_that_a_person_makes_narrower_are_kept_to() -> None:
     job.tell_facts()
     job.run(ENOUGH)
     assert FIRST <= job.size <= 700 and "pause" not in job.kinds()
-    assert "beyond what tuning.knobs allow" in job.last("probe").reason
+    shrunk = next(each for each in job.told if each.version is None and each.instead.get("global_batch_size") == 2048)
+    assert shrunk.kind == "probe" and "beyond what tuning.knobs allow" in shrunk.reason
 
 
 def test_a_persons_size_pauses_it() -> None:
@@ -393,35 +397,48 @@ def test_no_size_is_tried_for_which_memory_may_not_suffice() -> None:
             gradient_bytes=4 * gib,
             optimizer_bytes=gib,
             buffer_bytes=0,
+            block_bytes=gib // 8,
             passes=passes,
             capacity_bytes=int(capacity * gib),
         )
 
-    def most_held(facts: JobFacts) -> tuple[TunedJob, int]:
+    def trained(facts: JobFacts) -> tuple[TunedJob, int]:
         job, held = _job(facts), 0
         for _ in range(ENOUGH):
-            point, share = job.point, job.share
-            size = min(int(point.batch_size or 1), share)
-            gradients = 4 * (2 if share > size else 1)
-            peak = int((2 + gradients + size / 64) * gib)
-            held = max(held, peak)
+            size = min(int(job.point.batch_size or 1), job.share)
+            held = max(held, int(((5.25 if job.share > size else 2.75) + size / 64) * gib))
             job.run(1, peak_bytes=held)
         return job, held
 
-    values = {**_facts().values, "dataloader.batch_size": 64}
-    for capacity in (7.6, 8.5, 12.0):
-        facts = _facts(1e6, memory=memory(capacity), device="cuda", values=values, world_size=4, num_local=4)
-        job, held = most_held(facts)
+    values = {
+        **_facts().values,
+        "dataloader.batch_size": 64,
+        "parallelism.strategy": "full_shard",
+        "parallelism.unit": 1,
+    }
+    sizes = []
+    for capacity in (4.2, 5.6, 9.0):
+        facts = _facts(1e6, memory=memory(capacity), device="cuda", values=values, num_blocks=8)
+        job, held = trained(facts)
         assert held <= 0.94 * capacity * gib
-        assert (job.size > FIRST) is (capacity > 7.6)
+        sizes.append(job.size)
+    assert sizes[0] == FIRST < sizes[1] <= 2 * FIRST < sizes[2]
 
 
 def test_memory_knows_of_other_sizes_what_it_has_learnt_of_one() -> None:
-    facts = _facts(device="cuda", memory=MemoryFacts(
-        source="fake", parameter_bytes=1000, gradient_bytes=1000, optimizer_bytes=2000, buffer_bytes=0,
-        passes=(PassesMemory(micro_batch=16, activation_checkpoint=0.0, forward_bytes=9000, loss_bytes=9000, backward_bytes=9000),),
+    passes = PassesMemory(
+        micro_batch=16, activation_checkpoint=0.0, forward_bytes=9000, loss_bytes=9000, backward_bytes=9000
+    )
+    told = MemoryFacts(
+        source="fake",
+        parameter_bytes=1000,
+        gradient_bytes=1000,
+        optimizer_bytes=2000,
+        buffer_bytes=0,
+        passes=(passes,),
         capacity_bytes=100_000,
-    ))  # fmt: skip
+    )
+    facts = _facts(device="cuda", memory=told)
     memory, point = Memory(facts), point_of(facts.values)
     memory.see(point, 20_000)
     before = memory.expected_bytes(point)
@@ -483,12 +500,8 @@ def test_whatever_noise_is_told_sizes_stay_within_bounds(events: list[Any], rule
             job.change_inside({"dataloader.batch_size": 1})
             job.tell_facts()
         elif isinstance(event, str):
-            calls: dict[str, Any] = {
-                "pause": lambda: job.controller.pause(job.now, "why"),
-                "resume": lambda: job.controller.resume(job.now),
-                "undo": lambda: job.controller.undo(job.now),
-            }
-            job.take(calls[event]())
+            ask = getattr(job.controller, event)
+            job.take(ask(job.now, "why") if event == "pause" else ask(job.now))
         else:
             job.tell_facts(learning=LearningFacts(rule=rule, first_batch=FIRST, noise_scale=event))
         job.run(30)
@@ -527,7 +540,8 @@ def test_sizes_are_whole_within_bounds_and_what_a_sample_teaches_falls(
     ladder = sorted({*larger, present, *smaller})
     efficiencies = [sizes.efficiency(size, noise) for size in ladder]
     factors = [sizes.rate_factor(size, noise) for size in ladder]
-    assert efficiencies == sorted(efficiencies, reverse=True) and factors == sorted(factors)
+    assert all(one >= other * (1 - 1e-12) for one, other in itertools.pairwise(efficiencies))
+    assert all(one <= other * (1 + 1e-12) for one, other in itertools.pairwise(factors))
     assert all(
         1 - 1e-9 <= factor <= size / learning.first_batch * (1 + 1e-9)
         for factor, size in zip(factors, ladder, strict=True)

@@ -256,7 +256,7 @@ class Controller:
         self._resizing = None
         is_found = is_back and earlier is not None and earlier.is_of(facts)
         self._course = earlier.begun_again(facts) if is_found and earlier else self._made(facts, earlier)
-        return [*told, *self._take_back_unmeasured(now, facts)]
+        return told if is_back else [*told, *self._take_back_unmeasured(now, facts)]
 
     def _made(self, facts: JobFacts, earlier: Course | None) -> Course:
         from .search import Search  # numpy, which a master starts without

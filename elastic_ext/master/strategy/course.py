@@ -78,7 +78,7 @@ class Course:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether it is at the best point, of which facts are known, with nothing else to be tried, and more is wanted."""
+        """Whether it is at the best point, of which facts are known, nothing else is to be tried, and more is asked."""
         base, facts, best = self._base, self._facts, self.search.best
         is_known = (base.version, base.revision) == (facts.config_version, facts.config_revision)
         is_here = self.stage == "settled" and self._asked is None and self._trial is None

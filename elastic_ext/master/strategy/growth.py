@@ -7,6 +7,7 @@ size are worth a try where that is expected to be well above what it is now, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -97,7 +98,7 @@ class Growth:
     # ---- what is told ----
 
     def begin(self, wish: Wish, best: Measured) -> None:
-        """Another size is tried; steps of the present one take as long as the best."""
+        """Another size is tried; ``best`` is what steps of the present one take."""
         self._known[wish.first] = _Known(best.point, best.seconds)
 
     def refuse(self, size: int) -> None:
@@ -140,7 +141,7 @@ class Growth:
 
     def propose(self, facts: JobFacts, tuning: TuningSection, search: Search) -> Wish | None:
         """The size that is worth a try, by what ``search`` has learnt of steps of the present one, if any is."""
-        sizes, best = sizes_of(facts, tuning), search.best
+        sizes, best = sizes_of(facts, tuning), search.best_measured
         noise = _noise(sizes)
         if sizes is None or noise is None or best is None:
             return None
@@ -192,21 +193,34 @@ class Growth:
         expected = asked.search.expect_at(facts_at(facts, size))
         if expected is None:
             return None
-        known = self._known.get(size)
+        known, on_line = self._known.get(size), self._on_line(size, asked)
+        there = known.seconds if known is not None else on_line
         point = known.point if known is not None and known.point is not None else expected.point
-        seconds = known.seconds if known is not None else expected.seconds
+        seconds = expected.seconds if there is None else there
         even = best.seconds * _progress_ratio(sizes, facts.global_batch, size, asked.noise)
         wish = Wish(
             first=facts.global_batch,
             size=size,
             point=point,
             seconds=seconds,
-            most_seconds=known.seconds if known is not None else expected.most_seconds,
+            most_seconds=expected.most_seconds if there is None else there,
             even_seconds=even,
             now_seconds=best.seconds,
             reason="",
         )
         return replace(wish, reason=_why(wish, asked))
+
+    def _on_line(self, size: int, asked: _Asked) -> float | None:
+        """What a step of ``size`` takes, where steps of two sizes are known: part of it is for each sample, and the rest
+        is not; None where but one is."""
+        present, seconds = asked.facts.global_batch, asked.best.seconds
+        others = sorted(each for each in self._known if each != present)
+        if not others:
+            return None
+        nearest = min(others, key=lambda each: abs(math.log(each / size)))
+        of_sample = (self._known[nearest].seconds - seconds) / (nearest - present)
+        of_sample = min(max(of_sample, 0.0), seconds / present)
+        return seconds + of_sample * (size - present)
 
     def _remember(self, decision: Decision) -> None:
         """What a decision from before a restart says of sizes."""

@@ -25,7 +25,7 @@ def limits_in_words(facts: JobFacts, tuning: TuningSection) -> list[str]:
 
 
 def _why_learned_stays(facts: JobFacts, tuning: TuningSection) -> str:
-    """Why keys that change what is learned have no effect in ``tuning.knobs``; empty where they have, or are not in it."""
+    """Why keys that change what is learned have no effect in ``tuning.knobs``; empty where none is such."""
     named = [key for key in _LEARNED if key in (tuning.knobs or {})]
     why_not = why_not_resized(facts, tuning) if SIZE_KEY in named else ""
     if not named or (SIZE_KEY in named and not why_not):

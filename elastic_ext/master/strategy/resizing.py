@@ -30,6 +30,8 @@ Stage = Literal["asked", "measuring", "kept", "back", "over"]
 """The size is to be put in force; its steps are measured; it stays; the one before is to be put in force again; nothing
 has come of it."""
 
+_TIMES_AS_MANY = 2
+"""Steps are measured of another size as of another point: more hangs on it."""
 _PATIENCE = 50
 """Windows in which facts of the size that was asked for are waited for."""
 
@@ -66,7 +68,7 @@ class Resizing:
 
     def begin(self, now: float, wish: Wish, facts: JobFacts, course: Course) -> list[Decision]:
         """Try a size, from where ``course`` has come to rest."""
-        best = course.search.best
+        best = course.search.best_measured
         assert best is not None
         self._wish = wish
         self._growth.begin(wish, best)
@@ -90,13 +92,22 @@ class Resizing:
         before = made.changes if self.stage == "back" else made.instead
         changes = {**before, **(more or {})}
         instead = {key: made.changes.get(key) for key in changes}
-        return self._write_back(now, self._newest, changes, instead, why)
+        return self._write_back(now, self._newest, changes, instead, why, made.before)
 
     def _write_back(
-        self, now: float, base: int, changes: Mapping[str, Any], instead: Mapping[str, Any], why: str
+        self,
+        now: float,
+        base: int,
+        changes: Mapping[str, Any],
+        instead: Mapping[str, Any],
+        why: str,
+        rate: float | None = None,
     ) -> list[Decision]:
+        """``rate`` is what steps had with what is put in force."""
         self.stage, self._trial = "back", None
-        self._made = self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)
+        self._made = self._book.add(
+            time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead, predicted=rate
+        )
         return [self._made]
 
     def _wished(self, kind: Kind, now: float, wish: Wish, facts: JobFacts, search: Search) -> Decision:
@@ -204,7 +215,7 @@ class Resizing:
         return self.go_back(now, f"{size_change_in_words(first, self.size)}: {why}")
 
     def _new_trial(self, facts: JobFacts) -> Trial:
-        steps = self._tuning.probe_steps or PROBE_STEPS
+        steps = _TIMES_AS_MANY * (self._tuning.probe_steps or PROBE_STEPS)
         return Trial(point_of(facts.values), version=self._version, revision=0, probe_steps=steps)
 
 

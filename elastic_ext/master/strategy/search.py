@@ -116,6 +116,12 @@ class Search:
             self._best = replace(found, seconds=math.exp(self._log_seconds(expected, found)))
         return self._best
 
+    @property
+    def best_measured(self) -> Measured | None:
+        """The same point, with what its steps took."""
+        best = self.best
+        return None if best is None else self._measured[best.point]
+
     def _log_seconds(self, expected: _Expected, measured: Measured) -> float:
         return float(expected.log_seconds[self._places[measured.point]])
 
@@ -237,7 +243,7 @@ class Search:
     def expect_at(self, facts: JobFacts) -> Proposal | None:
         """Where steps of the same job have as many samples as ``facts`` say: the point that is expected to be the
         fastest of those that are as the best one is here but for their micro-batches; None where none fits."""
-        best = self.best
+        best = self.best_measured
         if best is None:
             return None
         memory = Memory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
