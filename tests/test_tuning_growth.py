@@ -136,7 +136,7 @@ def test_steps_do_not_grow_where_little_is_waited_for_at_their_end() -> None:
     assert job.size == FIRST and not _sizes_told(job), "by what smaller micro-batches have shown"
     facts = _facts(values={**_facts().values, "dataloader.batch_size": 64})
     job = _grown(facts, sized=_quick_seconds)
-    assert job.size == FIRST and len(_sizes_told(job)) <= 2, "a try shows it where nothing else has"
+    assert job.size == FIRST and set(_sizes_told(job)) <= {FIRST, 2 * FIRST}, "a try shows it where nothing else has"
 
 
 def test_why_steps_do_not_grow_is_said_once() -> None:

@@ -211,8 +211,9 @@ class Growth:
         return replace(wish, reason=_why(wish, asked))
 
     def _on_line(self, size: int, asked: _Asked) -> float | None:
-        """What a step of ``size`` takes, where steps of two sizes are known: part of it is for each sample, and the rest
-        is not; None where but one is."""
+        """What a step of ``size`` takes by what steps of two others do: part of it is for each sample, the rest is not.
+
+        None where only one size is known."""
         present, seconds = asked.facts.global_batch, asked.best.seconds
         others = sorted(each for each in self._known if each != present)
         if not others:
