@@ -208,6 +208,7 @@ LAYERS: Mapping[str, int] = {
     "master.strategy.search": 1,
     "master.strategy.seen": 1,
     "master.strategy.shape": 1,
+    "master.strategy.size_tries": 1,
     "master.strategy.sizes": 1,
     "master.strategy.space": 1,
     "master.strategy.standing": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -60,7 +60,7 @@ def _grown(facts: JobFacts | None = None, knobs: Mapping[str, Any] | None = None
     return job
 
 
-def _pace(size: int, noise: float, sized: Any = _seconds) -> float:
+def _pace(size: int, noise: float, sized: Callable[[Point, int], dict[str, float]] = _seconds) -> float:
     """Samples of the first size's worth per second, by the best micro-batches."""
     share = -(-size // 4)
     best = min(sum(sized(Point(batch_size=each), share).values()) for each in range(1, share + 1))
@@ -167,7 +167,7 @@ def test_a_learning_rate_stays_within_the_bounds_that_a_user_gives(rule: str, mo
     noise = 4000.0
     job = _grown(_facts(noise, rule), {**KNOBS, "optimizer.learning_rate": (1e-4, most * 1e-3)})
     sizes = {FIRST, *_sizes_told(job)}
-    factors = {
+    factors: Mapping[str, Callable[[int], float]] = {
         "linear": lambda size: size / FIRST,
         "sqrt": lambda size: math.sqrt(size / FIRST),
         "adascale": lambda size: (noise / FIRST + 1) / (noise / size + 1),
@@ -326,7 +326,7 @@ def test_a_restarted_master_goes_on_from_a_size_that_was_kept_and_knows_those_th
     assert "undo" in again.kinds()
 
 
-def _again(job: TunedJob, sized: Any = _seconds) -> TunedJob:
+def _again(job: TunedJob, sized: Callable[[Point, int], dict[str, float]] = _seconds) -> TunedJob:
     """Its master is started again."""
     decisions = list({each.number: each for each in job.told}.values())
     facts = dataclasses.replace(job.facts, values={**job.start}, global_batch=FIRST, share=64)

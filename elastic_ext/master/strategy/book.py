@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .decisions import Decision, Kind, Outcome
+from .sizes import SIZE_KEY
 
 __all__ = ["Book"]
 
@@ -26,8 +27,12 @@ class Book:
 
     @property
     def last_kept(self) -> Decision | None:
-        """The newest one whose changes are in force, or were when others were added to them."""
+        """The newest one whose changes are in force, or were when others were added to them.
+
+        What has put a size of steps in force again is none: taken back, it would bring one that was found worse.
+        """
         kept = [each for each in self._decisions.values() if each.changes and each.outcome == "kept"]
+        kept = [each for each in kept if each.kind != "undo" or SIZE_KEY not in each.changes]
         return kept[-1] if kept else None
 
     @property

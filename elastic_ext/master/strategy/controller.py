@@ -7,7 +7,6 @@ decision that has changes, and tells of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from elastic_ext.config import ElasticConfig
@@ -19,11 +18,10 @@ from .budget import Budget
 from .change import changed_facts
 from .course import Course
 from .decisions import Decision, Kind
-from .growth import Growth
 from .limits import limits_in_words
 from .measuring import why_untrusted
-from .resizing import Resizing
 from .seen import Seen
+from .size_tries import SizeTries
 from .sizes import SIZE_KEY
 from .space import KEYS, Point, point_of, values_of
 from .standing import Stand, Standing
@@ -58,8 +56,7 @@ class Controller:
         self._config: ElasticConfig | None = None
         self._facts: JobFacts | None = None
         self._course: Course | None = None
-        self._growth = Growth(decisions)
-        self._resizing: Resizing | None = None
+        self._sizes = SizeTries(self._book, decisions)
         self._budget = Budget()
         self._must_begin = True
         self._heard: tuple[float, float] | None = None  # when, and what a step took
@@ -75,16 +72,15 @@ class Controller:
         """Rank 0 has written what is known of the job."""
         before, self._facts = self._facts, facts
         other = changed_facts(before, facts) if before is not None else ""
-        course, resizing = self._course, self._resizing
-        is_asked_for = before is not None and self._take_size(before, facts)
+        course, sizes = self._course, self._sizes
+        is_asked_for = before is not None and sizes.take_size(before, facts, self._tuning, self._budget)
         if course is None or self._must_begin or course.is_changed_inside:
             return self._begin(now)
-        if resizing is not None and is_asked_for and resizing.stage == "back":
+        if is_asked_for and sizes.is_going_back:
             return self._begin(now, is_back=True)
         if other and not is_asked_for:
             return self._begin(now, f"the search begins again: {other}")
-        is_taken = resizing is not None and resizing.take_facts(facts)
-        if not is_taken and facts.global_batch == course.num_samples:
+        if not sizes.take_facts(facts) and facts.global_batch == course.num_samples:
             course.take_facts(facts)
         return []
 
@@ -94,7 +90,7 @@ class Controller:
         self._config = config
         if author == "generated":
             return []
-        self._growth.allow()
+        self._sizes.take_config()
         changed = [] if before is None else list(before.differences(config))
         edited = [key for key in changed if not key.startswith(_NO_EDIT)]
         is_edit = bool(edited) or not changed  # a person may ask for just what is being tried
@@ -117,15 +113,15 @@ class Controller:
         self._heard, self._is_silent = (now, seen.num_steps * seen.step_seconds), False
         self._num_distrusted = 0
         self._num_calm += 1
-        if self._resizing is not None:
-            return self._see_resized(now, seen, self._resizing)
+        if self._sizes.is_trying:
+            return self._see_tried(now, seen, self._facts)
         told = self._course.see(now, seen, writes=self._writes)
         if any(each.kind == "reopen" for each in told):
-            self._growth.forget()
+            self._sizes.forget()
         is_known = (seen.version, seen.revision) == (self._facts.config_version, self._facts.config_revision)
         if self._course.is_changed_inside and is_known:  # facts of it have come before steps under it
             told += self._begin(now)
-        return told or self._look_at_sizes(now, self._course, self._facts)
+        return told or self._sizes.look(now, self._course, self._facts, self._tuning, writes=self._writes)
 
     def tick(self, now: float) -> list[Decision]:
         """Time passes."""
@@ -140,17 +136,18 @@ class Controller:
     def written(self, now: float, number: int, version: int) -> None:
         """The config of a decision was written, as this version."""
         self._book.written(number, version)
-        if self._resizing is not None:
-            self._resizing.written(number, version)
-        elif self._course is not None:
+        self._sizes.written(number, version)
+        if self._course is not None:
             self._course.written(number, version)
 
     def refused(self, now: float, number: int, why: str) -> list[Decision]:
         """The config of a decision is not put in force."""
         if self._course is None:
             return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
-        if self._resizing is not None:
-            return self._refuse_size(now, self._resizing, number, why)
+        if self._sizes.is_trying:
+            is_back = self._sizes.is_going_back
+            told = self._sizes.refused(number, why)
+            return [*told, *self._begin(now)] if told and is_back else told
         writes = self._writes and not self._is_paused
         return self._course.refused(now, number, why, writes=writes)
 
@@ -176,18 +173,15 @@ class Controller:
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
             return [self._say(now, "hold", "there is no change to be taken back")]
-        resizing = self._resizing
-        abandoned = self._abandon()
-        self._growth.refuse_taken_back(last)
+        open_ = self._book.open
+        abandoned = _some(self._book.close(open_.number, "undone")) if open_ else []
         here = point_of(facts.values) if self._must_begin or self._course is None else self._course.here
         target = here._replace(**{name: last.instead[key] for name, key in KEYS.items() if key in last.instead})
         size = last.instead.get(SIZE_KEY, facts.global_batch)
         why = f"{_changes_in_words(facts, here, target, size)}: a person takes decision {last.number} back"
         closed = _some(self._book.close(last.number, "undone"))
-        if resizing is not None and resizing.is_written:
-            self._resizing = resizing
-            taken = resizing.go_back(now, why, last.instead)
-        else:
+        taken = self._sizes.undo(now, last, why)
+        if taken is None:
             taken = self._go_back(now, facts, here, target, why, {} if size == facts.global_batch else last.instead)
         paused = [] if self._is_paused else self._pause(now, f"{why}; say resume to go on")
         return [*abandoned, *closed, *taken, *paused]
@@ -226,10 +220,12 @@ class Controller:
             return "waiting", "the tuner waits for what is known of the job"
         if not self._writes:
             return "watching", "the tuner looks on and advises"
-        if self._resizing is not None:
+        if self._sizes.is_trying:
             return "probing", "the tuner tries steps of another size"
         if self._course.stage == "settled":
-            return "settled", f"the tuner has settled, and watches the pace{self._waits_for_noise()}"
+            waits = self._sizes.waits_for_noise(self._facts, self._tuning)
+            more = "; steps may grow once it is known how noisy their gradients are" if waits else ""
+            return "settled", f"the tuner has settled, and watches the pace{more}"
         if self._course.stage == "saving":
             return "probing", "the tuner trains at the best config until that has paid for what it tries next"
         return "probing", "the tuner tries what may be faster"
@@ -252,8 +248,8 @@ class Controller:
                 self._tuning.probe_budget
             )  # what the user's own config would do in this job is not known
         if reason:
-            self._growth.forget()
-        self._resizing = None
+            self._sizes.forget()
+        self._sizes.drop()
         is_found = is_back and earlier is not None and earlier.is_of(facts)
         self._course = earlier.begun_again(facts) if is_found and earlier else self._made(facts, earlier)
         return told if is_back else [*told, *self._take_back_unmeasured(now, facts)]
@@ -289,8 +285,7 @@ class Controller:
         """Have a point in force again, be it with a search or without one; ``sized`` is all that is to be set where the
         size of steps is among that."""
         if sized:
-            self._resizing = Resizing(self._book, self._growth, self._tuning)
-            return self._resizing.begin_back(now, facts, sized, why)
+            return self._sizes.go_back(now, facts, self._tuning, sized, why)
         if target == here:
             return []
         if self._course is not None and not self._must_begin:
@@ -312,7 +307,8 @@ class Controller:
 
     def _abandon(self) -> list[Decision]:
         """What is being tried is no longer in force."""
-        open_, self._resizing = self._book.open, None
+        open_ = self._book.open
+        self._sizes.drop()
         return _some(self._book.close(open_.number, "undone")) if open_ else []
 
     def _pause(self, now: float, why: str) -> list[Decision]:
@@ -329,63 +325,19 @@ class Controller:
             held += self._leave(now, f"what was tried cannot be measured: {why}")
         return held
 
-    # ---- steps of another size ----
-
-    def _look_at_sizes(self, now: float, course: Course, facts: JobFacts) -> list[Decision]:
-        """Whether a step of another size would teach more in the same time, where nothing else is to be tried."""
-        if not course.is_at_rest or not self._growth.is_due(facts, self._tuning):
-            return []
-        wish = self._growth.propose(facts, self._tuning, course.search)
-        if wish is None:
-            return []
-        resizing = Resizing(self._book, self._growth, self._tuning)
-        if not self._writes:
-            return resizing.advise(now, wish, facts, course) if self._growth.is_news(wish) else []
-        if not course.can_pay_for(wish.most_seconds_alike):
-            return []
-        self._resizing = resizing
-        return resizing.begin(now, wish, facts, course)
-
-    def _take_size(self, before: JobFacts, facts: JobFacts) -> bool:
-        """Whether steps have another size since it was asked for here, and nothing else is another job's."""
-        alike = replace(before, global_batch=facts.global_batch, share=facts.share)
-        resizing = self._resizing
-        if resizing is None or before.global_batch == facts.global_batch or facts.global_batch != resizing.size:
-            return False
-        if changed_facts(alike, facts):
-            return False
-        self._budget.change_pace(self._growth.progress_ratio(before, facts, self._tuning))
-        return True
-
-    def _see_resized(self, now: float, seen: Seen, resizing: Resizing) -> list[Decision]:
+    def _see_tried(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
+        """Steps while another size is tried, at which a course begins where it stays."""
         self._budget.see(seen)
-        told = resizing.see(now, seen)
-        if resizing.stage == "kept" and self._facts is not None and resizing.search is not None:
-            self._resizing = None
-            self._course = Course(self._facts, self._tuning, self._book, resizing.search, self._budget)
+        told, search = self._sizes.see(now, seen)
+        if search is not None:
+            self._course = Course(facts, self._tuning, self._book, search, self._budget)
         return told
-
-    def _refuse_size(self, now: float, resizing: Resizing, number: int, why: str) -> list[Decision]:
-        is_back = resizing.stage == "back"
-        told = resizing.refused(number, why)
-        if resizing.stage == "over":
-            self._resizing = None
-        return [*told, *self._begin(now)] if told and is_back else told
 
     def _leave(self, now: float, why: str) -> list[Decision]:
         """What is being tried is not left in force."""
-        if self._resizing is None:
-            return self._course.leave(now, why) if self._course is not None else []
-        told = self._resizing.leave(now, why)
-        if self._resizing.stage == "over":
-            self._resizing = None
-        return told
-
-    def _waits_for_noise(self) -> str:
-        waits = self._facts is not None and self._growth.waits(self._facts, self._tuning)
-        return "; steps may grow once it is known how noisy their gradients are" if waits else ""
-
-    # ---- words ----
+        if self._sizes.is_trying:
+            return self._sizes.leave(now, why)
+        return self._course.leave(now, why) if self._course is not None else []
 
     def _hold_once(self, now: float, why: str) -> list[Decision]:
         if why in self._told:

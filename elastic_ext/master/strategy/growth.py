@@ -89,6 +89,7 @@ class Growth:
         """``decisions`` are those from before a restart, by which sizes are known."""
         self._known: dict[int, _Known] = {}
         self._refused: set[int] = set()
+        self._unwanted: set[int] = set()
         self._looked: tuple[int, float] | None = None  # at which size, and noise scale
         self._num_windows = 0
         self._told: tuple[int, float] | None = None
@@ -106,11 +107,11 @@ class Growth:
         self._refused.add(size)
         self._looked = None
 
-    def refuse_taken_back(self, decision: Decision) -> None:
-        """A person has taken a decision back, and with it the size that it gave steps, if it did."""
+    def take_back(self, decision: Decision) -> None:
+        """A person has taken a decision back, and does not want the size that it gave steps, if it did."""
         size = decision.changes.get(SIZE_KEY)
         if isinstance(size, int):
-            self.refuse(size)
+            self._unwanted.add(size)
 
     def allow(self) -> None:
         """A person has changed the config: what was refused before may be possible now."""
@@ -146,7 +147,8 @@ class Growth:
         if sizes is None or noise is None or best is None:
             return None
         self._looked, self._num_windows = (facts.global_batch, noise), 0
-        possible = [size for size in (*sizes.larger(), *sizes.smaller()) if size not in self._refused]
+        left_out = self._refused | self._unwanted
+        possible = [size for size in (*sizes.larger(), *sizes.smaller()) if size not in left_out]
         asked = _Asked(sizes, noise, facts, search, best)
         wishes = [self._wish(size, asked) for size in possible if sizes.may_be(size, noise)]
         found = max((each for each in wishes if each is not None), key=lambda each: each.gain, default=None)
