@@ -248,6 +248,7 @@ class Search:
             return None
         memory = Memory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
         points = [best.point._replace(batch_size=size) for size in micro_batches_of(facts, self._tuning)]
+        points = [point for point in points if point not in self._refused or point == best.point]
         points = [point for point in points if not memory.why_not(self._at_most(point, facts))]
         if not points:
             return None
