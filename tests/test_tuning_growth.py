@@ -273,6 +273,25 @@ def test_pause_takes_back_the_size_that_is_tried() -> None:
     assert job.size > FIRST and job.controller.standing.stand == "settled"
 
 
+def test_bounds_that_a_person_changes_while_a_size_is_tried_begin_anew_with_the_size_before() -> None:
+    job = _in_a_try()
+    assert job.edit({"tuning.knobs": {"dataloader.batch_size": (1, 64)}}) == []
+    told = job.tell_facts()
+    assert [(each.kind, each.outcome) for each in told] == [("probe", "undone"), ("undo", "")]
+    job.run(ENOUGH)
+    assert job.size == FIRST and job.controller.standing.stand == "settled"
+
+
+def test_a_size_of_which_the_job_never_tells_is_taken_back() -> None:
+    job = _job(_facts(choices={"global_batch_size": ()}))
+    told = [each for _ in range(20) for each in job.controller.see(job.now, job.seen())]
+    (asked,) = [each for each in told if each.changes]
+    job.controller.written(job.now, asked.number, 2)
+    back = [each for _ in range(60) for each in job.controller.see(job.now, job.seen(version=2))]
+    assert [(each.kind, each.outcome) for each in back] == [("probe", "undone"), ("undo", "")]
+    assert "has not told of steps of that size" in back[-1].reason and back[-1].changes["global_batch_size"] == FIRST
+
+
 def test_a_size_that_cannot_be_measured_is_taken_back() -> None:
     job = _in_a_try()
     told = job.run(40, trouble="rank 2 is silent")
@@ -512,6 +531,8 @@ def test_whatever_noise_is_told_sizes_stay_within_bounds(events: list[Any], rule
                 {key: value for key, value in each.changes.items() if value is not None}, version=1
             )
             assert math.isfinite(each.predicted or 0.0)
+            if each.kind == "probe" and rule == "linear":
+                assert size <= 4 * FIRST, "as far as the learning rate may follow"
 
 
 @given(
@@ -546,3 +567,25 @@ def test_sizes_are_whole_within_bounds_and_what_a_sample_teaches_falls(
         1 - 1e-9 <= factor <= size / learning.first_batch * (1 + 1e-9)
         for factor, size in zip(factors, ladder, strict=True)
     )
+
+
+def test_where_noise_is_no_longer_known_a_try_is_judged_by_what_was_known_as_it_began() -> None:
+    job = _in_a_try(facts=_facts(1e6))
+    job.tell_facts(learning=LearningFacts(rule="sqrt", first_batch=FIRST, noise_scale=None))
+    while job.controller.standing.stand == "probing" and "of another size" in job.controller.standing.sentence:
+        job.run(1)
+    ended = [each for each in job.told if each.outcome and "global_batch_size" in each.changes][-1]
+    assert ended.outcome == "kept" and "as was expected of noise" in ended.reason
+    size = job.size
+    job.run(ENOUGH)
+    assert job.size == size > FIRST, "nothing further is tried by it"
+
+
+def test_noise_that_falls_while_a_size_is_tried_has_it_taken_back() -> None:
+    job = _in_a_try(facts=_facts(1e6))
+    job.tell_facts(learning=LearningFacts(rule="sqrt", first_batch=FIRST, noise_scale=1.0))
+    job.run(ENOUGH)
+    tried = [each for each in job.told if each.outcome and each.kind == "probe" and "global_batch_size" in each.changes]
+    assert [each.outcome for each in tried] == ["undone"] and job.size == FIRST
+    back = job.last("undo")
+    assert back.predicted == tried[0].before and back.outcome == "kept" and back.measured

@@ -1,5 +1,4 @@
-"""Growth: whether a step of another size would teach more in the same time, by what steps take and how noisy they are.
-Pure.
+"""Growth: whether steps of another size would teach more in the same time, by how long and how noisy they are. Pure.
 
 What counts of a size is how fast it teaches: samples per second times their efficiency (sizes.py). Steps of another
 size are worth a try where that is expected to be well above what it is now, and stay where it measures above it.
