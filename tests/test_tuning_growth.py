@@ -176,6 +176,18 @@ def test_a_learning_rate_stays_within_the_bounds_that_a_user_gives(rule: str, mo
     assert (job.size > FIRST) is (most > 1.2)
 
 
+def test_a_rate_that_leaves_its_bounds_as_noise_grows_has_steps_shrink() -> None:
+    """AdaScale's gain grows with the noise scale, up to the size itself."""
+    job = _grown(_facts(2000.0, "adascale"), {**KNOBS, "optimizer.learning_rate": (1e-4, 3.5e-3)})
+    size = job.size
+    assert size > 3.5 * FIRST
+    job.tell_facts(learning=LearningFacts(rule="adascale", first_batch=FIRST, noise_scale=1e6))
+    job.run(ENOUGH)
+    assert FIRST < job.size <= 3.5 * FIRST
+    shrunk = next(each for each in job.told if each.instead.get("global_batch_size") == size)
+    assert "beyond what tuning.knobs allow" in shrunk.reason
+
+
 def test_only_sizes_that_a_user_lists_are_tried() -> None:
     job = _grown(_facts(1e6), {"global_batch_size": (FIRST, 400, 700, 1001, 5000)})
     assert set(_sizes_told(job)) <= {FIRST, 400, 700, 5000} and job.size in (700, 5000)

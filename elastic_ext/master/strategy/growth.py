@@ -54,6 +54,8 @@ class Wish:
     """... and what a step would take that teaches as fast as now;"""
     now_seconds: float
     """... and what one takes now."""
+    is_needed: bool
+    """Whether the present size leaves its bounds, so that the other one is not a matter of what it brings."""
     reason: str
 
     @property
@@ -137,6 +139,8 @@ class Growth:
         if self._looked is None or self._looked[0] != facts.global_batch or self._num_windows >= _NUM_WINDOWS:
             return True
         before = self._looked[1]
+        if noise != before and self._is_needed(facts, tuning, noise):
+            return True
         return not before / _OTHER_NOISE <= noise <= before * _OTHER_NOISE
 
     def propose(self, facts: JobFacts, tuning: TuningSection, search: Search) -> Wish | None:
@@ -151,13 +155,11 @@ class Growth:
         asked = _Asked(sizes, noise, facts, search, best)
         wishes = [self._wish(size, asked) for size in possible if sizes.may_be(size, noise)]
         found = max((each for each in wishes if each is not None), key=lambda each: each.gain, default=None)
-        if found is None or (found.gain < 1 + LEAST_GAIN and sizes.may_be(facts.global_batch, noise)):
-            return None
-        return found
+        return found if found is not None and (found.is_needed or found.gain >= 1 + LEAST_GAIN) else None
 
     def judge(self, wish: Wish, measured: Measured, facts: JobFacts, tuning: TuningSection) -> Verdict:
         """Whether steps of the size that was wished for stay, by what is known of noise now."""
-        before = self._known[wish.first].seconds
+        before = wish.now_seconds
         self._known[wish.size] = _Known(measured.point, measured.seconds)
         self._looked = None
         sizes = sizes_of(facts, tuning)
@@ -167,9 +169,8 @@ class Growth:
         else:
             ratio, known = _progress_ratio(sizes, wish.first, wish.size, noise), f"by {_noise_in_words(noise)}"
         times = ratio * before / measured.seconds
-        is_free = sizes is None or noise is None or sizes.may_be(wish.first, noise)
         reason = f"measured, it learns {times:.3g} times as fast as with {wish.first:,} samples a step, {known}"
-        return Verdict(times >= 1 + _LEAST_KEPT or not is_free, reason)
+        return Verdict(wish.is_needed or times >= 1 + _LEAST_KEPT, reason)
 
     def progress_ratio(self, before: JobFacts, now: JobFacts, tuning: TuningSection) -> float:
         """How many times as much as before a step teaches."""
@@ -189,6 +190,10 @@ class Growth:
 
     # ---- how ----
 
+    def _is_needed(self, facts: JobFacts, tuning: TuningSection, noise: float) -> bool:
+        sizes = sizes_of(facts, tuning)
+        return sizes is not None and not sizes.may_stay(facts.global_batch, noise)
+
     def _wish(self, size: int, asked: _Asked) -> Wish | None:
         sizes, best, facts = asked.sizes, asked.best, asked.facts
         expected = asked.search.expect_at(facts_at(facts, size))
@@ -196,7 +201,9 @@ class Growth:
             return None
         known, on_line = self._known.get(size), self._on_line(size, asked)
         there = known.seconds if known is not None else on_line
-        point = known.point if known is not None and known.point is not None else expected.point
+        point = expected.point
+        if known is not None and known.point is not None and asked.search.fits_at(facts_at(facts, size), known.point):
+            point = known.point
         seconds = expected.seconds if there is None else there
         even = best.seconds * _progress_ratio(sizes, facts.global_batch, size, asked.noise)
         wish = Wish(
@@ -207,6 +214,7 @@ class Growth:
             most_seconds=expected.most_seconds if there is None else there,
             even_seconds=even,
             now_seconds=best.seconds,
+            is_needed=not sizes.may_stay(facts.global_batch, asked.noise),
             reason="",
         )
         return replace(wish, reason=_why(wish, asked))
@@ -269,7 +277,7 @@ def _why(wish: Wish, asked: _Asked) -> str:
     words = f"{words}{efficiency:.3g} times as much then, so that it learns {wish.gain:.3g} times as fast; "
     factor = sizes.rate_factor(wish.size, noise) / sizes.rate_factor(wish.first, noise)
     words = f"{words}learning rates become {factor:.3g} times what they are ({sizes.learning.rule})"
-    if not sizes.may_be(wish.first, noise):
+    if wish.is_needed:
         words = f"{words}; {wish.first:,} samples are beyond what tuning.knobs allow"
     return words
 

@@ -246,9 +246,9 @@ class Search:
         best = self.best_measured
         if best is None:
             return None
-        memory = Memory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
         points = [best.point._replace(batch_size=size) for size in micro_batches_of(facts, self._tuning)]
         points = [point for point in points if point not in self._refused or point == best.point]
+        memory = self._memory_at(facts)
         points = [point for point in points if not memory.why_not(self._at_most(point, facts))]
         if not points:
             return None
@@ -265,6 +265,13 @@ class Search:
             most_seconds=math.exp(log_seconds[place] + _SURE * unsure),
             is_affordable=True,
         )
+
+    def fits_at(self, facts: JobFacts, point: Point) -> bool:
+        """Whether ``point`` fits into memory where steps have as many samples as ``facts`` say."""
+        return not self._memory_at(facts).why_not(self._at_most(point, facts))
+
+    def _memory_at(self, facts: JobFacts) -> Memory:
+        return Memory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
 
     def _at_most(self, point: Point, facts: JobFacts) -> Point:
         """What ``point`` takes most as: where nobody can choose it, a micro-batch that is a whole share may grow with

@@ -109,7 +109,7 @@ class SizeTries:
         trying = Resizing(self._book, self._growth, tuning)
         if not writes:
             return trying.advise(now, wish, facts, course) if self._growth.is_news(wish) else []
-        if not course.can_pay_for(wish.most_seconds_alike):
+        if not wish.is_needed and not course.can_pay_for(wish.most_seconds_alike):
             return []
         self._now = trying
         return trying.begin(now, wish, facts, course)

@@ -70,7 +70,11 @@ class Sizes:
         return self.progress(size, noise) / first  # which is AdaScale's gain
 
     def may_be(self, size: int, noise: float) -> bool:
-        """Whether ``size`` keeps to all bounds; the first batch does, since the user has trained with it."""
+        """Whether ``size`` keeps to all bounds, and will until sizes are looked at again."""
+        return self.may_stay(size, noise) and self.may_stay(size, _MORE_NOISE * noise)
+
+    def may_stay(self, size: int, noise: float) -> bool:
+        """Whether ``size`` keeps to all bounds now; the first batch does, since the user has trained with it."""
         if size == self.first_batch:
             return True
         if not self.least <= size <= self.most or (self.listed is not None and size not in self.listed):
@@ -78,8 +82,8 @@ class Sizes:
         if self.rates is None or self.rate is None:
             return True
         low, high = self.rates
-        found = [self.rate * self.rate_factor(size, each) for each in (noise, _MORE_NOISE * noise)]
-        return low * (1 - _CLOSE) <= min(found) and max(found) <= high * (1 + _CLOSE)
+        found = self.rate * self.rate_factor(size, noise)
+        return low * (1 - _CLOSE) <= found <= high * (1 + _CLOSE)
 
     def larger(self) -> list[int]:
         """The next ones that may be tried."""
