@@ -41,6 +41,12 @@ class Book:
         return self._decisions[max(self._decisions)] if self._decisions else None
 
     @property
+    def _left(self) -> Decision | None:
+        """The newest one whose config was written and is not in force."""
+        refused = [each for each in self._decisions.values() if each.version is not None and each.outcome == "refused"]
+        return refused[-1] if refused else None
+
+    @property
     def is_paused(self) -> bool:
         """Whether the last word on that was a pause."""
         words = [each.kind for each in self._decisions.values() if each.kind in ("pause", "resume")]
@@ -59,15 +65,23 @@ class Book:
         predicted: float | None = None,
         predicted_bytes: int | None = None,
     ) -> Decision:
-        """A new decision."""
+        """A new decision.
+
+        Where ranks have refused the newest version, it is made from that all the same, since nothing is written from
+        an older one: what was refused is taken out of it.
+        """
+        changes, instead = changes or {}, instead or {}
+        left = self._left
+        if left is not None and left.version is not None and base < left.version and changes and kind != "advise":
+            base, changes, instead = left.version, {**left.instead, **changes}, {**left.instead, **instead}
         made = Decision(
             number=self._next,
             time=time,
             kind=kind,
             reason=reason,
             base=base,
-            changes=changes or {},
-            instead=instead or {},
+            changes=changes,
+            instead=instead,
             before=before,
             predicted=predicted,
             predicted_bytes=predicted_bytes,
