@@ -164,7 +164,9 @@ class TunedJob:
         return [each for each in self.told if each.kind == kind][-1]
 
     def _write(self, decision: Decision) -> None:
-        version = max(self.configs) + 1
+        newest = max(self.configs)
+        assert decision.base == newest, "a master writes nothing that was made from an older version"
+        version = newest + 1
         values = {**self.configs[decision.base], **decision.changes}
         self.configs[version] = {key: value for key, value in values.items() if value is not None}
         self.controller.written(self.now, decision.number, version)
