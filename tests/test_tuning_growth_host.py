@@ -59,7 +59,8 @@ class Growing:
         """Facts, then a window of each rank's, then what is due is written."""
         self.now += 1
         self.number += 1
-        newest, events = self.job.book.newest, []
+        newest = self.job.book.newest
+        events: list[wire.JobEvent] = []
         if not self.is_refused:
             self.size, self._in_force = self.newest_size, self.job.book.version
         elif self.job.book.version not in self._told_of:
@@ -86,7 +87,7 @@ class Growing:
         told = [self._worker(rank, step, version) for rank in range(NUM_RANKS)]
         self.trained += 10 * sum(step.values())
         held = wire.ConfigHeld(version=self.job.book.version, digest="" if newest is None else newest.config.digest)
-        given = {"workers": told, "facts": facts.to_json(), "held": held, "events": events}
+        given: dict[str, Any] = {"workers": told, "facts": facts.to_json(), "held": held, "events": events}
         self.job.beat(self._moment, wire.BeatRequest(node_id="a", incarnation=1, **given))
         self.job.tick(self._moment)
         while (decision := self.job.tuning.due) is not None:
