@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.job_facts import JobFacts, LearningFacts
 from elastic_ext.master.admission import Refused
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.configs import Late
@@ -24,7 +25,7 @@ from elastic_ext.master.job import Job, JobSettings, Moment
 from elastic_ext.master.prometheus import exposition
 from elastic_ext.master.status import job_status
 from elastic_ext.master.store import Store, Stored
-from elastic_ext.master.strategy.decisions import Decision
+from elastic_ext.master.strategy.decisions import Decision, Kind
 from elastic_ext.master.tuning_words import Mode
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.job_facts import made_facts
@@ -243,6 +244,41 @@ def test_what_is_learned_is_never_changed_whatever_was_decided() -> None:
     told.round(1)
     with pytest.raises(Refused, match="global_batch_size is not for the tuner to change"):
         told.write()
+
+
+@pytest.mark.parametrize("kind", ["probe", "undo", "settle"])
+@pytest.mark.parametrize("knobs", [{"global_batch_size": [64, 1024]}, {"dataloader.num_workers": [0, 4]}])
+def test_the_size_of_steps_is_changed_where_a_person_lets_it_and_always_taken_back(
+    kind: Kind, knobs: dict[str, list[int]]
+) -> None:
+    told = Told(deciding(decision_of(base=1, kind=kind, changes={"global_batch_size": 256})))
+    told.set(tuning__knobs=knobs)
+    told.beat(facts=FACTS)
+    told.round(1, config_version=1)
+    if kind == "undo" or (kind == "probe" and "global_batch_size" in knobs):
+        told.write()
+        assert told.job.book.newest is not None
+        assert told.job.book.newest.config.values()["global_batch_size"] == 256
+    else:
+        with pytest.raises(Refused, match="global_batch_size is not for the tuner to change"):
+            told.write()
+
+
+@pytest.mark.parametrize(
+    ("learning", "words"),
+    [
+        ({"noise_scale": -1.0}, "no such number"),
+        ({"noise_scale": math.inf}, "noise_scale is inf"),
+        ({"first_batch": 0}, "no such number"),
+        ({"first_batch": 10**400}, "first_batch is no amount"),
+    ],
+)
+def test_noise_that_cannot_be_is_refused_with_all_facts(learning: dict[str, Any], words: str) -> None:
+    strategy = Scripted()
+    told = Told(strategy)
+    given = {"rule": "sqrt", "first_batch": 64, "noise_scale": 10.0, **learning}
+    told.beat(raw=replace(FACTS, learning=LearningFacts(**given)).to_json())
+    assert strategy.all("take_facts") == [] and words in told.job.tuning.standing()[1]
 
 
 def test_a_persons_version_that_is_still_to_come_is_not_brought_forward() -> None:

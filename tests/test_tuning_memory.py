@@ -248,3 +248,11 @@ def test_what_is_expected_of_simulated_jobs_is_not_too_little(seed: int) -> None
         expected = memory.expected_bytes(point)
         assert expected is not None
         assert expected >= 0.94 * job.bytes_of(point), point
+
+
+def test_each_unit_that_is_gathered_ahead_is_whole_beside_the_one_in_use() -> None:
+    facts = _facts(_memory(), num_blocks=12, values={**START, "parallelism.strategy": "full_shard"})
+    none, usual, one, two = (_bytes(facts, batch_size=64, prefetch=ahead) for ahead in (0, "torch", 1, 2))
+    assert usual == one and one - none == two - one == 50
+    many, all_of_them = (_bytes(facts, batch_size=64, prefetch=ahead) for ahead in (12, 40))
+    assert many == all_of_them, "there are no more"

@@ -184,3 +184,16 @@ def test_points_that_come_to_the_same_have_the_same_number() -> None:
         [START, START._replace(prefetch_factor=8), START._replace(unit=4), START._replace(batch_size=4)], _facts()
     ).same
     assert list(same) == [0, 0, 0, 1]
+
+
+def test_what_is_gathered_further_ahead_is_waited_for_less() -> None:
+    facts = _facts(world_size=8)
+    sharded = START._replace(strategy="full_shard", unit=1, batch_size=8)
+    ways = [sharded._replace(prefetch=ahead) for ahead in (0, "torch", 1, 2)] + [START]
+    columns = columns_of(ways, facts)
+    said = phases_of(_numbers(near=3e-11), columns, facts.share)
+    nothing, usual, one, two, plain = said["passes"].tolist()
+    assert nothing > usual == one > two > plain
+    assert columns.same[1] == columns.same[2] != columns.same[3]
+    few = columns_of([sharded._replace(unit=12, prefetch=ahead) for ahead in (1, 2, 5)], facts)
+    assert len(set(few.same.tolist())) == 1, "there is one unit besides"

@@ -112,6 +112,40 @@ def test_what_is_so_by_itself_is_no_choice_beside_it() -> None:
     assert said["unit"] == (1, 2, 4)
 
 
+@pytest.mark.parametrize(
+    ("present", "num_blocks", "choices"),
+    [
+        ("torch", 12, ("torch", 2)),
+        (None, 3, (None, 2)),
+        (1, 12, (1, 2)),
+        (0, 12, (0, 1, 2)),
+        (3, 12, (1, 2, 3)),
+        ("torch", 2, ("torch",)),
+        (1, 0, (1,)),
+    ],
+)
+def test_units_are_gathered_ahead_where_there_are_some_and_the_model_is_sharded(
+    present: Any, num_blocks: int, choices: tuple[Any, ...]
+) -> None:
+    values = {"parallelism.strategy": "full_shard", "parallelism.prefetch": present}
+    ways = {"parallelism.strategy": ("no_shard", "full_shard"), "parallelism.prefetch": ()}
+    space = _space(made_facts(choices=ways, values=values, num_blocks=num_blocks))
+    assert space.choices["prefetch"] == choices
+    assert {point.prefetch for point in space.points if point.strategy == "full_shard"} == set(choices)
+    assert {point.prefetch for point in space.points if point.strategy == "no_shard"} == {present}
+
+
+def test_where_there_are_too_many_points_units_ahead_are_left_out_first() -> None:
+    values = {"parallelism.strategy": "full_shard", "parallelism.prefetch": "torch", "dataloader.batch_size": 2}
+    ways = {**ALL_CHOICES, "parallelism.prefetch": ()}
+    facts = made_facts(choices=ways, share=64, world_size=16, num_local=8, num_processors=8, values=values)
+    facts = dataclasses.replace(facts, device="cuda")
+    choices = _space(facts).choices
+    assert choices["prefetch"] == ("torch",)
+    without = dataclasses.replace(facts, choices=ALL_CHOICES)
+    assert choices == _space(without).choices
+
+
 def test_the_same_facts_make_the_same_space() -> None:
     assert _space(made_facts(choices=ALL_CHOICES)) == _space(made_facts(choices=ALL_CHOICES))
 

@@ -38,15 +38,19 @@ class TunedJob:
         mode: Mode = "auto",
         decisions: Sequence[Decision] = (),
         seconds: Callable[[Point], dict[str, float]] = loader_seconds,
+        sized: Callable[[Point, int], dict[str, float]] | None = None,
         facts: JobFacts | None = None,
         noise: float = 0.01,
         config: Mapping[str, Any] | None = None,
         configs: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
+        """``sized`` says what steps take where that depends on a rank's share of them as well."""
         self.controller = Controller(mode=mode, decisions=decisions)
-        self.seconds = seconds
+        self._given = seconds
+        self._sized = sized
         self.facts = facts or made_facts(choices=LOADER)
         self.start = dict(self.facts.values)
+        self._first_size = self._last_size = self.facts.global_batch
         self.configs: dict[int, dict[str, Any]] = {0: {}, **{key: dict(each) for key, each in (configs or {}).items()}}
         self.version, self.revision = max(self.configs), 0
         self.inside: dict[str, Any] = {}  # what the job itself has changed of its config, as that revision
@@ -58,7 +62,28 @@ class TunedJob:
         self._has_config = config is not None
         if config is not None:
             self.edit(config)
+        elif configs:
+            self.take(self.controller.take_config(self.now, self._config(self.version), "generated"))
         self.tell_facts()
+
+    @property
+    def seconds(self) -> Callable[[Point], dict[str, float]]:
+        """What steps take, phase by phase."""
+        sized, share = self._sized, self.share
+        return self._given if sized is None else lambda point: sized(point, share)
+
+    @seconds.setter
+    def seconds(self, seconds: Callable[[Point], dict[str, float]]) -> None:
+        self._given, self._sized = seconds, None
+
+    @property
+    def size(self) -> int:
+        """Samples of a step under the config in force."""
+        return int(self._values.get("global_batch_size") or self._first_size)
+
+    @property
+    def share(self) -> int:
+        return -(-self.size // self.facts.num_replicas)
 
     @property
     def point(self) -> Point:
@@ -70,6 +95,11 @@ class TunedJob:
 
     def tell_facts(self, **changes: Any) -> list[Decision]:
         now = {"values": self._values, "config_version": self.version, "config_revision": self.revision}
+        if self.size != self._last_size:
+            now |= {"global_batch": self.size, "share": self.share}
+            self._last_size = self.size
+        if self._sized is not None:
+            now["values"] = {**self._values, "global_batch_size": self.size}
         self.facts = dataclasses.replace(self.facts, **{**now, **changes})
         return self.take(self.controller.take_facts(self.now, self.facts))
 
@@ -122,7 +152,8 @@ class TunedJob:
         return given
 
     def rate(self, point: Point | None = None) -> float:
-        return self.facts.global_batch / sum(self.seconds(point or self.point).values())
+        size = self.facts.global_batch if self._sized is None else self.size
+        return size / sum(self.seconds(point or self.point).values())
 
     def kinds(self) -> list[str]:
         """Of decisions as they were made."""
@@ -133,7 +164,9 @@ class TunedJob:
         return [each for each in self.told if each.kind == kind][-1]
 
     def _write(self, decision: Decision) -> None:
-        version = max(self.configs) + 1
+        newest = max(self.configs)
+        assert decision.base == newest, "a master writes nothing that was made from an older version"
+        version = newest + 1
         values = {**self.configs[decision.base], **decision.changes}
         self.configs[version] = {key: value for key, value in values.items() if value is not None}
         self.controller.written(self.now, decision.number, version)

@@ -22,6 +22,7 @@ from .configs import Author, Late, Page
 from .facts_told import facts_told
 from .seeing import Seeing
 from .strategy.decisions import Decision
+from .strategy.sizes import SIZE_KEY, is_asked_for
 from .strategy.space import KEYS
 from .tuning_words import Mode, event_text
 from .wire import master_pb2
@@ -307,8 +308,14 @@ class Tuning:
 
 
 def check_decision(decision: Decision, newest: Page | None, *, step: int) -> None:
-    """Late or Refused where a decision must not become the version after ``newest``, whatever has decided it."""
-    learned = [path for path in decision.changes if path not in _KEYS]
+    """Late or Refused where a decision must not become the version after ``newest``, whatever has decided it.
+
+    The size of steps is among its keys where a person lets them grow; one that was tried is always taken back.
+    """
+    is_let_grow = newest is not None and is_asked_for(newest.config.tuning)
+    is_size_its_own = decision.kind == "undo" or (decision.kind == "probe" and is_let_grow)
+    allowed = _KEYS | {SIZE_KEY} if is_size_its_own else _KEYS
+    learned = [path for path in decision.changes if path not in allowed]
     if learned:
         raise Refused("other", f"{', '.join(learned)[:_MOST_WORDS]} is not for the tuner to change")
     begins = None if newest is None else newest.config.apply_at_step

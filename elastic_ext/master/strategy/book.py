@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .decisions import Decision, Kind, Outcome
+from .sizes import SIZE_KEY
 
 __all__ = ["Book"]
 
@@ -26,14 +27,24 @@ class Book:
 
     @property
     def last_kept(self) -> Decision | None:
-        """The newest one whose changes are in force, or were when others were added to them."""
+        """The newest one whose changes are in force, or were when others were added to them.
+
+        What has put a size of steps in force again is none: taken back, it would bring one that was found worse.
+        """
         kept = [each for each in self._decisions.values() if each.changes and each.outcome == "kept"]
+        kept = [each for each in kept if each.kind != "undo" or SIZE_KEY not in each.changes]
         return kept[-1] if kept else None
 
     @property
     def last(self) -> Decision | None:
         """The newest of all."""
         return self._decisions[max(self._decisions)] if self._decisions else None
+
+    @property
+    def _left(self) -> Decision | None:
+        """The newest one whose config was written and is not in force."""
+        refused = [each for each in self._decisions.values() if each.version is not None and each.outcome == "refused"]
+        return refused[-1] if refused else None
 
     @property
     def is_paused(self) -> bool:
@@ -54,15 +65,23 @@ class Book:
         predicted: float | None = None,
         predicted_bytes: int | None = None,
     ) -> Decision:
-        """A new decision."""
+        """A new decision.
+
+        Where ranks have refused the newest version, it is made from that all the same, since nothing is written from
+        an older one: what was refused is taken out of it.
+        """
+        changes, instead = changes or {}, instead or {}
+        left = self._left
+        if left is not None and left.version is not None and base < left.version and changes and kind != "advise":
+            base, changes, instead = left.version, {**left.instead, **changes}, {**left.instead, **instead}
         made = Decision(
             number=self._next,
             time=time,
             kind=kind,
             reason=reason,
             base=base,
-            changes=changes or {},
-            instead=instead or {},
+            changes=changes,
+            instead=instead,
             before=before,
             predicted=predicted,
             predicted_bytes=predicted_bytes,

@@ -44,7 +44,9 @@ class Columns:
     gather_far: Floats
     """... and from others,"""
     num_units: Floats
-    """... in so many parts; 0 where nothing is gathered."""
+    """... in so many parts; 0 where nothing is gathered;"""
+    units_ahead: Floats
+    """... so many of which are on their way before they are needed."""
     share_near: Floats
     """Bytes of gradients that a rank sends in a step to ranks on its own machine,"""
     share_far: Floats
@@ -99,6 +101,7 @@ def columns_of(points: Sequence[Point], facts: JobFacts) -> Columns:
         gather_near=traffic.gather_near,
         gather_far=traffic.gather_far,
         num_units=traffic.num_units,
+        units_ahead=units_ahead,
         share_near=traffic.share_near,
         share_far=traffic.share_far,
         num_parts=traffic.num_parts,

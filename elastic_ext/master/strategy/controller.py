@@ -6,8 +6,8 @@ decision that has changes, and tells of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.job_facts import JobFacts
@@ -18,11 +18,14 @@ from .budget import Budget
 from .change import changed_facts
 from .course import Course
 from .decisions import Decision, Kind
+from .limits import limits_in_words
 from .measuring import why_untrusted
 from .seen import Seen
-from .space import KEYS, Point, point_of, space_of, values_of
+from .size_tries import SizeTries
+from .sizes import SIZE_KEY
+from .space import KEYS, Point, point_of, values_of
 from .standing import Stand, Standing
-from .telling import change_in_words, listed, rate_in_words
+from .telling import change_in_words, listed, rate_in_words, size_change_in_words
 
 __all__ = ["Author", "Controller", "Mode"]
 
@@ -40,7 +43,6 @@ _MOST_DISTRUSTED = 20
 """Reports that tell nothing while something is tried: then it is taken back."""
 _NO_EDIT = ("tuning", "checkpoint")
 """Sections that a person may change beside the tuner: they are not what it chooses."""
-_NOT_TUNED = ("optimizer.learning_rate", "global_batch_size")
 
 
 class Controller:
@@ -54,6 +56,7 @@ class Controller:
         self._config: ElasticConfig | None = None
         self._facts: JobFacts | None = None
         self._course: Course | None = None
+        self._sizes = SizeTries(self._book, decisions)
         self._budget = Budget()
         self._must_begin = True
         self._heard: tuple[float, float] | None = None  # when, and what a step took
@@ -69,12 +72,16 @@ class Controller:
         """Rank 0 has written what is known of the job."""
         before, self._facts = self._facts, facts
         other = changed_facts(before, facts) if before is not None else ""
-        course = self._course
+        course, sizes = self._course, self._sizes
+        is_asked_for = before is not None and sizes.take_size(before, facts, self._tuning, self._budget)
         if course is None or self._must_begin or course.is_changed_inside:
             return self._begin(now)
-        if other:
+        if is_asked_for and sizes.is_going_back:
+            return self._begin(now, is_back=True)
+        if other and not is_asked_for:
             return self._begin(now, f"the search begins again: {other}")
-        course.take_facts(facts)
+        if not sizes.take_facts(facts) and facts.global_batch == course.num_samples:
+            course.take_facts(facts)
         return []
 
     def take_config(self, now: float, config: ElasticConfig, author: Author) -> list[Decision]:
@@ -83,6 +90,7 @@ class Controller:
         self._config = config
         if author == "generated":
             return []
+        self._sizes.take_config()
         changed = [] if before is None else list(before.differences(config))
         edited = [key for key in changed if not key.startswith(_NO_EDIT)]
         is_edit = bool(edited) or not changed  # a person may ask for just what is being tried
@@ -105,11 +113,15 @@ class Controller:
         self._heard, self._is_silent = (now, seen.num_steps * seen.step_seconds), False
         self._num_distrusted = 0
         self._num_calm += 1
+        if self._sizes.is_trying:
+            return self._see_tried(now, seen, self._facts)
         told = self._course.see(now, seen, writes=self._writes)
+        if any(each.kind == "reopen" for each in told):
+            self._sizes.forget()
         is_known = (seen.version, seen.revision) == (self._facts.config_version, self._facts.config_revision)
         if self._course.is_changed_inside and is_known:  # facts of it have come before steps under it
             told += self._begin(now)
-        return told
+        return told or self._sizes.look(now, self._course, self._facts, self._tuning, writes=self._writes)
 
     def tick(self, now: float) -> list[Decision]:
         """Time passes."""
@@ -124,6 +136,7 @@ class Controller:
     def written(self, now: float, number: int, version: int) -> None:
         """The config of a decision was written, as this version."""
         self._book.written(number, version)
+        self._sizes.written(number, version)
         if self._course is not None:
             self._course.written(number, version)
 
@@ -131,6 +144,10 @@ class Controller:
         """The config of a decision is not put in force."""
         if self._course is None:
             return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
+        if self._sizes.is_trying:
+            is_back = self._sizes.is_going_back
+            told = self._sizes.refused(number, why)
+            return [*told, *self._begin(now)] if told and is_back else told
         writes = self._writes and not self._is_paused
         return self._course.refused(now, number, why, writes=writes)
 
@@ -140,7 +157,7 @@ class Controller:
         """Nothing is decided until ``resume``; what is being tried is taken back."""
         if self._is_paused:
             return []
-        left = self._course.leave(now, f"what was tried is taken back: {why}") if self._course else []
+        left = self._leave(now, f"what was tried is taken back: {why}")
         return [*left, *self._pause(now, why)]
 
     def resume(self, now: float) -> list[Decision]:
@@ -156,12 +173,16 @@ class Controller:
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
             return [self._say(now, "hold", "there is no change to be taken back")]
-        abandoned = self._abandon()
+        open_ = self._book.open
+        abandoned = _some(self._book.close(open_.number, "undone")) if open_ else []
         here = point_of(facts.values) if self._must_begin or self._course is None else self._course.here
         target = here._replace(**{name: last.instead[key] for name, key in KEYS.items() if key in last.instead})
-        why = f"{change_in_words(target, here)}: a person takes decision {last.number} back"
+        size = last.instead.get(SIZE_KEY, facts.global_batch)
+        why = f"{_changes_in_words(facts, here, target, size)}: a person takes decision {last.number} back"
         closed = _some(self._book.close(last.number, "undone"))
-        taken = self._go_back(now, facts, here, target, why)
+        taken = self._sizes.undo(now, last, why)
+        if taken is None:
+            taken = self._go_back(now, facts, here, target, why, {} if size == facts.global_batch else last.instead)
         paused = [] if self._is_paused else self._pause(now, f"{why}; say resume to go on")
         return [*abandoned, *closed, *taken, *paused]
 
@@ -199,14 +220,18 @@ class Controller:
             return "waiting", "the tuner waits for what is known of the job"
         if not self._writes:
             return "watching", "the tuner looks on and advises"
+        if self._sizes.is_trying:
+            return "probing", "the tuner tries steps of another size"
         if self._course.stage == "settled":
-            return "settled", "the tuner has settled, and watches the pace"
+            waits = self._sizes.waits_for_noise(self._facts, self._tuning)
+            more = "; steps may grow once it is known how noisy their gradients are" if waits else ""
+            return "settled", f"the tuner has settled, and watches the pace{more}"
         if self._course.stage == "saving":
             return "probing", "the tuner trains at the best config until that has paid for what it tries next"
         return "probing", "the tuner tries what may be faster"
 
-    def _begin(self, now: float, reason: str = "") -> list[Decision]:
-        """Begin a search, where enough is known to do so."""
+    def _begin(self, now: float, reason: str = "", *, is_back: bool = False) -> list[Decision]:
+        """Begin a search, where enough is known to do so; ``is_back`` where steps have the size again that they had."""
         facts, config, earlier = self._facts, self._config, self._course
         self._must_begin = True
         if facts is None or self._is_paused:
@@ -222,8 +247,12 @@ class Controller:
             self._budget = Budget(
                 self._tuning.probe_budget
             )  # what the user's own config would do in this job is not known
-        self._course = self._made(facts, earlier)
-        return [*told, *self._take_back_unmeasured(now, facts)]
+        if reason:
+            self._sizes.forget()
+        self._sizes.drop()
+        is_found = is_back and earlier is not None and earlier.is_of(facts)
+        self._course = earlier.begun_again(facts) if is_found and earlier else self._made(facts, earlier)
+        return told if is_back else [*told, *self._take_back_unmeasured(now, facts)]
 
     def _made(self, facts: JobFacts, earlier: Course | None) -> Course:
         from .search import Search  # numpy, which a master starts without
@@ -241,15 +270,22 @@ class Controller:
         if open_ is None:
             return []
         closed = _some(self._book.close(open_.number, "undone" if open_.kind == "probe" else "kept"))
-        left = {key: old for key, old in open_.instead.items() if facts.values.get(key) == open_.changes.get(key)}
+        values = {**facts.values, SIZE_KEY: facts.global_batch}
+        left = {key: old for key, old in open_.instead.items() if values.get(key) == open_.changes.get(key)}
         here, target = point_of(facts.values), point_of({**facts.values, **left})
-        if open_.kind != "probe" or target == here or self._mode == "advise":
+        if open_.kind != "probe" or (target == here and SIZE_KEY not in left) or self._mode == "advise":
             return closed
-        why = f"{change_in_words(target, here)}: what was being tried was not measured to its end"
-        return [*closed, *self._go_back(now, facts, here, target, why)]
+        size = left.get(SIZE_KEY, facts.global_batch)
+        why = f"{_changes_in_words(facts, here, target, size)}: what was being tried was not measured to its end"
+        return [*closed, *self._go_back(now, facts, here, target, why, open_.instead if SIZE_KEY in left else {})]
 
-    def _go_back(self, now: float, facts: JobFacts, here: Point, target: Point, why: str) -> list[Decision]:
-        """Have a point in force again, be it with a search or without one."""
+    def _go_back(
+        self, now: float, facts: JobFacts, here: Point, target: Point, why: str, sized: Mapping[str, Any]
+    ) -> list[Decision]:
+        """Have a point in force again, be it with a search or without one; ``sized`` is all that is to be set where the
+        size of steps is among that."""
+        if sized:
+            return self._sizes.go_back(now, facts, self._tuning, sized, why)
         if target == here:
             return []
         if self._course is not None and not self._must_begin:
@@ -267,19 +303,12 @@ class Controller:
 
     def _tell_limits(self, now: float, facts: JobFacts) -> list[Decision]:
         """What is not tuned, each reason once."""
-        named = [key for key in _NOT_TUNED if key in (self._tuning.knobs or {})]
-        told = []
-        if named:
-            what = "it changes" if len(named) == 1 else "they change"
-            told += self._hold_once(now, f"{listed(named)} in tuning.knobs: not tuned, since {what} what is learned")
-        if not space_of(facts, self._tuning).is_open:
-            reasons = [f"{key}: {why}" for key, why in facts.fixed.items() if key in KEYS.values()]
-            told += self._hold_once(now, "; ".join(["there is nothing to choose", *reasons[:3]]))
-        return told
+        return [each for why in limits_in_words(facts, self._tuning) for each in self._hold_once(now, why)]
 
     def _abandon(self) -> list[Decision]:
         """What is being tried is no longer in force."""
         open_ = self._book.open
+        self._sizes.drop()
         return _some(self._book.close(open_.number, "undone")) if open_ else []
 
     def _pause(self, now: float, why: str) -> list[Decision]:
@@ -293,8 +322,22 @@ class Controller:
         self._num_distrusted += 1
         held = self._hold(now, why) if was_calm else []
         if self._num_distrusted == _MOST_DISTRUSTED and self._writes:
-            held += self._course.leave(now, f"what was tried cannot be measured: {why}")
+            held += self._leave(now, f"what was tried cannot be measured: {why}")
         return held
+
+    def _see_tried(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
+        """Steps while another size is tried, at which a course begins where it stays."""
+        self._budget.see(seen)
+        told, search = self._sizes.see(now, seen)
+        if search is not None:
+            self._course = Course(facts, self._tuning, self._book, search, self._budget)
+        return told
+
+    def _leave(self, now: float, why: str) -> list[Decision]:
+        """What is being tried is not left in force."""
+        if self._sizes.is_trying:
+            return self._sizes.leave(now, why)
+        return self._course.leave(now, why) if self._course is not None else []
 
     def _hold_once(self, now: float, why: str) -> list[Decision]:
         if why in self._told:
@@ -318,6 +361,11 @@ def _why_edited(author: Author, config: ElasticConfig, edited: Sequence[str]) ->
         return f"{who} set version {config.version} as it was; say resume to let the tuner go on from there"
     keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
     return f"{who} set {keys} in version {config.version}; say resume to let the tuner go on from there"
+
+
+def _changes_in_words(facts: JobFacts, here: Point, target: Point, size: int) -> str:
+    words = [size_change_in_words(size, facts.global_batch)] if size != facts.global_batch else []
+    return ", ".join([*words, *([change_in_words(target, here)] if target != here or not words else [])])
 
 
 def _some(decision: Decision | None) -> list[Decision]:

@@ -14,7 +14,7 @@ from elastic_ext.sections import TuningSection
 from .advice import Advice
 from .book import Book
 from .budget import Budget
-from .change import PaceWatch
+from .change import PaceWatch, changed_facts
 from .decisions import Decision, Kind
 from .doubt import Doubt
 from .measuring import PROBE_STEPS, Measured, Trial
@@ -72,6 +72,32 @@ class Course:
     @property
     def best(self) -> Measured | None:
         return self.search.best
+
+    @property
+    def num_samples(self) -> int:
+        """Of a step."""
+        return self._facts.global_batch
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it is at the best point, of which facts are known, nothing else is to be tried, and more is asked."""
+        base, facts, best = self._base, self._facts, self.search.best
+        is_known = (base.version, base.revision) == (facts.config_version, facts.config_revision)
+        is_here = self.stage == "settled" and self._asked is None and self._trial is None
+        return is_here and is_known and best is not None and best.point == base.point and not self._is_enough(best)
+
+    def can_pay_for(self, seconds: float, probe_steps: int) -> bool:
+        """Whether a try of so many steps may take so long for each."""
+        return self.search.cost(seconds, self._budget, probe_steps) <= self._budget.saved
+
+    def is_of(self, facts: JobFacts) -> bool:
+        """Whether what was found is of the job as ``facts`` say it is."""
+        return not changed_facts(self._facts, facts)
+
+    def begun_again(self, facts: JobFacts) -> Course:
+        """Another one that goes on with what was found, once the same is in force again."""
+        self.search.take_facts(facts)
+        return Course(facts, self._tuning, self._book, self.search, self._budget)
 
     @property
     def is_changed_inside(self) -> bool:

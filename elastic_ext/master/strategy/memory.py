@@ -86,8 +86,16 @@ class Memory:
         self._parts: dict[tuple[int, float], _Parts | None] = {}
         if before is not None:
             self._refused.extend(dict.fromkeys([*before._refused, *before._bound_points()]))
+            self._go_on_from(before)
+
+    def _go_on_from(self, before: Memory) -> None:
+        """What was seen counts for steps of as many samples, and what follows from it for any."""
+        if before._facts.share == self._facts.share:
             for point, peak_bytes in before._seen.items():
                 self.see(point, peak_bytes)
+            return
+        self._factor, self._optimizer_takes = before._factor, before._optimizer_takes
+        self._most_passes, self._highest = before._most_passes, before._highest
 
     def see(self, point: Point, peak_bytes: int | None) -> None:
         """Steps were taken at ``point``, and no rank's device has ever held more."""

@@ -35,7 +35,7 @@ NAMES = (
     "near",  # seconds of a byte to a rank of the same machine,
     "far",  # ... to another machine,
     "message",  # ... and of a message
-    "beside",  # share of computing beside which something can be sent, as log odds
+    "beside",  # share of computing beside which something can be sent, one unit ahead of its use, as log odds
     "loading",  # seconds of a sample in one loader,
     "working",  # ... of which so much takes a processor, as odds,
     "collating",  # ... and seconds of a batch in it
@@ -95,8 +95,10 @@ def phases_of(numbers: Floats, columns: Columns, share: int) -> dict[str, Floats
     gather = value["gather"] * (value["near"] * columns.gather_near + value["far"] * columns.gather_far)
     gather = gather + value["message"] * columns.num_units
     first = gather / np.maximum(columns.num_units, 1.0)
-    waits = _left(gather, beside * forward) + first
-    waits = waits + columns.gathers_again * (_left(gather, beside * backward) + first)
+    ahead = columns.units_ahead
+    gathered_beside = np.where(is_sharded & (ahead != 1), 1 - (1 - beside) ** ahead, beside)
+    waits = _left(gather, gathered_beside * forward) + first
+    waits = waits + columns.gathers_again * (_left(gather, gathered_beside * backward) + first)
     passes = steps * (forward + backward + waits)
     sending = value["near"] * columns.share_near + value["far"] * columns.share_far
     sending = sending + value["message"] * columns.num_parts

@@ -23,7 +23,7 @@ from .columns import Floats, columns_of
 from .measuring import PROBE_STEPS, Measured, together
 from .memory import Memory
 from .model import Fitted, Prior, fit, prior_of
-from .space import KEYS, Point, space_of
+from .space import KEYS, Point, micro_batches_of, space_of
 from .switching import Switching, cost_of_probes
 
 __all__ = ["Proposal", "Search"]
@@ -65,7 +65,9 @@ class Proposal:
     seconds: float
     """What a step is expected to take,"""
     least_seconds: float
-    """... and what it takes if all goes well."""
+    """... what it takes if all goes well,"""
+    most_seconds: float
+    """... and at most, as far as can be told."""
     cost: float = 0.0
     """What has to be saved before it can be tried, in seconds,"""
     is_affordable: bool = True
@@ -116,6 +118,12 @@ class Search:
                     found = last
             self._best = replace(found, seconds=math.exp(self._log_seconds(expected, found)))
         return self._best
+
+    @property
+    def best_measured(self) -> Measured | None:
+        """The same point, with what its steps took."""
+        best = self.best
+        return None if best is None else self._measured[best.point]
 
     def _log_seconds(self, expected: _Expected, measured: Measured) -> float:
         return float(expected.log_seconds[self._places[measured.point]])
@@ -171,6 +179,13 @@ class Search:
         found.refuse_as(self)
         return found
 
+    def resized(self, facts: JobFacts) -> Search:
+        """Another search of the same job, whose steps have as many samples as ``facts`` say, with what this one has
+        learnt."""
+        found = Search(facts, self._tuning, before=self, is_again=True)
+        found.refuse_as(self)
+        return found
+
     def refuse_as(self, other: Search) -> None:
         """What was refused there is not tried here."""
         self._refused.update(other._refused)
@@ -216,6 +231,7 @@ class Search:
             point=self._space.points[place],
             seconds=math.exp(expected.log_seconds[place]),
             least_seconds=math.exp(expected.log_seconds[place] - expected.deviations[place]),
+            most_seconds=float(most[place]),
             cost=float(cost[place] if is_affordable else worth.min()),
             is_affordable=is_affordable,
         )
@@ -233,7 +249,51 @@ class Search:
             return None
         seconds = math.exp(expected.log_seconds[place])
         point = self._space.points[place]
-        return Proposal(point=point, seconds=seconds, least_seconds=seconds)
+        return Proposal(point=point, seconds=seconds, least_seconds=seconds, most_seconds=seconds)
+
+    def expect_at(self, facts: JobFacts) -> Proposal | None:
+        """Where steps of the same job have as many samples as ``facts`` say: the point that is expected to be the
+        fastest of those that are as the best one is here but for their micro-batches; None where none fits."""
+        best = self.best_measured
+        if best is None:
+            return None
+        points = [best.point._replace(batch_size=size) for size in micro_batches_of(facts, self._tuning)]
+        points = [point for point in points if point not in self._refused or point == best.point]
+        memory = self._memory_at(facts)
+        points = [point for point in points if not memory.why_not(self._at_most(point, facts))]
+        if not points:
+            return None
+        fitted = self._expectation().fitted
+        here = fitted.log_seconds(columns_of([best.point], self._facts), self._facts.share)
+        longer = fitted.log_seconds(columns_of(points, facts), facts.share) - here
+        log_seconds = math.log(best.seconds) + longer.mean(axis=0)
+        place = int(np.argmin(log_seconds))
+        unsure = float(longer.std(axis=0)[place])
+        return Proposal(
+            point=points[place],
+            seconds=math.exp(log_seconds[place]),
+            least_seconds=math.exp(log_seconds[place] - unsure),
+            most_seconds=math.exp(log_seconds[place] + _SURE * unsure),
+        )
+
+    def cost(self, seconds: float, budget: Budget, probe_steps: int) -> float:
+        """What has to be saved for steps that take so long, as many as are measured."""
+        usual = self.best.seconds if self.best else seconds
+        return float(cost_of_probes(budget, np.array([seconds]), np.zeros(1), probe_steps, usual)[0])
+
+    def fits_at(self, facts: JobFacts, point: Point) -> bool:
+        """Whether ``point`` fits into memory where steps have as many samples as ``facts`` say."""
+        return not self._memory_at(facts).why_not(self._at_most(point, facts))
+
+    def _memory_at(self, facts: JobFacts) -> Memory:
+        return Memory(facts, self._tuning.headroom, self._memory, limit_bytes=self._tuning.memory_bytes)
+
+    def _at_most(self, point: Point, facts: JobFacts) -> Point:
+        """What ``point`` takes most as: where nobody can choose it, a micro-batch that is a whole share may grow with
+        that."""
+        size = point.batch_size
+        is_chosen = KEYS["batch_size"] in facts.choices or (isinstance(size, int) and size < self._facts.share)
+        return point if is_chosen else point._replace(batch_size=facts.share)
 
     def _gains(self, expected: _Expected, best: Measured, switching: Floats) -> Floats:
         """By how much a step is expected to be shorter at each point that may be tried, less what that costs."""

@@ -48,6 +48,7 @@ class Shape(NamedTuple):
 def shape_of(point: Point, facts: JobFacts) -> Shape:
     """What ``point`` is in this job."""
     micro_batch = min(max(_count(point.batch_size, facts.share), 1), facts.share)
+    unit = _unit(point.unit, facts.num_blocks)
     num_workers = _count(point.num_workers, 0)
     strategy = str(point.strategy or "no_shard")
     is_sharded = strategy != "no_shard"
@@ -59,9 +60,9 @@ def shape_of(point: Point, facts: JobFacts) -> Shape:
         is_pinned=bool(point.pin_memory),
         strategy=strategy,
         shard_degree=_degree(strategy, point, facts),
-        unit=_unit(point.unit, facts.num_blocks) if is_sharded else 0,
+        unit=unit if is_sharded else 0,
         activation_checkpoint=_number(point.activation_checkpoint, 0.0),
-        ahead=_count(point.prefetch, _GATHERED_AHEAD) if is_sharded else 0,
+        ahead=_ahead(point.prefetch, unit, facts.num_blocks) if is_sharded else 0,
         bucket_bytes=0 if is_sharded else int(_number(point.bucket_cap_mb, _BUCKET_MB) * 2**20),
     )
 
@@ -77,6 +78,11 @@ def _degree(strategy: str, point: Point, facts: JobFacts) -> int:
 def _unit(unit: Value, num_blocks: int) -> int:
     whole = max(num_blocks, 1)
     return min(_count(unit, whole if unit == "whole" else 1), whole)
+
+
+def _ahead(prefetch: Value, unit: int, num_blocks: int) -> int:
+    """No more than there are other units."""
+    return min(_count(prefetch, _GATHERED_AHEAD), max(math.ceil(num_blocks / max(unit, 1)), _GATHERED_AHEAD))
 
 
 def _count(value: Value, otherwise: int) -> int:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from elastic_ext.job_facts import JobFacts
-from elastic_ext.rules import KnobBounds
+from elastic_ext.rules import TORCH, KnobBounds
 from elastic_ext.sections import TuningSection
 
-__all__ = ["KEYS", "MOST_POINTS", "Point", "Space", "Value", "point_of", "space_of", "values_of"]
+__all__ = ["KEYS", "MOST_POINTS", "Point", "Space", "Value", "micro_batches_of", "point_of", "space_of", "values_of"]
 
 Value: TypeAlias = int | float | str | bool | None
 """Of a knob; None is torch's or the library's own way."""
@@ -62,15 +62,19 @@ _UNSHARDED_ONLY = ("bucket_cap_mb",)
 _BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
 _PREFETCH_FACTORS = (2, 4, 8)
 _UNITS = (1, 2, 4)
+_UNITS_AHEAD = (1, 2)
+_LEAST_BLOCKS = 3
+"""With fewer there is next to nothing to be gathered ahead."""
 _RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_BY_ITSELF: Mapping[str, Value] = {"prefetch_factor": 2, "unit": 1, "bucket_cap_mb": 25.0}
+_BY_ITSELF: Mapping[str, Value] = {"prefetch_factor": 2, "unit": 1, "prefetch": 1, "bucket_cap_mb": 25.0}
 """What these are where nothing says what they are."""
-_WORTH: Mapping[str, int] = {
+_WORTH: Mapping[str, float] = {
     "batch_size": 4,
     "strategy": 4,
     "num_workers": 3,
     "shard_degree": 3,
     "activation_checkpoint": 2,
+    "prefetch": 0.2,
 }
 """How many choices of these are worth one of the others, where there are too many."""
 
@@ -103,6 +107,12 @@ def space_of(facts: JobFacts, tuning: TuningSection) -> Space:
     return Space(present=present, points=tuple(points), choices=choices)
 
 
+def micro_batches_of(facts: JobFacts, tuning: TuningSection) -> tuple[Value, ...]:
+    """What micro-batches may be, the present size among them."""
+    name = "batch_size"
+    return _choices(name, point_of(facts.values).batch_size, facts, dict(tuning.knobs or {}).get(KEYS[name]))
+
+
 def point_of(values: Mapping[str, Any]) -> Point:
     """The point that these values of keys are."""
     return Point(*(values.get(key) for key in KEYS.values()))
@@ -121,7 +131,7 @@ def _choices(name: str, present: Value, facts: JobFacts, bounds: KnobBounds | No
     if key not in facts.choices:
         return (present,)
     possible = tuple(facts.choices[key] or _usual(name, present, facts))
-    if present is None and not facts.choices[key]:
+    if present in (None, TORCH) and not facts.choices[key]:
         possible = tuple(each for each in possible if each != _BY_ITSELF.get(name, present))
     if bounds is not None:
         possible = _within(bounds, possible)
@@ -144,6 +154,8 @@ def _usual(name: str, present: Value, facts: JobFacts) -> Iterable[Value]:
             return [each for each in range(2, facts.world_size) if facts.world_size % each == 0]
         case "unit":
             return [each for each in _UNITS if each <= max(facts.num_blocks, 1)]
+        case "prefetch":
+            return _UNITS_AHEAD if facts.num_blocks >= _LEAST_BLOCKS else (present,)
         case "activation_checkpoint":
             return _RATIOS if facts.num_blocks > 0 else (present,)
         case "bucket_cap_mb":
@@ -217,7 +229,8 @@ def _regimes(choices: Choices, present: Point) -> Iterator[dict[str, Sequence[Va
 
 def _thin(choices: dict[str, tuple[Value, ...]], present: Point) -> None:
     """Leave every other choice out of the knob that has most for its worth, but not its ends, nor the present one."""
-    name = max(choices, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
+    several = [each for each in choices if len(choices[each]) > 1]
+    name = max(several, key=lambda each: len(choices[each]) / _WORTH.get(each, 1))
     values = choices[name]
     now, last = getattr(present, name), len(values) - 1
     kept = [each for at, each in enumerate(values) if at % 2 == 0 or at == last or each == now]

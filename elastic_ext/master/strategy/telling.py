@@ -11,7 +11,15 @@ from .space import KEYS, Point, Value
 if TYPE_CHECKING:
     from .search import Proposal
 
-__all__ = ["change_in_words", "cost_in_words", "listed", "number_in_words", "rate_in_words", "why_try"]
+__all__ = [
+    "change_in_words",
+    "cost_in_words",
+    "listed",
+    "number_in_words",
+    "rate_in_words",
+    "size_change_in_words",
+    "why_try",
+]
 
 _NOUNS: Mapping[str, str] = {
     "batch_size": "micro-batch",
@@ -37,6 +45,11 @@ def change_in_words(new: Point, old: Point) -> str:
     """What of ``new`` is other than in ``old``, such as "micro-batch 8 instead of 1, 4 workers instead of 0"."""
     pairs = zip(Point._fields, new, old, strict=True)
     return ", ".join(_one_in_words(name, after, before) for name, after, before in pairs if after != before)
+
+
+def size_change_in_words(new: int, old: int) -> str:
+    """Such as "128 samples a step instead of 64"."""
+    return f"{new:,} samples a step instead of {old:,}"
 
 
 def _one_in_words(name: str, new: Value, old: Value) -> str:
