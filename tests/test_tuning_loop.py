@@ -15,6 +15,7 @@ import pytest
 
 from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
+from tests.growing_job import FIRST_BATCH, RATE
 from tests.nodes import Node, nodes, samples_of_steps
 from tests.test_master_run import record_of
 from tests.tuned_job import GLOBAL_BATCH, NUM_SAMPLES
@@ -151,3 +152,45 @@ def test_an_own_master_that_is_killed_goes_on_with_what_was_decided(
         assert [each["reason"] for each in after[: len(before)]] == [each["reason"] for each in before]
         tuned.stop()
     tuned.check_samples()
+
+
+@pytest.mark.slow
+def test_steps_grow_as_far_as_a_person_lets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured in the trainer, told of to the master, decided there, agreed on by the ranks, and with it the rates."""
+    most = 4 * FIRST_BATCH
+    alone = {
+        "dataloader.num_workers": [0],
+        "communication.bucket_cap_mb": ["torch"],
+        "parallelism.strategy": ["no_shard"],
+    }
+    knobs = {"global_batch_size": [FIRST_BATCH, most], "dataloader.batch_size": [FIRST_BATCH // 2], **alone}
+    node = Node(
+        tmp_path / "node",
+        ["--standalone", "--tuning=auto", "--nproc-per-node=2", "-m", "tests.growing_job", str(tmp_path)],
+    )
+    node.run_dir.mkdir(parents=True, exist_ok=True)
+    (node.run_dir / "config.json").write_text(json.dumps({"version": 1, "tuning": {"knobs": knobs}}))
+    with nodes(node):
+        tuned = Tuned(tmp_path, node, capsys)
+
+        def grown() -> list[dict[str, Any]] | None:
+            sizes = [each for each in tuned.log() if each["changes"].get("global_batch_size", 0) > FIRST_BATCH]
+            return [each for each in sizes if each["outcome"] == "kept"] or None
+
+        kept = until(grown, what="larger steps that are kept")
+        size = kept[-1]["changes"]["global_batch_size"]
+        assert FIRST_BATCH < size <= most and "noise" in kept[-1]["reason"]
+        rows = until(
+            lambda: found if (found := _steps(tmp_path, 0))[-1][0] * 2 >= size else None, what="steps of that size"
+        )
+        samples, rate = rows[-1]
+        assert RATE < rate <= RATE * samples * 2 / FIRST_BATCH, "the rate follows, by no more than steps have grown"
+        assert all(each == (FIRST_BATCH // 2, RATE) for each in rows[:8])
+        tuned.stop()
+    ranks = [_steps(tmp_path, rank) for rank in (0, 1)]
+    assert ranks[0] == ranks[1], "the same sizes and rates on all ranks"
+
+
+def _steps(folder: Path, rank: int) -> list[tuple[int, float]]:
+    lines = (folder / f"steps-{rank}.txt").read_text().splitlines()
+    return [(int(line.split()[0]), float(line.split()[1])) for line in lines if len(line.split()) == 2]
