@@ -184,14 +184,29 @@ def test_training_is_not_behind_nine_tenths_of_its_pace_where_short_steps_are_to
 
 def test_a_persons_edit_pauses_it_until_resume() -> None:
     job = _in_a_probe()
-    (closed, paused) = job.edit({"dataloader.batch_size": 2})
+    (closed, taken_back, paused) = job.edit({"dataloader.batch_size": 2})
     assert (closed.kind, closed.outcome) == ("probe", "undone")
+    assert taken_back.kind == "undo" and set(taken_back.changes) == {"dataloader.num_workers"}
+    assert "dataloader.num_workers as before" in taken_back.reason
     assert paused.kind == "pause" and "a person set dataloader.batch_size" in paused.reason
     job.tell_facts()
     assert job.run(50) == [] and job.point.batch_size == 2
+    assert not job.point.num_workers, "what was being tried is not left in force by a pause"
     assert job.controller.standing.stand == "paused"
-    assert [each.kind for each in job.take(job.controller.resume(job.now))] == ["resume"]
+    (resumed, in_force) = job.take(job.controller.resume(job.now))
+    assert resumed.kind == "resume" and (in_force.number, in_force.outcome) == (taken_back.number, "kept")
     assert "probe" in [each.kind for each in job.run(ENOUGH)] and job.rate() > 1000
+
+
+@pytest.mark.parametrize("mode", ["off", "advise"])
+def test_who_stops_it_while_something_is_tried_does_not_train_on_with_that(mode: str) -> None:
+    job = _in_a_probe()
+    own = point_of(job.start)
+    assert job.point != own
+    job.edit({"tuning.mode": mode})
+    assert job.point == own
+    job.run(50)
+    assert job.point == own
 
 
 def test_a_person_who_sets_what_is_being_tried_keeps_it() -> None:

@@ -267,7 +267,8 @@ def test_a_persons_size_pauses_it() -> None:
 def test_a_persons_edit_while_a_size_is_tried_pauses_it_and_stays() -> None:
     job = _in_a_try()
     told = job.edit({"global_batch_size": FIRST})
-    assert [(each.kind, each.outcome) for each in told] == [("probe", "undone"), ("pause", "")]
+    assert [(each.kind, each.outcome) for each in told] == [("probe", "undone"), ("undo", ""), ("pause", "")]
+    assert "global_batch_size" not in told[1].changes, "which the person has set"
     job.tell_facts()
     assert job.run(50) == [] and job.size == FIRST
     job.take(job.controller.resume(job.now))

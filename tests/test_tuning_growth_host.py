@@ -147,3 +147,20 @@ def test_after_a_size_that_ranks_refuse_another_one_is_tried_and_nothing_is_made
     refused = [each for each in job.decisions("probe") if each.outcome == "refused"]
     assert ["the loader has too few samples" in each.reason for each in refused] == [True]
     assert job.size > FIRST and job.job.tuning.standing()[0] == "settled"
+
+
+def test_a_tuner_that_is_turned_off_leaves_no_size_in_force_that_was_not_measured() -> None:
+    job = Growing()
+    job.set(tuning__knobs=KNOBS)
+    while not any("global_batch_size" in each.changes for each in job.decisions("probe")):
+        job.round()
+    assert job.newest_size > FIRST
+    job.set(tuning__mode="off")
+    job.round()
+    assert job.newest_size == FIRST and job.job.tuning.mode == "off"
+    newest = job.job.book.newest
+    assert newest is not None and newest.config.tuning.mode == "off"
+    version = job.job.book.version
+    for _ in range(20):
+        job.round()
+    assert job.job.book.version == version and job.size == FIRST

@@ -172,10 +172,10 @@ class Tuning:
         if self._asking.has_begun:
             self._ask(now, lambda strategy: strategy.take_config(now, config, author))
         self._mode = mode
+        self._due = [number for number in self._due if self._may_write(self._decisions[number])]
         if mode == "off":
             self._asking.end()
             self._open = None
-            self._due.clear()
         elif not self._asking.has_begun and self._facts is not None:
             facts = self._facts
             self._ask(now, lambda strategy: strategy.take_facts(now, facts))
@@ -274,12 +274,16 @@ class Tuning:
             self._unsaved.add(number)
             if number in self._due:
                 self._due.remove(number)
-            if _is_to_be_written(decision) and self._mode == "auto":
+            if _is_to_be_written(decision) and self._may_write(decision):
                 self._due.append(number)
             if before is None or before.outcome != decision.outcome:
                 self._tell(now, "tuning", event_text(decision))
         for number in sorted(self._decisions)[:-MOST_DECISIONS]:
             del self._decisions[number]
+
+    def _may_write(self, decision: Decision) -> bool:
+        """What is taken back is taken back by whoever has stopped the tuner, too."""
+        return self._mode == "auto" or decision.kind == "undo"
 
     def _note_written(self, number: int, version: int) -> None:
         decision = self._decisions.get(number)

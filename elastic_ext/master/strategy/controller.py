@@ -94,12 +94,14 @@ class Controller:
         changed = [] if before is None else list(before.differences(config))
         edited = [key for key in changed if not key.startswith(_NO_EDIT)]
         is_edit = bool(edited) or not changed  # a person may ask for just what is being tried
+        is_stopped = mode_before == "auto" != self._mode
+        left = self._take_back_tried(now, config) if changed and (is_edit or is_stopped) else []
         if "off" in (mode_before, self._mode) or before is None:
-            return self._begin(now)
+            return [*left, *self._begin(now)]
         self._must_begin = True  # by what is in force then, of which facts will tell
         if is_edit and not self._is_paused and self._mode == "auto":
-            return [*self._abandon(), *self._pause(now, _why_edited(author, config, edited))]
-        return self._begin(now)
+            return [*(left or self._abandon()), *self._pause(now, _why_edited(author, config, edited))]
+        return [*left, *self._begin(now)]
 
     def see(self, now: float, seen: Seen) -> list[Decision]:
         """Some steps of all ranks."""
@@ -310,6 +312,20 @@ class Controller:
         open_ = self._book.open
         self._sizes.drop()
         return _some(self._book.close(open_.number, "undone")) if open_ else []
+
+    def _take_back_tried(self, now: float, config: ElasticConfig) -> list[Decision]:
+        """What is being tried, as far as whoever set ``config`` has left it: nobody knows yet what it brings."""
+        open_ = self._book.open
+        if open_ is None or open_.kind != "probe" or open_.version is None:
+            return []
+        left = {key: old for key, old in open_.instead.items() if config.get(key) == open_.changes.get(key)}
+        closed = self._abandon()
+        if not left:
+            return closed
+        why = f"{listed(list(left))} as before: version {config.version} still had what was being tried"
+        instead = {key: open_.changes.get(key) for key in left}
+        made = self._book.add(time=now, kind="undo", reason=why, base=config.version, changes=left, instead=instead)
+        return [*closed, made]
 
     def _pause(self, now: float, why: str) -> list[Decision]:
         self._is_paused = True
