@@ -81,6 +81,25 @@ def test_the_same_told_gives_the_same_points() -> None:
     assert _finished(_search()) == _finished(_search())
 
 
+def test_where_samples_are_waited_for_one_worker_less_and_more_are_tried_whatever_is_expected() -> None:
+    """Loaders are in each other's way from three on, which no model expects."""
+
+    def measured(point: Point) -> Measured:
+        workers = int(point.num_workers or 0)
+        waiting = 64 * 0.02 / min(max(workers, 1), 3) * (1 + 0.15 * max(workers - 3, 0))
+        phases = {"data": waiting, "forward": 0.01, "backward": 0.02}
+        return Measured(point, sum(phases.values()), 0.01, 3, 3, phases=phases)
+
+    search = Search(made_facts(choices={"dataloader.num_workers": ()}), TuningSection())
+    search.tell(measured(point_of({"dataloader.batch_size": 1, "dataloader.num_workers": 8})))
+    tried: dict[int, None] = {}
+    while (best := search.best) is not None and (proposal := search.propose(best.point, ANY, 3)) is not None:
+        tried[int(proposal.point.num_workers or 0)] = None
+        search.tell(measured(proposal.point))
+    assert best is not None and best.point.num_workers == 3, tried
+    assert {2, 4} <= set(tried)
+
+
 def test_refused_points_and_values_that_are_named_are_not_proposed() -> None:
     search = _search()
     assert search.best is not None

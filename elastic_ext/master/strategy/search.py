@@ -41,6 +41,10 @@ _NOT_WORTH_GOING_BACK = 0.007
 """A point that is in force is the best where another one is better by less than this share."""
 _MOST_TIMES = 4.0
 """A probe's steps are expected to take at most so many times as long as those at the best point."""
+_WAITED = 0.1
+"""Of a step: where more of it is waited for samples, points with other workers are tried that nothing speaks for,"""
+_TIMES_OF_A_NEIGHBOUR = 1.5
+"""... unless they are expected to take so many times as long."""
 _MAY_HAVE_CHANGED = 0.5
 """How far what was learnt lies from what is so by now, where a search begins again, as a logarithm."""
 _NOISE = 0.025
@@ -221,6 +225,8 @@ class Search:
         gains = np.where(most <= _MOST_TIMES * best.seconds, self._gains(expected, best, switching), 0.0)
         cost = cost_of_probes(budget, most, switching, probe_steps, best.seconds)
         if float(gains.max()) < self._least_gain:
+            gains = self._neighbours(best, most)
+        if float(gains.max()) < self._least_gain:
             return None
         self._least_gain = _LEAST_IMPROVEMENT  # once a search goes on, it goes on to the end
         affordable = np.where(cost <= budget.saved, gains, 0.0)
@@ -305,6 +311,26 @@ class Search:
         improvement = shorter * _normal_below(far) + deviations * np.exp(-0.5 * far * far) / math.sqrt(2 * math.pi)
         gains = np.zeros(len(self._space.points))
         gains[possible] = improvement.mean(axis=0) - switching[possible] / self._horizon(best)
+        return gains
+
+    def _neighbours(self, best: Measured, most: Floats) -> Floats:
+        """Next to nothing for one worker less, or more, than where samples are waited for: how many there should be
+        is what a model knows least of."""
+        gains = np.zeros(len(self._space.points))
+        if best.waited_share < _WAITED or self._least_gain > _LEAST_IMPROVEMENT:  # unless it searches at all
+            return gains
+        numbers = [each for each in self._space.choices["num_workers"] if isinstance(each, int)]
+        now = best.point.num_workers
+        if now not in numbers:
+            return gains
+        at = numbers.index(now)
+        allowed = self._allowed()
+        for number in numbers[max(at - 1, 0) : at] + numbers[at + 1 : at + 2]:
+            place = self._places.get(best.point._replace(num_workers=number))
+            if place is None or not number or not allowed[place] or self._space.points[place] in self._measured:
+                continue
+            if most[place] <= _TIMES_OF_A_NEIGHBOUR * best.seconds:
+                gains[place] = self._least_gain * best.seconds / most[place] * _TIMES_OF_A_NEIGHBOUR
         return gains
 
     def _horizon(self, best: Measured) -> float:
