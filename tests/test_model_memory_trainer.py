@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 import subprocess
 import sys
@@ -258,6 +260,44 @@ def test_where_it_cannot_be_worked_out_what_is_measured_is_told(tmp_path: Path) 
     )
     assert facts.source == "measured"
     assert "a step on tensors without memory failed: DynamicOutputShapeException" in facts.why_measured
+
+
+def test_a_block_that_was_replaced_since_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    model = memory_models.attention()
+    trainer = trainer_of(
+        tmp_path,
+        model,
+        loader := ElasticDataLoader(sentences(), batch_size=MICRO_BATCH),
+        model_factory=memory_models.attention,
+        loss_fn=memory_models.cross_entropy,
+    )
+    optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
+    layers: Any = model.layers
+    layers[0] = copy.deepcopy(layers[0])
+    with trainer, trainer.epoch():
+        for batch in loader:
+            with trainer.step():
+                memory_models.cross_entropy(model(batch[0]), batch).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert "is no longer a part of it" in trainer._session.analyzer._why_not
+
+
+def test_a_machine_without_files_left_for_another_process_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", has_none)
+    facts, _ = train(
+        tmp_path,
+        memory_models.attention(),
+        model_factory=memory_models.attention,
+        loss_fn=memory_models.cross_entropy,
+    )
+    assert facts.source == "measured"
+    assert "could not be started: [Errno 24] Too many open files" in facts.why_measured
 
 
 def test_a_loss_without_a_batch_is_told(tmp_path: Path) -> None:

@@ -318,8 +318,11 @@ class Analyzer:
         except ValueError as error:
             self._refuse(str(error))
             return
-        self._asking = Asking(question)
-        self._asking.start()
+        try:
+            self._asking = Asking(question)
+            self._asking.start()
+        except (OSError, RuntimeError) as error:  # this process has no files or threads left
+            self._refuse(f"the process that works it out could not be started: {error}")
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
