@@ -290,7 +290,7 @@ def test_somebody_elses_profile_is_left_alone() -> None:
 
 def test_a_sample_that_cannot_be_begun_leaves_nothing_behind() -> None:
     class Refused:
-        base_bytes = None
+        base_bytes: int | None = None
 
         def begin(self) -> None:
             raise RuntimeError("somebody else profiles")
