@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .sharing import Sharing
@@ -76,7 +77,7 @@ class GradientPairs:
         self._now: _Look | None = None
         self._first: _Look | None = None
         self._cuts: dict[tuple[int, int, int], _Cut] = {}  # by position, number of elements, and of ranks that share it
-        self._weights: dict[tuple[_Piece, ...], torch.Tensor] = {}
+        self._weights: dict[tuple[tuple[_Piece, ...], torch.dtype, torch.device], torch.Tensor] = {}
 
     @torch.no_grad()
     def look(self, parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> None:
@@ -92,10 +93,12 @@ class GradientPairs:
             if position is None:
                 continue
             held, shards = _local(part, num_shards)
-            if held.layout is not torch.strided or not held.dtype.is_floating_point or held.numel() == 0:
+            if is_lazy(held) or held.layout is not torch.strided or not held.dtype.is_floating_point:
+                continue
+            if held.numel() == 0:
                 continue
             cut = self._cuts.get((position, held.numel(), shards)) or self._cut_of(position, held.numel(), shards)
-            view = held.reshape(-1)[cut.elements]
+            view = _some_of(held, cut.elements)
             if view.device not in pieces:
                 pieces[view.device], views[view.device] = [], []
             pieces[view.device].append(cut.piece)
@@ -121,14 +124,14 @@ class GradientPairs:
         self.forget()
         if first is None or second is None:
             return None
-        if [pieces for pieces, _ in first.seen] != [pieces for pieces, _ in second.seen]:
+        if not _is_pair(first.seen, second.seen):
             return None
         sums = [torch.zeros(2)]
         for (pieces, one), (_, other) in zip(first.seen, second.seen, strict=True):
             weights, apart = self._weights_of(pieces, one), one - other
             sums.append(torch.stack([torch.dot(apart * weights, apart), torch.dot(one * weights, other)]))
         apart_squares, products = zip(*(each.tolist() for each in sums), strict=True)
-        return math.fsum(apart_squares), math.fsum(products)
+        return sum(apart_squares), sum(products)  # and not fsum, which raises where there are infinities
 
     def forget(self) -> None:
         """What was seen so far is no part of a pair."""
@@ -159,13 +162,30 @@ class GradientPairs:
 
     def _weights_of(self, pieces: tuple[_Piece, ...], elements: torch.Tensor) -> torch.Tensor:
         """Element by element."""
-        if pieces not in self._weights:
+        key = pieces, elements.dtype, elements.device
+        if key not in self._weights:
             if len(self._weights) >= _MOST_KEPT:
                 self._weights.clear()
             each = torch.tensor([piece.weight for piece in pieces], dtype=elements.dtype)
             counts = torch.tensor([piece.num_elements for piece in pieces])
-            self._weights[pieces] = torch.repeat_interleave(each, counts).to(elements.device)
-        return self._weights[pieces]
+            self._weights[key] = torch.repeat_interleave(each, counts).to(elements.device)
+        return self._weights[key]
+
+
+def _is_pair(first: Sequence[_Seen], second: Sequence[_Seen]) -> bool:
+    """Whether the same was seen in both; a model may be moved, or made of another type, between two steps."""
+
+    def kinds(seen: Sequence[_Seen]) -> list[tuple[tuple[_Piece, ...], torch.dtype, torch.device]]:
+        return [(pieces, elements.dtype, elements.device) for pieces, elements in seen]
+
+    return kinds(first) == kinds(second)
+
+
+def _some_of(held: torch.Tensor, elements: slice) -> torch.Tensor:
+    """Of all elements, in the order of their indices; without a copy of those that are left out."""
+    if held.is_contiguous():
+        return held.view(-1)[elements]
+    return held.take(torch.arange(elements.start, held.numel(), elements.step, device=held.device))
 
 
 def _local(part: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, int]:
@@ -180,4 +200,5 @@ def _local(part: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, int]:
     if any(placement.is_partial() for placement in placements):
         return held.to_local().new_empty(0), 1
     sizes = zip(placements, held.device_mesh.shape, strict=True)
-    return held.to_local(), math.prod(size for placement, size in sizes if placement.is_shard())
+    # Shards of a tensor that is cut by two dimensions of the mesh do not all call themselves so.
+    return held.to_local(), math.prod(size for placement, size in sizes if not placement.is_replicate())

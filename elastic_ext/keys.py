@@ -36,6 +36,7 @@ class Key:
     meaning: str
 
 
+_MEBIBYTES = Number(above=0.0, at_most=2.0**20)  # as plans have it: more cannot be counted in bytes
 _STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
 
 _TUNABLE = (
@@ -51,7 +52,7 @@ _TUNABLE = (
     Key("parallelism.unit", BlocksOrWhole(), "what is gathered at once"),
     Key("parallelism.activation_checkpoint", Number(at_least=0.0, at_most=1.0), "share of blocks recomputed"),
     Key("parallelism.prefetch", OrTorch(Integer(0)), "units gathered ahead"),
-    Key("communication.bucket_cap_mb", OrTorch(Number(above=0.0)), "size of a gradient bucket in MiB"),
+    Key("communication.bucket_cap_mb", OrTorch(_MEBIBYTES), "size of a gradient bucket in MiB"),
 )
 TUNABLE = tuple(key.path for key in _TUNABLE)
 """What a tuner may be given bounds for."""

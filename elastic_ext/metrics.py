@@ -32,7 +32,7 @@ class Measures:
     accelerator_bytes: int | None = None
     """What its tensors hold on its accelerator."""
     accelerator_peak_bytes: int | None = None
-    """The most that they held at once, since the process began."""
+    """The most that they held at once, since torch's peak counters began anew."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Where the rank's time went of late, by phase; empty where that is not known."""
     step_seconds: float | None = None
@@ -116,7 +116,7 @@ class StepWindow(JsonRecord):
     accelerator_bytes: int | None = None
     """... and of its accelerator's,"""
     accelerator_peak_bytes: int | None = None
-    """... and the most since the process began."""
+    """... and the most since torch's peak counters began anew."""
 
     @property
     def length(self) -> float:

@@ -87,7 +87,7 @@ class NoiseScale:
         if signal > 0.0:
             ratio = noise / signal
             # Of noise - ratio * signal, whose mean is 0: how far it lies from there, by what it is divided by.
-            squares = self.noise_squares - 2.0 * ratio * self.products + ratio**2 * self.signal_squares
+            squares = self.noise_squares - 2.0 * ratio * self.products + ratio * ratio * self.signal_squares
             error = math.sqrt(max(squares, 0.0) / self.weight / num_alike) / signal
             if error <= _MOST_ERROR * ratio:
                 return ratio

@@ -83,7 +83,7 @@ class Number:
         bounds = [
             f"> {self.above:g}" if self.above is not None else "",
             f">= {self.at_least:g}" if self.at_least is not None else "",
-            f"<= {self.at_most:g}" if self.at_most is not None else "",
+            f"<= {self.at_most:.12g}" if self.at_most is not None else "",
         ]
         return "a number " + " and ".join(bound for bound in bounds if bound)
 

@@ -39,7 +39,7 @@ KNOB_VALUES: Mapping[str, st.SearchStrategy[object]] = {
     "parallelism.unit": _counts | st.just("whole"),
     "parallelism.activation_checkpoint": st.floats(0, 1),
     "parallelism.prefetch": st.integers(0, LARGEST) | st.just("torch"),
-    "communication.bucket_cap_mb": _above_zero | st.just("torch"),
+    "communication.bucket_cap_mb": st.floats(0, 2.0**20, exclude_min=True) | st.just("torch"),
 }
 VALUES: Mapping[str, st.SearchStrategy[object]] = {
     **KNOB_VALUES,

@@ -44,7 +44,10 @@ TABLE: Mapping[str, tuple[list[str], list[str]]] = {
     "parallelism.unit": (["1", "12", '"whole"', str(LARGEST)], ["0", '"Whole"', '""', *NOT_INTEGERS]),
     "parallelism.activation_checkpoint": (["0", "0.5", "1", "1.0"], ["1.0000000000000002", "2", *NOT_NUMBERS]),
     "parallelism.prefetch": (["0", "1", str(LARGEST), '"torch"'], NOT_INTEGERS),
-    "communication.bucket_cap_mb": (["5e-324", "25", "0.5", '"torch"'], ["0", "-0.0", *NOT_NUMBERS]),
+    "communication.bucket_cap_mb": (
+        ["5e-324", "25", "0.5", "1048576", '"torch"'],
+        ["0", "-0.0", "1048577", "1e308", *NOT_NUMBERS],
+    ),
     "checkpoint.steps": (["1", "1000", str(LARGEST)], ["0", *NOT_INTEGERS]),
     "checkpoint.epochs": (["1", "10", str(LARGEST)], ["0", *NOT_INTEGERS]),
     "checkpoint.now": (["true", "false"], NOT_BOOLEANS),

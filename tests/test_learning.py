@@ -212,7 +212,7 @@ def on_ranks(rank: int, folder: Path, way: str) -> tuple[dict[str, Any], list[fl
     return run.noise.state_dict(), run.rates
 
 
-@pytest.mark.parametrize("way", ["ddp", "fully_shard", "FSDP1", "tensor"])
+@pytest.mark.parametrize("way", ["ddp", "fully_shard", "FSDP1", "tensor", "tensor and fully_shard"])
 def test_ranks_see_the_same_to_the_bit_and_what_one_alone_sees(ranks: RankPool, tmp_path: Path, way: str) -> None:
     first, *others = ranks.run(WAYS[way].num_ranks, on_ranks, tmp_path, way)
     assert all(other == first for other in others)

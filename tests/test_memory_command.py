@@ -386,12 +386,24 @@ def test_a_share_of_blocks_needs_blocks(run: Shell) -> None:
         ),
         ("x" * (1 << 19), "allowed: 262144"),
         ("\udcff", "codec can't decode"),
+        (facts_of().to_json().replace('"micro_batch":1,', '"micro_batch":0,'), "memory.passes has a row of no samples"),
+        (
+            facts_of().to_json().replace('"activation_checkpoint":1.0', '"activation_checkpoint":1.5'),
+            "or of more blocks than there are",
+        ),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(run: Shell, text: str, words: str) -> None:
     (run.folder / "job.json").write_bytes(text.encode(errors="surrogateescape"))
     assert run() == 2
     assert words in run.err and len(run.err.splitlines()) == 1 and run.out == ""
+
+
+def test_what_a_file_says_stays_on_its_line(run: Shell) -> None:
+    said = "of this\n  limit           99.0 GiB\x1b[2J"
+    run.write(facts_of(replace(MEMORY, source="measured", why_measured=said)))
+    assert run() == 0
+    assert "  since of this   limit           99.0 GiB [2J" in run.out.splitlines()
 
 
 def test_where_there_is_no_such_file_it_is_said_who_writes_it(run: Shell, tmp_path: Path) -> None:

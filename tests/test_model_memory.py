@@ -19,7 +19,7 @@ from elastic_ext.profile.fake import why_not_fake, without_memory
 from elastic_ext.profile.likeness import batch_dim, like, num_bytes_of, told
 from elastic_ext.profile.live_bytes import LiveBytes
 from elastic_ext.profile.memory_lines import correction, lines_through, sizes_up_to
-from elastic_ext.profile.memory_samples import Readiness, sample_on
+from elastic_ext.profile.memory_samples import Readiness, Sample, sample_on
 from elastic_ext.profile.origins import MainModule, Origin, origin_of
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.questioning import factory_of, names_of, optimizer_kinds, parameter_kinds
@@ -288,6 +288,28 @@ def test_somebody_elses_profile_is_left_alone() -> None:
     assert not readiness.is_given()  # it is asked again after a while
 
 
+def test_a_sample_that_cannot_be_begun_leaves_nothing_behind() -> None:
+    class Refused:
+        base_bytes: int | None = None
+
+        def begin(self) -> None:
+            raise RuntimeError("somebody else profiles")
+
+        def enter(self, stage: Stage) -> None:
+            raise AssertionError("it was not begun")
+
+        def keep_gradient(self, num_bytes: int) -> None:
+            raise AssertionError("it was not begun")
+
+        def end(self, given_bytes: int) -> None:
+            raise AssertionError("it was not begun")
+
+    model = memory_models.layers()
+    with pytest.raises(RuntimeError, match="somebody else profiles"):
+        Sample(Refused(), model.parameters()).begin()
+    model(rows(2)[0]).sum().backward()
+
+
 # --- what another process is told -------------------------------------------------------------------------------------
 
 
@@ -417,6 +439,8 @@ def test_parameters_blocks_and_optimizers_are_told_by_their_names() -> None:
     assert kinds["table.weight"].shape == (CLASSES, 64) and kinds["table.weight"].is_trained
     assert not kinds["head.weight"].is_trained
     assert names_of(model, list(model.layers)) == ("layers.0", "layers.1")
+    with pytest.raises(ValueError, match="a block that the model had is no longer a part of it"):
+        names_of(model, [*model.layers, nn.Linear(2, 2)])
     groups: list[dict[str, Any]] = [
         {"params": [model.table.weight], "lr": torch.tensor(0.5)},
         {"params": [*model.layers.parameters()]},

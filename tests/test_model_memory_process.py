@@ -200,6 +200,33 @@ def test_closing_ends_it_whatever_it_is_at() -> None:
     asking.close()
 
 
+def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> None:
+    question = question_of("layers", memory_models.layers(), rows(4), options=told({"text": "x" * (1 << 20)}, 4, 0))
+    sleeps = (sys.executable, "-c", "import time; time.sleep(600)")
+    assert problem_of(question, most_seconds=1.0, command=sleeps) == "it was not worked out within 1 seconds"
+    with asked(question, command=sleeps) as asking:
+        until = time.monotonic() + WAIT_SECONDS
+        while not children() and time.monotonic() < until:
+            time.sleep(0.01)
+    assert asking.is_over
+    assert children() == []
+
+
+def test_a_question_longer_than_a_pipe_is_answered() -> None:
+    batch = told((*rows(4), "x" * (1 << 20)), 4, 0)
+    answers = answers_to(question_of("layers", memory_models.layers(), rows(4), batch=batch))
+    assert [each.problem for each in answers if each.problem is not None] == []
+    assert any(each.passes is not None for each in answers)
+
+
+def test_what_is_no_text_in_the_path_of_modules_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    monkeypatch.setattr(sys, "argv", [Path(sys.argv[0]), *sys.argv[1:]])
+    answers = answers_to(question_of("layers", memory_models.layers(), rows(4)))
+    assert [each.problem for each in answers if each.problem is not None] == []
+    assert any(each.passes is not None for each in answers)
+
+
 def test_a_process_that_cannot_be_started_is_told() -> None:
     problem = problem_of(question_of("layers", memory_models.layers(), rows(4)), command=("/nowhere/python",))
     assert "the process that works it out failed" in problem and "/nowhere/python" in problem

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import os
 import subprocess
 import sys
@@ -258,6 +260,110 @@ def test_where_it_cannot_be_worked_out_what_is_measured_is_told(tmp_path: Path) 
     )
     assert facts.source == "measured"
     assert "a step on tensors without memory failed: DynamicOutputShapeException" in facts.why_measured
+
+
+def test_a_block_that_was_replaced_since_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    model = memory_models.attention()
+    trainer = trainer_of(
+        tmp_path,
+        model,
+        loader := ElasticDataLoader(sentences(), batch_size=MICRO_BATCH),
+        model_factory=memory_models.attention,
+        loss_fn=memory_models.cross_entropy,
+    )
+    optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
+    layers: Any = model.layers
+    layers[0] = copy.deepcopy(layers[0])
+    with trainer, trainer.epoch():
+        for batch in loader:
+            with trainer.step():
+                memory_models.cross_entropy(model(batch[0]), batch).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert "is no longer a part of it" in trainer._session.analyzer._why_not
+
+
+def test_a_machine_without_files_left_for_another_process_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", has_none)
+    facts, _ = train(
+        tmp_path,
+        memory_models.attention(),
+        model_factory=memory_models.attention,
+        loss_fn=memory_models.cross_entropy,
+    )
+    assert facts.source == "measured"
+    assert "could not be started: [Errno 24] Too many open files" in facts.why_measured
+
+
+class Views(nn.Module):
+    """Which is given two views of each sample, one after another."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.model(torch.cat([words, words.flip(1)]))
+        return outputs[: len(words)]
+
+
+class OfText(nn.Module):
+    """Which is given numbers as text."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, lines: list[str]) -> torch.Tensor:
+        outputs: torch.Tensor = self.model(torch.tensor([list(map(int, line.split())) for line in lines]))
+        return outputs
+
+
+def test_what_tells_no_size_is_taken_to_be_a_full_micro_batch(tmp_path: Path) -> None:
+    bound(tmp_path / "0")
+    model, loader = OfText(memory_models.attention()), ElasticDataLoader(sentences(), batch_size=MICRO_BATCH)
+    trainer = trainer_of(tmp_path, model, loader)
+    optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
+    analyzer = trainer._session.analyzer
+    with trainer:
+        while trainer.global_step < 40:
+            with trainer.epoch():
+                for batch in loader:
+                    lines = [" ".join(map(str, words)) for words in batch[0].tolist()]
+                    with trainer.step():
+                        memory_models.cross_entropy(model(lines), batch).backward()  # type: ignore[no-untyped-call]
+                        optimizer.step()
+                        optimizer.zero_grad()
+        facts = analyzer.facts()
+    assert {each.micro_batch for each in facts.passes} == {1, 2, MICRO_BATCH}
+    assert facts.source == "measured"
+
+
+def test_samples_are_counted_and_not_the_rows_that_a_loop_makes_of_them(tmp_path: Path) -> None:
+    bound(tmp_path / "0")
+    model, loader = memory_models.attention(), ElasticDataLoader(sentences(), batch_size=MICRO_BATCH)
+    given: dict[str, Any] = {"model_factory": memory_models.attention, "loss_fn": memory_models.cross_entropy}
+    trainer = trainer_of(tmp_path, model, loader, **given)
+    optimizer = trainer.prepare(torch.optim.AdamW(model.parameters()))
+    analyzer = trainer._session.analyzer
+    views = Views(model)
+    with trainer:
+        while trainer.global_step < 40:
+            with trainer.epoch():
+                for batch in loader:
+                    with trainer.step():
+                        memory_models.cross_entropy(views(batch[0]), batch).backward()  # type: ignore[no-untyped-call]
+                        optimizer.step()
+                        optimizer.zero_grad()
+        facts = analyzer.facts()
+    assert list(analyzer._measured) == [(MICRO_BATCH, 0.0)]
+    assert facts.source == "measured"
+    assert f"{2 * MICRO_BATCH} rows where a step takes {MICRO_BATCH} samples at once" in facts.why_measured
 
 
 def test_a_loss_without_a_batch_is_told(tmp_path: Path) -> None:

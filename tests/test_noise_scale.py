@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_ext.noise_scale import NoiseScale
@@ -119,6 +119,7 @@ def test_what_is_saved_goes_on_to_the_bit() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(-1e12, 1e12)), max_size=40), st.integers(1, 2**40))
+@example([(1.0, 1e-300)] * 10, 8)
 def test_whatever_is_seen_what_is_said_is_a_number_of_samples(pairs: list[Pair], batch: int) -> None:
     found = NoiseScale()
     for apart, product in pairs:

@@ -22,6 +22,7 @@ _MOST_COUNT = 2**53
 _MOST_CHOICES = 256
 """Of one key."""
 _MOST_REASON = 300
+_MOST_WHY = 1000
 _MOST_PASSES = 4096
 _MOST_BLOCKS = 1 << 14
 
@@ -37,6 +38,7 @@ def facts_told(text: str) -> JobFacts:
     return replace(
         facts,
         device=on_one_line(facts.device[:40]),
+        memory=None if facts.memory is None else _on_one_line(facts.memory),
         values={key: _checked(key, value) for key, value in facts.values.items() if key in KEYS},
         choices={key: _choices(key, given) for key, given in facts.choices.items() if key in KEYS},
         fixed={key: on_one_line(str(why)[:_MOST_REASON]) for key, why in facts.fixed.items() if key in KEYS},
@@ -64,11 +66,17 @@ def _check_memory(memory: MemoryFacts) -> None:
         raise ValueError("memory.passes has too many rows")
     if len(memory.block_activation_bytes) > _MOST_BLOCKS:
         raise ValueError("memory.block_activation_bytes has too many numbers")
+    if not all(row.micro_batch > 0 and row.activation_checkpoint <= 1 for row in memory.passes):
+        raise ValueError("memory.passes has a row of no samples, or of more blocks than there are")
     told = asdict(memory)
     of_blocks = (("block_activation_bytes", each) for each in memory.block_activation_bytes)
     for name, value in (*told.items(), *of_blocks, *(each for row in told["passes"] for each in row.items())):
         if type(value) in (int, float) and not 0 <= value < 2**60:
             raise ValueError(f"memory.{name} is no amount")
+
+
+def _on_one_line(memory: MemoryFacts) -> MemoryFacts:
+    return replace(memory, why_measured=on_one_line(memory.why_measured[:_MOST_WHY]))
 
 
 def _choices(key: str, given: Sequence[Any]) -> tuple[Any, ...]:

@@ -37,6 +37,14 @@ _RATIOS = (0.0, 1.0, 0.5)
 _MOST_SAMPLES = 64
 _MOST_DEPTH = 4  # of containers among what the model gives
 _NO_FACTORY = "no model_factory was given, so that only the sizes are known that steps have had"
+_NO_BATCH = (
+    "loss_fn is given, and no batch was seen to call it with: loop over an ElasticDataLoader, or call "
+    "trainer.run(function, batch)"
+)
+_ROWS = (
+    "the model is given {} rows where a step takes {} samples at once, and of other sizes nobody knows how many it "
+    "would be given"
+)
 _WORKING = "what other sizes take is still being worked out"
 
 
@@ -64,6 +72,8 @@ class _Shapes:
     """What the model was given, and how many samples that were."""
 
     num_samples: int
+    num_rows: int
+    """Of tensors, where they count samples: several may be of one."""
     given: Mapping[str, Any]
     options: Mapping[str, Any]
     batch: Mapping[str, Any] | None
@@ -71,8 +81,9 @@ class _Shapes:
 
     def num_bytes(self, num_samples: int) -> int:
         """The same with so many samples; the batch has what the model is given."""
-        passed = num_bytes_of(self.given, num_samples) + num_bytes_of(self.options, num_samples)
-        return passed if self.batch is None else max(passed, num_bytes_of(self.batch, num_samples))
+        num_rows = num_samples * self.num_rows // self.num_samples
+        passed = num_bytes_of(self.given, num_rows) + num_bytes_of(self.options, num_rows)
+        return passed if self.batch is None else max(passed, num_bytes_of(self.batch, num_rows))
 
 
 class Analyzer:
@@ -129,11 +140,12 @@ class Analyzer:
         if found is None:
             self._refuse("the model is given no tensor whose first dimension could be samples")
             return
-        dim, num_samples = found
-        if self._sample is not None:
-            self._sampled = num_samples, self._sampled[1]
-        if self._shapes is None:
-            self._keep_shapes(arguments, options, dim, num_samples)
+        dim, num_rows = found
+        num_samples = min(num_rows, micro_batch or num_rows)
+        if self._sample is not None:  # of several passes the largest
+            self._sampled = max(num_samples, self._sampled[0]), self._sampled[1]
+        if self._shapes is None and num_samples > 0:
+            self._keep_shapes(arguments, options, dim, num_rows=num_rows, num_samples=num_samples)
 
     def see_outputs(self, outputs: Any) -> None:
         """It has ended."""
@@ -168,7 +180,7 @@ class Analyzer:
             return
         self._num_samples += 1
         self._tried.add(key)
-        self._sampled = key
+        self._sampled = 0, key[1]  # until the model is given some
         sample = sample_on(self._device, self._model.parameters())
         try:
             sample.begin()
@@ -186,6 +198,7 @@ class Analyzer:
         self._probe.tell_phases(None)
         self._probe.watcher = None
         shapes, (num_samples, ratio) = self._shapes, self._sampled
+        num_samples = num_samples or self._training.micro_batch()  # of what tells no size it is taken to be a full one
         try:
             peaks = sample.end(0 if shapes is None else shapes.num_bytes(num_samples))
         except (RuntimeError, ValueError) as error:  # somebody else has ended the profile
@@ -195,7 +208,7 @@ class Analyzer:
             return
         if peaks.update_bytes is not None:
             self._update_bytes = max(peaks.update_bytes, self._update_bytes or 0)
-        if self._is_first and not sample.had_gradients:
+        if self._is_first and num_samples > 0 and not sample.had_gradients:
             self._measured[num_samples, ratio] = peaks
             if sample.base_bytes is not None:
                 self._besides_bytes = besides_bytes(self._device, sample.base_bytes, self._sizes)
@@ -272,26 +285,20 @@ class Analyzer:
         self._why_not = self._why_not or why
         self._batch, self.wants_batch = None, False
 
-    def _keep_shapes(self, arguments: tuple[Any, ...], options: Mapping[str, Any], dim: int, num_samples: int) -> None:
+    def _keep_shapes(
+        self, arguments: tuple[Any, ...], options: Mapping[str, Any], dim: int, *, num_rows: int, num_samples: int
+    ) -> None:
         batch, self._batch, self.wants_batch = self._batch, None, False
-        kind = self._device.type
+        given = arguments, dict(options), batch
         try:
-            autocast = dtype_name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-            self._shapes = _Shapes(
-                num_samples=num_samples,
-                given=told(arguments, num_samples, dim),
-                options=told(dict(options), num_samples, dim),
-                batch=None if batch is None else told(batch, num_samples, dim),
-                autocast=autocast,
-            )
+            self._shapes = _shapes_of(given, dim, num_rows, num_samples=num_samples, kind=self._device.type)
         except (ValueError, RuntimeError) as error:
             self._refuse(f"the model, or the loss, is given what cannot be told to another process: {error}")
             return
+        if num_rows > num_samples and self._factory is not None:
+            self._refuse(_ROWS.format(num_rows, num_samples))
         if batch is None and self._factory is not None and self._factory.loss is not None:
-            self._refuse(
-                "loss_fn is given, and no batch was seen to call it with: loop over an ElasticDataLoader, or call "
-                "trainer.run(function, batch)"
-            )
+            self._refuse(_NO_BATCH)
 
     def _ask(self, factory: Factory, shapes: _Shapes, *, keeps_outputs: bool) -> None:
         training = self._training
@@ -318,8 +325,26 @@ class Analyzer:
         except ValueError as error:
             self._refuse(str(error))
             return
-        self._asking = Asking(question)
-        self._asking.start()
+        try:
+            self._asking = Asking(question)
+            self._asking.start()
+        except (OSError, RuntimeError) as error:  # this process has no files or threads left
+            self._refuse(f"the process that works it out could not be started: {error}")
+
+
+def _shapes_of(
+    given: tuple[tuple[Any, ...], dict[str, Any], Any], dim: int, num_rows: int, *, num_samples: int, kind: str
+) -> _Shapes:
+    """Of arguments, options and batch, on a device of that kind; ValueError for what cannot be told."""
+    arguments, options, batch = given
+    return _Shapes(
+        num_samples=num_samples,
+        num_rows=num_rows,
+        given=told(arguments, num_rows, dim),
+        options=told(options, num_rows, dim),
+        batch=None if batch is None else told(batch, num_rows, dim),
+        autocast=dtype_name(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
+    )
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:

@@ -46,7 +46,7 @@ class Asking:
     ) -> None:
         self._question = question
         self._most_seconds = most_seconds
-        self._command = [*command, json.dumps(sys.path)]
+        self._command = [*command, json.dumps(_path())]
         self._answers: list[Answer] = []  # only ever appended to, on the thread
         self._is_over = threading.Event()
         self._closing, self._close_here = os.pipe()
@@ -104,10 +104,7 @@ class Asking:
         assert process.stdin is not None and process.stdout is not None
         problem: str | None = "it failed"
         try:
-            with contextlib.suppress(BrokenPipeError):  # which has ended, as is told below
-                process.stdin.write(self._asked())
-                process.stdin.flush()
-            problem = self._read(process.stdout.fileno(), until)
+            problem = self._converse(process.stdin.fileno(), process.stdout.fileno(), until)
         finally:
             if problem is not None or not _ends_by_itself(process):
                 process.kill()
@@ -119,18 +116,24 @@ class Asking:
 
     def _asked(self) -> bytes:
         asked = {
-            "path": sys.path,
-            "argv": sys.argv,
+            "path": _path(),
+            "argv": list(map(str, sys.argv)),
             "folder": os.getcwd(),
             "question": json.loads(self._question.to_json()),
         }
         return json.dumps(asked).encode() + b"\n"
 
-    def _read(self, source: int, until: float) -> str | None:
-        """Take answers until the end of them; why that did not come, or None."""
+    def _converse(self, asked: int, source: int, until: float) -> str | None:
+        """Ask, and take answers until the end of them; why that did not come, or None.
+
+        A question may be more than a pipe holds, and who is asked reads it after a while: that is not waited for alone.
+        """
         poll = select.poll()
         for descriptor in (source, self._closing):
             poll.register(descriptor, select.POLLIN)
+        os.set_blocking(asked, False)
+        poll.register(asked, select.POLLOUT)
+        question = self._asked()
         rest = b""
         while True:
             left = until - time.monotonic()
@@ -139,6 +142,12 @@ class Asking:
                 return "training has ended"
             if not ready:
                 return f"it was not worked out within {self._most_seconds:.0f} seconds"
+            if asked in ready:
+                question = question[_written(asked, question) :]
+                if not question:
+                    poll.unregister(asked)
+            if source not in ready:
+                continue
             data = os.read(source, _MOST_LINE_BYTES)
             *lines, rest = (rest + data).split(b"\n")
             self._answers.extend(Answer.from_json(line.decode()) for line in lines)
@@ -146,6 +155,21 @@ class Asking:
                 raise ValueError("an answer is too long")
             if not data:
                 return None
+
+
+def _path() -> list[str]:
+    """Where modules are looked for: what is no text there is passed over, as an import does."""
+    return [each for each in sys.path if isinstance(each, str)]
+
+
+def _written(asked: int, question: bytes) -> int:
+    """How much of it there was room for; all, where nobody reads any more, which is told by the end of answers."""
+    try:
+        return os.write(asked, question)
+    except BrokenPipeError:
+        return len(question)
+    except BlockingIOError:
+        return 0
 
 
 def _ends_by_itself(process: subprocess.Popen[bytes]) -> bool:

@@ -19,7 +19,7 @@ class Memory:
     accelerator: int | None = None
     """What tensors hold,"""
     accelerator_peak: int | None = None
-    """... and the most that they held at once, since the process began."""
+    """... and the most that they held at once, since torch's peak counters began anew."""
 
 
 def memory_held() -> Memory:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import torch
@@ -65,13 +65,16 @@ class Sample:
         return self._account.base_bytes
 
     def begin(self) -> None:
-        for each in self._parameters:
-            if each.grad is None:
-                handle = each.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-            else:
-                self.had_gradients = True
-        self._account.begin()
+        with ExitStack() as undo:
+            undo.callback(self._let_go)
+            for each in self._parameters:
+                if each.grad is None:
+                    keep = each.register_post_accumulate_grad_hook
+                    self._handles.append(keep(self._keep_gradient))  # type: ignore[no-untyped-call]
+                else:
+                    self.had_gradients = True
+            self._account.begin()
+            undo.pop_all()
 
     def see(self, phase: int) -> None:
         """A phase of the step begins."""
@@ -87,9 +90,12 @@ class Sample:
 
     def end(self, given_bytes: int) -> Peaks | None:
         """What was seen, None where that was too much."""
+        self._let_go()
+        return self._account.end(given_bytes)
+
+    def _let_go(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        return self._account.end(given_bytes)
 
     def _keep_gradient(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad

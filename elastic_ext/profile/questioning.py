@@ -83,8 +83,10 @@ def optimizer_kinds(
 
 
 def names_of(model: nn.Module, parts: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Of some modules within a model, in their order."""
+    """Of some modules within a model, in their order; ValueError where one has been taken out of it."""
     names = {id(part): _bare(f"{name}.")[:-1] for name, part in model.named_modules()}
+    if any(id(part) not in names for part in parts):
+        raise ValueError("a block that the model had is no longer a part of it")
     return tuple(names[id(part)] for part in parts)
 
 

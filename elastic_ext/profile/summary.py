@@ -40,7 +40,7 @@ class StepProfile:
     """What this rank's process held of the machine's memory at the end, and its tensors on its accelerator:"""
     accelerator_bytes: int | None
     accelerator_peak_bytes: int | None
-    """The most since the process began."""
+    """The most since torch's peak counters began anew."""
 
 
 def summary_of(windows: Sequence[StepWindow], *, num_replicas: int | None = None) -> StepProfile | None:
