@@ -321,7 +321,7 @@ class Search:
             return gains
         numbers = [each for each in self._space.choices["num_workers"] if isinstance(each, int)]
         now = best.point.num_workers
-        if now not in numbers:
+        if not isinstance(now, int) or now not in numbers:
             return gains
         at = numbers.index(now)
         allowed = self._allowed()
