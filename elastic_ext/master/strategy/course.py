@@ -70,6 +70,15 @@ class Course:
         return self._asked[1] if self._asked else self._base.point
 
     @property
+    def in_force(self) -> Point:
+        return self._base.point
+
+    @property
+    def version(self) -> int:
+        """Of the config that is in force, or was written for that."""
+        return self._base.version
+
+    @property
     def best(self) -> Measured | None:
         return self.search.best
 
@@ -160,13 +169,16 @@ class Course:
         return [*_some(closed), *self.to(now, target, why)]
 
     def to(self, now: float, target: Point, why: str) -> list[Decision]:
-        """Back to a point that was in force before."""
+        """Back to a point that was in force before; what was asked for is not written any more."""
+        if self._asked is not None:
+            self._asked, self._trial = None, self._trial_of(self._base)
         return [] if target == self.here else self._write(now, "undo", target, why)
 
     def go_on(self, now: float, *, writes: bool) -> list[Decision]:
         """What is next, with all that was measured."""
         best, self._must_look = self.search.best, False
         if best is None:
+            self._trial = self._trial_of(self._base)  # what there was is refused
             return []
         if not writes:
             self._rest()
