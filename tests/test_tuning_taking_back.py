@@ -9,8 +9,14 @@ import pytest
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.job_facts import LearningFacts
+from elastic_ext.master.strategy.book import Book
+from elastic_ext.master.strategy.budget import Budget
+from elastic_ext.master.strategy.course import Course
 from elastic_ext.master.strategy.decisions import Decision
+from elastic_ext.master.strategy.search import Search
+from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.strategy.space import Point, point_of
+from elastic_ext.sections import TuningSection
 from tests.job_facts import made_facts
 from tests.tuned_jobs import TunedJob, loader_seconds
 
@@ -209,3 +215,24 @@ def test_undo_of_the_very_first_try_takes_it_back_and_pauses() -> None:
     told = job.take(job.controller.undo(job.now))
     assert [(each.kind, each.outcome) for each in told] == [("probe", "undone"), ("undo", ""), ("pause", "")]
     assert job.point == point_of(job.start) and job.controller.standing.stand == "paused"
+
+
+@pytest.mark.parametrize("stays_slow", [False, True])
+def test_slow_steps_that_look_like_a_slower_job_do_not_make_tries_cheaper(stays_slow: bool) -> None:
+    """What may be spent goes by what the user's own config takes, which is measured again."""
+    facts, budget, book = made_facts(choices={}), Budget(), Book()
+    course = Course(facts, TuningSection(), book, Search(facts, TuningSection()), budget)
+
+    def see(seconds: float, *, until: str) -> None:
+        for step in range(100):
+            seen = Seen(time=0.0, version=0, step=step, num_steps=1, num_ranks=4, world_size=4, step_seconds=seconds)
+            if any(each.kind == until for each in course.see(0.0, seen, writes=True)):
+                return
+        assert not until
+
+    see(0.3, until="settle")
+    see(0.3, until="")
+    assert budget.own_seconds == pytest.approx(0.3)
+    see(1.2, until="reopen")
+    see(1.2 if stays_slow else 0.3, until="settle")
+    assert budget.own_seconds == pytest.approx(1.2 if stays_slow else 0.3)

@@ -184,10 +184,8 @@ class Controller:
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
             left = self._leave(now, why := "a person takes back what is being tried")
-            words = "there is no change to be taken back"
-            return (
-                [*left, *self._pause(now, f"{why}; say resume to go on")] if left else [self._say(now, "hold", words)]
-            )
+            paused = self._pause(now, f"{why}; say resume to go on") if left else []
+            return [*left, *paused] or [self._say(now, "hold", "there is no change to be taken back")]
         abandoned = self._close_open()
         begun = None if self._must_begin else self._course
         known = (point_of(facts.values), facts.config_version)
@@ -339,7 +337,7 @@ class Controller:
         return _some(self._book.close(open_.number, "kept" if is_kept else "undone"))
 
     def _take_back(self, now: float, version: int, config: ElasticConfig) -> list[Decision]:
-        """What ``config`` still has of what was tried up to ``version``: nobody knows what it brings, or it was slow."""
+        """What ``config`` still has of what was tried up to ``version``, and is slow, or not known to be better."""
         made = self._book.take_back(now, version, config)
         self._must_begin = self._must_begin or made is not None
         return _some(made)

@@ -5,6 +5,7 @@ Words: *here* is the point in force, or the one that was asked for; the *best* i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from elastic_ext.job_facts import JobFacts
@@ -62,6 +63,7 @@ class Course:
         self._num_elsewhere = self._num_scattered = 0
         self._advice = Advice()
         self._doubt = Doubt()
+        self._supposed: Measured | None = None  # what a change of pace makes of the best point, until it is measured
 
     # ---- what others ask ----
 
@@ -204,6 +206,9 @@ class Course:
         self._num_scattered = 0
         measured = trial.measured(best.seconds if best else None)
         self._trial, self._last = None, measured
+        supposed, self._supposed = self._supposed, None
+        if supposed is not None and supposed.point == measured.point:  # some slow steps may have looked like a change
+            self._budget.change_pace(self._doubt.other_pace(measured, supposed) or 1.0)
         told = self._doubted(now, measured) if writes else []
         if self._asked:
             return told
@@ -313,6 +318,8 @@ class Course:
 
     def _reopen(self, now: float, change: PaceChange) -> list[Decision]:
         self._budget.change_pace(change.ratio)
+        before = self.search.best_measured
+        self._supposed = None if before is None else replace(before, seconds=before.seconds * change.ratio)
         self.search = self.search.begun_again()
         self._trial, self.stage, self._last = self._trial_of(self._base), "probing", None
         self._doubt = Doubt()
