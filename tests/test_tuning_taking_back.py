@@ -236,3 +236,28 @@ def test_slow_steps_that_look_like_a_slower_job_do_not_make_tries_cheaper(stays_
     see(1.2, until="reopen")
     see(1.2 if stays_slow else 0.3, until="settle")
     assert budget.own_seconds == pytest.approx(1.2 if stays_slow else 0.3)
+
+
+def test_undo_while_a_version_is_waited_for_is_made_from_that_version() -> None:
+    """A person changes what the tuner may do, and takes something back before ranks tell of that."""
+    job = TunedJob(seconds=_seconds)
+    job.run(ENOUGH)
+    job.edit({"tuning.headroom": 0.2})
+    told = job.take(job.controller.undo(job.now))
+    assert "undo" in [each.kind for each in told] and job.point == point_of(job.start)
+    assert job.configs[job.version]["tuning.headroom"] == 0.2
+
+
+def test_undo_of_two_sizes_one_after_the_other_is_made_from_the_newest_version() -> None:
+    learning = LearningFacts(rule="sqrt", first_batch=256, noise_scale=1e6)
+    values = {"dataloader.batch_size": 16, "global_batch_size": 256}
+    facts = made_facts(choices={"global_batch_size": ()}, values=values, learning=learning)
+    knobs = {"tuning.knobs": {"global_batch_size": (64, 1024)}}
+    job = TunedJob(facts=facts, config=knobs, sized=lambda point, share: {"forward": share * 0.001, "other": 0.2})
+    job.run(ENOUGH)
+    assert job.size == 1024
+    job.take(job.controller.undo(job.now))
+    assert job.size == 512
+    job.edit({"tuning.headroom": 0.2})
+    job.take(job.controller.undo(job.now))
+    assert job.size == 256 and job.configs[job.version]["tuning.headroom"] == 0.2

@@ -7,6 +7,7 @@ decision that has changes, and tells of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from elastic_ext.config import ElasticConfig
@@ -25,7 +26,7 @@ from .size_tries import SizeTries
 from .sizes import SIZE_KEY
 from .space import KEYS, Point, point_of, values_of
 from .standing import Stand, Standing
-from .telling import change_in_words, rate_in_words, size_change_in_words, why_edited
+from .telling import rate_in_words, way_in_words, why_edited
 
 __all__ = ["Author", "Controller", "Mode"]
 
@@ -141,8 +142,8 @@ class Controller:
             return []
         self._is_silent = True
         why = f"nothing was heard of the job's steps for {silent:.0f} s"
-        left = self._leave(now, f"what was tried cannot be measured: {why}") if self._writes else []
-        return [*self._hold(now, why), *left]
+        held = self._hold(now, why)
+        return [*held, *(self._leave(now, f"what was tried cannot be measured: {why}") if self._writes else [])]
 
     def written(self, now: float, number: int, version: int) -> None:
         """The config of a decision was written, as this version."""
@@ -186,19 +187,19 @@ class Controller:
             left = self._leave(now, why := "a person takes back what is being tried")
             paused = self._pause(now, f"{why}; say resume to go on") if left else []
             return [*left, *paused] or [self._say(now, "hold", "there is no change to be taken back")]
-        abandoned = self._close_open()
-        begun = None if self._must_begin else self._course
-        known = (point_of(facts.values), facts.config_version)
-        here, version = known if begun is None else (begun.in_force, begun.version)
-        tried = self._book.not_kept(version).left_in(dict(zip(KEYS.values(), here, strict=True)))
+        version, values = self._there(facts)
+        here = point_of(values)
+        abandoned = self._abandon() if self._must_begin else self._close_open()
+        tried = self._book.not_kept(version).left_in(values)
         back = {**tried, **self._book.way_back(last)}
         target = here._replace(**{name: back[key] for name, key in KEYS.items() if key in back})
-        size = back.get(SIZE_KEY, facts.global_batch)
-        why = f"{_changes_in_words(facts, here, target, size)}: a person takes decision {last.number} back"
+        present = values.get(SIZE_KEY) or facts.global_batch
+        size = back.get(SIZE_KEY, present)
+        why = f"{way_in_words(here, target, present, size)}: a person takes decision {last.number} back"
         closed = _some(self._book.close(last.number, "undone"))
         taken = self._sizes.undo(now, last, back, why)
         if taken is None:
-            taken = self._go_back(now, facts, here, target, why, {} if size == facts.global_batch else back)
+            taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
         paused = [] if self._is_paused else self._pause(now, f"{why}; say resume to go on")
         return [*abandoned, *closed, *taken, *paused]
 
@@ -218,6 +219,12 @@ class Controller:
     @property
     def _tuning(self) -> TuningSection:
         return self._config.tuning if self._config is not None else TuningSection()
+
+    @property
+    def _version(self) -> int:
+        """The newest that is known."""
+        found = self._facts.config_version if self._facts is not None else 0
+        return found if self._config is None else self._config.version
 
     @property
     def _mode(self) -> str:
@@ -292,7 +299,8 @@ class Controller:
         if target == here and SIZE_KEY not in left:
             return closed
         size = left.get(SIZE_KEY, facts.global_batch)
-        why = f"{_changes_in_words(facts, here, target, size)}: what was being tried was not measured to its end"
+        way = way_in_words(here, target, facts.global_batch, size)
+        why = f"{way}: what was being tried was not measured to its end"
         return [*closed, *self._go_back(now, facts, here, target, why, tried.instead if SIZE_KEY in left else {})]
 
     def _go_back(
@@ -300,15 +308,22 @@ class Controller:
     ) -> list[Decision]:
         """Have a point in force again, be it with a search or without one; ``sized`` is all that is to be set where the
         size of steps is among that."""
+        base, _ = self._there(facts)
         if sized:
-            return self._sizes.go_back(now, facts, self._tuning, sized, why)
+            return self._sizes.go_back(now, replace(facts, config_version=base), self._tuning, sized, why)
         if target == here:
             return []
         if self._course is not None and not self._must_begin:
             return self._course.to(now, target, why)
         changes, instead = values_of(target, here), values_of(here, target)
-        base = facts.config_version
         return [self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)]
+
+    def _there(self, facts: JobFacts) -> tuple[int, dict[str, Any]]:
+        """The version that is to be changed, and what it makes of the job, by key."""
+        course, config = self._course, self._config
+        if course is not None and not self._must_begin:
+            return course.version, dict(zip(KEYS.values(), course.in_force, strict=True))
+        return self._version, {**facts.values, **({} if config is None else config.values())}
 
     def _wait(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
         """Steps before a search has begun: facts may never come of a config that ranks have refused."""
@@ -384,15 +399,7 @@ class Controller:
         return [self._say(now, "hold", f"nothing is decided: {why}")]
 
     def _say(self, now: float, kind: Kind, reason: str) -> Decision:
-        version = self._config.version if self._config is not None else 0
-        if self._config is None and self._facts is not None:
-            version = self._facts.config_version
-        return self._book.add(time=now, kind=kind, reason=reason, base=version)
-
-
-def _changes_in_words(facts: JobFacts, here: Point, target: Point, size: int) -> str:
-    words = [size_change_in_words(size, facts.global_batch)] if size != facts.global_batch else []
-    return ", ".join([*words, *([change_in_words(target, here)] if target != here or not words else [])])
+        return self._book.add(time=now, kind=kind, reason=reason, base=self._version)
 
 
 def _some(decision: Decision | None) -> list[Decision]:

@@ -18,6 +18,7 @@ __all__ = [
     "number_in_words",
     "rate_in_words",
     "size_change_in_words",
+    "way_in_words",
     "why_edited",
     "why_try",
 ]
@@ -51,6 +52,12 @@ def change_in_words(new: Point, old: Point) -> str:
 def size_change_in_words(new: int, old: int) -> str:
     """Such as "128 samples a step instead of 64"."""
     return f"{new:,} samples a step instead of {old:,}"
+
+
+def way_in_words(here: Point, target: Point, size_here: int, size: int) -> str:
+    """Both together, for the way from ``here`` to ``target``."""
+    words = [size_change_in_words(size, size_here)] if size != size_here else []
+    return ", ".join([*words, *([change_in_words(target, here)] if target != here or not words else [])])
 
 
 def _one_in_words(name: str, new: Value, old: Value) -> str:
