@@ -261,3 +261,37 @@ def test_undo_of_two_sizes_one_after_the_other_is_made_from_the_newest_version()
     job.edit({"tuning.headroom": 0.2})
     job.take(job.controller.undo(job.now))
     assert job.size == 256 and job.configs[job.version]["tuning.headroom"] == 0.2
+
+
+def test_who_stops_it_before_a_version_comes_into_force_does_not_train_on_with_what_was_tried() -> None:
+    """What the tuner may do is changed, and changed again before ranks tell of the first of these versions."""
+    job = TunedJob()
+    while "probe" not in job.kinds():
+        job.run(1)
+    assert job.edit({"tuning.headroom": 0.2}) == []
+    job.edit({"tuning.mode": "off"})
+    assert job.point == point_of(job.start)
+
+
+def test_what_follows_a_way_back_that_ranks_refused_is_taken_back_to_what_was_there_before() -> None:
+    """A slow try is in force as ranks refuse what takes it back, and something else is tried from there."""
+    slow, usual = {"dataloader.batch_size": 8}, {"dataloader.batch_size": 1}
+    book = Book()
+    tried = book.add(time=0.0, kind="probe", reason="slow", base=0, changes=slow, instead=usual)
+    book.written(tried.number, 1)
+    book.close(tried.number, "undone")
+    back = book.add(time=0.0, kind="undo", reason="back", base=1, changes=usual, instead=slow)
+    book.written(back.number, 2)
+    book.close(back.number, "refused")
+    other = book.add(
+        time=0.0,
+        kind="probe",
+        reason="another",
+        base=1,
+        changes={"dataloader.num_workers": 2},
+        instead={"dataloader.num_workers": 0},
+    )
+    assert other.base == 2 and other.changes["dataloader.batch_size"] == 8
+    book.written(other.number, 3)
+    assert book.tried(other).instead == {"dataloader.batch_size": 1, "dataloader.num_workers": 0}
+    assert book.not_kept(2).left_in({"dataloader.batch_size": 1}) == {}, "that version has it back already"

@@ -64,8 +64,9 @@ class Book:
         changes: dict[str, Any] = {}
         instead: dict[str, Any] = {}
         made = self.made_for(version)
-        while made is not None and made.kind == "probe" and made.outcome != "kept":
-            changes, instead = {**made.changes, **changes}, {**instead, **made.instead}
+        while made is not None and made.outcome != "kept" and (made.kind == "probe" or made.outcome == "refused"):
+            if made.kind == "probe":
+                changes, instead = {**made.changes, **changes}, {**instead, **made.instead}
             made = self.made_for(made.base)
         return Tried(changes, instead)
 

@@ -103,7 +103,9 @@ class Controller:
         is_stopped = mode_before == "auto" != self._mode
         left: list[Decision] = []
         if before is not None and changed and (is_edit or is_stopped):
-            left = [*self._abandon(), *self._take_back(now, before.version, config)]
+            tried = self._book.open
+            version = before.version if tried is None or tried.kind != "probe" else tried.newest
+            left = [*self._abandon(), *self._take_back(now, version, config)]
         if "off" in (mode_before, self._mode) or before is None:
             return [*left, *self._begin(now)]
         self._must_begin = True  # by what is in force then, of which facts will tell
@@ -336,7 +338,9 @@ class Controller:
 
     def _tell_limits(self, now: float, facts: JobFacts) -> list[Decision]:
         """What is not tuned, each reason once."""
-        return [each for why in limits_in_words(facts, self._tuning) for each in self._hold_once(now, why)]
+        news = [why for why in limits_in_words(facts, self._tuning) if why not in self._told]
+        self._told.update(news)
+        return [each for why in news for each in self._hold(now, why)]
 
     def _abandon(self) -> list[Decision]:
         """What is being tried is no longer in force."""
@@ -388,12 +392,6 @@ class Controller:
         if self._sizes.is_trying:
             return self._sizes.leave(now, why)
         return self._course.leave(now, why) if self._course is not None else []
-
-    def _hold_once(self, now: float, why: str) -> list[Decision]:
-        if why in self._told:
-            return []
-        self._told.add(why)
-        return self._hold(now, why)
 
     def _hold(self, now: float, why: str) -> list[Decision]:
         return [self._say(now, "hold", f"nothing is decided: {why}")]
