@@ -296,6 +296,18 @@ def test_a_persons_version_that_is_still_to_come_is_not_brought_forward() -> Non
     assert told.job.book.version == 2
 
 
+def test_what_was_decided_waits_for_a_persons_version_that_is_still_to_come() -> None:
+    told = Told(deciding(decision_of(base=1, kind="undo")))
+    request = wire.SetConfigRequest(changes={"optimizer.learning_rate": "0.5"}, at_step=100)
+    told.job.enter(Moment(clock=1.0, time=1.0), told.job.changed(Moment(clock=1.0, time=1.0), request))
+    told.beat(facts=FACTS)
+    told.round(1)
+    due, moment = told.job.tuning.due, Moment(clock=told.now, time=told.now)
+    assert due is not None and told.job.decided(moment) is None
+    told.beat(wire.Worker(rank=0, state="running", step=100))
+    assert told.job.decided(moment) == due
+
+
 def test_facts_are_those_of_the_node_that_has_rank_0() -> None:
     strategy = Scripted()
     told = Told(strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -232,3 +233,20 @@ def test_simulated_jobs_are_tuned_within_few_probes_and_without_running_out_of_m
         assert None not in seen
     assert job.num_failures == 0 and search.best is not None and job.oracle is not None
     assert job.true_step_seconds(job.oracle) / job.true_step_seconds(search.best.point) >= 0.93
+
+
+@pytest.mark.parametrize("tried", [(2,), (64, 2), (64, 32, 16, 2)])
+@pytest.mark.parametrize("times", [1.8, 2.0])
+def test_what_was_measured_as_slow_is_not_taken_for_the_best_since_it_was_expected_to_be(
+    tried: tuple[int, ...], times: float
+) -> None:
+    """All but the present point is slower than anything explains."""
+    search = Search(made_facts(choices=LOADER), TuningSection())
+    for micro_batch in (1, *tried, 1):
+        point = Point(batch_size=micro_batch, num_workers=0)
+        longer = 1.0 if micro_batch == 1 else times
+        phases = {name: longer * each for name, each in loader_seconds(point).items()}
+        seconds, num = math.fsum(phases.values()), 3 if micro_batch == 1 else 2
+        is_brief = micro_batch != 1
+        search.tell(Measured(point, seconds, 0.01, num, num, phases=phases, is_brief=is_brief))
+    assert search.best is not None and search.best.point.batch_size == 1

@@ -27,7 +27,7 @@ from .plans import Plans
 from .records import EventRecord, NodeRecord, refusal_in
 from .store import Stored
 from .strategy.decisions import Decision
-from .tuning import Tuning, check_decision
+from .tuning import Tuning, check_decision, is_to_come
 from .tuning_words import Mode
 from .unsaved import Unsaved, UnsavedChanges
 from .wire import master_pb2 as wire
@@ -228,6 +228,11 @@ class Job:
         """The content before the newest one, to be stored. ConfigError."""
         check_job(request.job, self.name)
         return self.book.undo(now=now.time)
+
+    def decided(self, now: Moment) -> Decision | None:
+        """What the tuner has decided and is to be written now, if anything."""
+        waits = is_to_come(self.book.newest, step=self.collector.progress(now.time).step)
+        return None if waits else self.tuning.due
 
     def generated(self, now: Moment, decision: Decision) -> Page:
         """The next version as the tuner has decided it, to be stored. ConfigError; Late where another one came."""

@@ -198,7 +198,7 @@ class MasterService(MasterServicer):
             return
         async with self._writing:
             for _ in range(_MOST_GENERATED):
-                decision = tuning.due
+                decision = self._job.decided(moment())
                 if decision is None:
                     break
                 try:

@@ -27,7 +27,7 @@ from .strategy.space import KEYS
 from .tuning_words import Mode, event_text
 from .wire import master_pb2
 
-__all__ = ["Action", "Tuning", "check_decision", "mode_in"]
+__all__ = ["Action", "Tuning", "check_decision", "is_to_come", "mode_in"]
 
 Action = Literal["pause", "resume", "undo"]
 
@@ -322,9 +322,17 @@ def check_decision(decision: Decision, newest: Page | None, *, step: int) -> Non
     learned = [path for path in decision.changes if path not in allowed]
     if learned:
         raise Refused("other", f"{', '.join(learned)[:_MOST_WORDS]} is not for the tuner to change")
+    if newest is not None and is_to_come(newest, step=step):
+        config = newest.config
+        raise Late(
+            f"version {config.version} comes into force at step {config.apply_at_step}, and nothing comes before it"
+        )
+
+
+def is_to_come(newest: Page | None, *, step: int) -> bool:
+    """Whether the newest version is for a later step: what was decided waits for that."""
     begins = None if newest is None else newest.config.apply_at_step
-    if newest is not None and begins is not None and step < begins:
-        raise Late(f"version {newest.config.version} comes into force at step {begins}, and nothing comes before it")
+    return begins is not None and step < begins
 
 
 def mode_in(config: ElasticConfig, given: Mode) -> Mode:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+
+from elastic_ext.config import ElasticConfig
 
 from .decisions import Decision, Kind, Outcome
-from .sizes import SIZE_KEY
+from .telling import listed
 
-__all__ = ["Book"]
+__all__ = ["Book", "Tried"]
+
+
+class Tried(NamedTuple):
+    """Of one try or several, by key, what they have set, and what was there before the first of them."""
+
+    changes: Mapping[str, Any]
+    instead: Mapping[str, Any]
+
+    def left_in(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What is to be set where ``values`` still have what was tried."""
+        return {key: old for key, old in self.instead.items() if values.get(key) == self.changes.get(key)}
 
 
 class Book:
@@ -29,11 +42,53 @@ class Book:
     def last_kept(self) -> Decision | None:
         """The newest one whose changes are in force, or were when others were added to them.
 
-        What has put a size of steps in force again is none: taken back, it would bring one that was found worse.
+        What has put in force again what was there before is none: taken back, it would bring what was found worse.
         """
         kept = [each for each in self._decisions.values() if each.changes and each.outcome == "kept"]
-        kept = [each for each in kept if each.kind != "undo" or SIZE_KEY not in each.changes]
-        return kept[-1] if kept else None
+        return next((each for each in reversed(kept) if each.kind != "undo"), None)
+
+    def way_back(self, decision: Decision) -> dict[str, Any]:
+        """By key, what takes ``decision`` back, and with it what was tried before it and not kept: one try follows
+        another, and what was found slow may be in force when the next one is made."""
+        return {**decision.instead, **self.not_kept(decision.base).instead}
+
+    def tried(self, decision: Decision) -> Tried:
+        """What the config of ``decision`` has of tries that were not kept, its own among them where it is one."""
+        earlier = self.not_kept(decision.base)
+        if decision.kind != "probe":
+            return earlier
+        return Tried({**earlier.changes, **decision.changes}, {**decision.instead, **earlier.instead})
+
+    def not_kept(self, version: int) -> Tried:
+        """What the config of ``version`` has of tries that were not kept, or are not measured yet."""
+        changes: dict[str, Any] = {}
+        instead: dict[str, Any] = {}
+        made = self.made_for(version)
+        while made is not None and made.outcome != "kept" and (made.kind == "probe" or made.outcome == "refused"):
+            if made.kind == "probe":
+                changes, instead = {**made.changes, **changes}, {**instead, **made.instead}
+            made = self.made_for(made.base)
+        return Tried(changes, instead)
+
+    def take_back(self, now: float, version: int, config: ElasticConfig) -> Decision | None:
+        """What has out of ``config`` what it still has of tries up to ``version`` that were not kept; None where it
+        has nothing of them."""
+        tried = self.not_kept(version)
+        left = tried.left_in(config.values())
+        if not left:
+            return None
+        why = f"{listed(list(left))} as before: version {config.version} still had what was being tried"
+        instead = {key: tried.changes.get(key) for key in left}
+        return self.add(time=now, kind="undo", reason=why, base=config.version, changes=left, instead=instead)
+
+    def is_dropped(self, version: int) -> bool:
+        """Whether the config of ``version`` was written for a try of which nobody wanted to know any more by then."""
+        made = self.made_for(version)
+        return made is not None and made.kind == "probe" and made.outcome == "undone" and self.open is None
+
+    def made_for(self, version: int) -> Decision | None:
+        """The one that the config of ``version`` was written for, if any."""
+        return next((each for each in reversed(self._decisions.values()) if each.version == version), None)
 
     @property
     def last(self) -> Decision | None:

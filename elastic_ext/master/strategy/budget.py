@@ -19,12 +19,15 @@ class Budget:
     """Since the tuner began."""
 
     def __init__(self, share: float | None = None) -> None:
-        """``share`` of the time is what slow probes may cost, where a person says so."""
-        self._least_pace = _LEAST_PACE if share is None else max(1 - share, _SOME_PACE)
+        self.allow(share)
         self._own_seconds: float | None = None
         self._saved = 0.0
         self._report_seconds = 0.0
         self._before_known: list[Seen] = []
+
+    def allow(self, share: float | None) -> None:
+        """``share`` of the time is what slow probes may cost from now on, where a person says so."""
+        self._least_pace = _LEAST_PACE if share is None else max(1 - share, _SOME_PACE)
 
     @property
     def is_known(self) -> bool:

@@ -7,6 +7,7 @@ decision that has changes, and tells of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from elastic_ext.config import ElasticConfig
@@ -25,7 +26,7 @@ from .size_tries import SizeTries
 from .sizes import SIZE_KEY
 from .space import KEYS, Point, point_of, values_of
 from .standing import Stand, Standing
-from .telling import change_in_words, listed, rate_in_words, size_change_in_words
+from .telling import rate_in_words, way_in_words, why_edited
 
 __all__ = ["Author", "Controller", "Mode"]
 
@@ -80,6 +81,10 @@ class Controller:
             return self._begin(now, is_back=True)
         if other and not is_asked_for:
             return self._begin(now, f"the search begins again: {other}")
+        if sizes.is_back(facts):
+            return self._begin(now, is_back=True)
+        if not sizes.is_trying and facts.config_version > course.version:  # which was waited for in vain before
+            return self._begin(now)
         if not sizes.take_facts(facts) and facts.global_batch == course.num_samples:
             course.take_facts(facts)
         return []
@@ -89,18 +94,23 @@ class Controller:
         before, mode_before = self._config, self._mode
         self._config = config
         if author == "generated":
-            return []
+            return self._take_back(now, config.version, config) if self._book.is_dropped(config.version) else []
         self._sizes.take_config()
+        self._num_waited = 0
         changed = [] if before is None else list(before.differences(config))
         edited = [key for key in changed if not key.startswith(_NO_EDIT)]
         is_edit = bool(edited) or not changed  # a person may ask for just what is being tried
         is_stopped = mode_before == "auto" != self._mode
-        left = self._take_back_tried(now, config) if changed and (is_edit or is_stopped) else []
+        left: list[Decision] = []
+        if before is not None and changed and (is_edit or is_stopped):
+            tried = self._book.open
+            version = before.version if tried is None or tried.kind != "probe" else tried.newest
+            left = [*self._abandon(), *self._take_back(now, version, config)]
         if "off" in (mode_before, self._mode) or before is None:
             return [*left, *self._begin(now)]
         self._must_begin = True  # by what is in force then, of which facts will tell
         if is_edit and not self._is_paused and self._mode == "auto":
-            return [*(left or self._abandon()), *self._pause(now, _why_edited(author, config, edited))]
+            return [*(left or self._abandon()), *self._pause(now, why_edited(author, config.version, edited))]
         return [*left, *self._begin(now)]
 
     def see(self, now: float, seen: Seen) -> list[Decision]:
@@ -133,7 +143,9 @@ class Controller:
         if self._is_silent or silent <= max(_SILENT_SECONDS, _SILENT_TIMES * self._heard[1]):
             return []
         self._is_silent = True
-        return self._hold(now, f"nothing was heard of the job's steps for {silent:.0f} s")
+        why = f"nothing was heard of the job's steps for {silent:.0f} s"
+        held = self._hold(now, why)
+        return [*held, *(self._leave(now, f"what was tried cannot be measured: {why}") if self._writes else [])]
 
     def written(self, now: float, number: int, version: int) -> None:
         """The config of a decision was written, as this version."""
@@ -144,7 +156,7 @@ class Controller:
 
     def refused(self, now: float, number: int, why: str) -> list[Decision]:
         """The config of a decision is not put in force."""
-        if self._course is None:
+        if self._course is None or self._must_begin:
             return _some(self._book.close(number, "refused", reason=f"it was refused: {why}"))
         if self._sizes.is_trying:
             is_back = self._sizes.is_going_back
@@ -174,17 +186,22 @@ class Controller:
         """The last change that was kept is taken back, and nothing else is tried until ``resume``."""
         last, facts = self._book.last_kept, self._facts
         if last is None or facts is None:
-            return [self._say(now, "hold", "there is no change to be taken back")]
-        open_ = self._book.open
-        abandoned = _some(self._book.close(open_.number, "undone")) if open_ else []
-        here = point_of(facts.values) if self._must_begin or self._course is None else self._course.here
-        target = here._replace(**{name: last.instead[key] for name, key in KEYS.items() if key in last.instead})
-        size = last.instead.get(SIZE_KEY, facts.global_batch)
-        why = f"{_changes_in_words(facts, here, target, size)}: a person takes decision {last.number} back"
+            left = self._leave(now, why := "a person takes back what is being tried")
+            paused = self._pause(now, f"{why}; say resume to go on") if left else []
+            return [*left, *paused] or [self._say(now, "hold", "there is no change to be taken back")]
+        version, values = self._there(facts)
+        here = point_of(values)
+        abandoned = self._abandon() if self._must_begin else self._close_open()
+        tried = self._book.not_kept(version).left_in(values)
+        back = {**tried, **self._book.way_back(last)}
+        target = here._replace(**{name: back[key] for name, key in KEYS.items() if key in back})
+        present = values.get(SIZE_KEY) or facts.global_batch
+        size = back.get(SIZE_KEY, present)
+        why = f"{way_in_words(here, target, present, size)}: a person takes decision {last.number} back"
         closed = _some(self._book.close(last.number, "undone"))
-        taken = self._sizes.undo(now, last, why)
+        taken = self._sizes.undo(now, last, back, why)
         if taken is None:
-            taken = self._go_back(now, facts, here, target, why, {} if size == facts.global_batch else last.instead)
+            taken = self._go_back(now, facts, here, target, why, {} if size == present else back)
         paused = [] if self._is_paused else self._pause(now, f"{why}; say resume to go on")
         return [*abandoned, *closed, *taken, *paused]
 
@@ -204,6 +221,12 @@ class Controller:
     @property
     def _tuning(self) -> TuningSection:
         return self._config.tuning if self._config is not None else TuningSection()
+
+    @property
+    def _version(self) -> int:
+        """The newest that is known."""
+        found = self._facts.config_version if self._facts is not None else 0
+        return found if self._config is None else self._config.version
 
     @property
     def _mode(self) -> str:
@@ -246,9 +269,8 @@ class Controller:
         told += self._tell_limits(now, facts)
         self._must_begin, self._num_waited = False, 0
         if reason or earlier is None:
-            self._budget = Budget(
-                self._tuning.probe_budget
-            )  # what the user's own config would do in this job is not known
+            self._budget = Budget()  # what the user's own config would do in this job is not known
+        self._budget.allow(self._tuning.probe_budget)
         if reason:
             self._sizes.forget()
         self._sizes.drop()
@@ -271,61 +293,73 @@ class Controller:
         open_ = self._book.open
         if open_ is None:
             return []
-        closed = _some(self._book.close(open_.number, "undone" if open_.kind == "probe" else "kept"))
+        closed = self._close_open()
         values = {**facts.values, SIZE_KEY: facts.global_batch}
-        left = {key: old for key, old in open_.instead.items() if values.get(key) == open_.changes.get(key)}
+        tried = self._book.tried(open_)
+        left = {**self._book.not_kept(open_.base).left_in(values), **tried.left_in(values)}
         here, target = point_of(facts.values), point_of({**facts.values, **left})
-        if open_.kind != "probe" or (target == here and SIZE_KEY not in left) or self._mode == "advise":
+        if target == here and SIZE_KEY not in left:
             return closed
         size = left.get(SIZE_KEY, facts.global_batch)
-        why = f"{_changes_in_words(facts, here, target, size)}: what was being tried was not measured to its end"
-        return [*closed, *self._go_back(now, facts, here, target, why, open_.instead if SIZE_KEY in left else {})]
+        way = way_in_words(here, target, facts.global_batch, size)
+        why = f"{way}: what was being tried was not measured to its end"
+        return [*closed, *self._go_back(now, facts, here, target, why, tried.instead if SIZE_KEY in left else {})]
 
     def _go_back(
         self, now: float, facts: JobFacts, here: Point, target: Point, why: str, sized: Mapping[str, Any]
     ) -> list[Decision]:
         """Have a point in force again, be it with a search or without one; ``sized`` is all that is to be set where the
         size of steps is among that."""
+        base, _ = self._there(facts)
         if sized:
-            return self._sizes.go_back(now, facts, self._tuning, sized, why)
+            return self._sizes.go_back(now, replace(facts, config_version=base), self._tuning, sized, why)
         if target == here:
             return []
         if self._course is not None and not self._must_begin:
             return self._course.to(now, target, why)
         changes, instead = values_of(target, here), values_of(here, target)
-        base = facts.config_version
         return [self._book.add(time=now, kind="undo", reason=why, base=base, changes=changes, instead=instead)]
+
+    def _there(self, facts: JobFacts) -> tuple[int, dict[str, Any]]:
+        """The version that is to be changed, and what it makes of the job, by key."""
+        course, config = self._course, self._config
+        if course is not None and not self._must_begin:
+            return course.version, dict(zip(KEYS.values(), course.in_force, strict=True))
+        return self._version, {**facts.values, **({} if config is None else config.values())}
 
     def _wait(self, now: float, seen: Seen, facts: JobFacts) -> list[Decision]:
         """Steps before a search has begun: facts may never come of a config that ranks have refused."""
         if (seen.version, seen.revision) != (facts.config_version, facts.config_revision):
+            return []
+        if self._config is not None and seen.step < (self._config.apply_at_step or 0):
             return []
         self._num_waited += 1
         return self._begin(now) if self._num_waited >= _PATIENCE else []
 
     def _tell_limits(self, now: float, facts: JobFacts) -> list[Decision]:
         """What is not tuned, each reason once."""
-        return [each for why in limits_in_words(facts, self._tuning) for each in self._hold_once(now, why)]
+        news = [why for why in limits_in_words(facts, self._tuning) if why not in self._told]
+        self._told.update(news)
+        return [each for why in news for each in self._hold(now, why)]
 
     def _abandon(self) -> list[Decision]:
         """What is being tried is no longer in force."""
-        open_ = self._book.open
         self._sizes.drop()
-        return _some(self._book.close(open_.number, "undone")) if open_ else []
+        return self._close_open()
 
-    def _take_back_tried(self, now: float, config: ElasticConfig) -> list[Decision]:
-        """What is being tried, as far as whoever set ``config`` has left it: nobody knows yet what it brings."""
+    def _close_open(self) -> list[Decision]:
+        """Nobody waits any more for what comes of what was decided last."""
         open_ = self._book.open
-        if open_ is None or open_.kind != "probe" or open_.version is None:
+        if open_ is None:
             return []
-        left = {key: old for key, old in open_.instead.items() if config.get(key) == open_.changes.get(key)}
-        closed = self._abandon()
-        if not left:
-            return closed
-        why = f"{listed(list(left))} as before: version {config.version} still had what was being tried"
-        instead = {key: open_.changes.get(key) for key in left}
-        made = self._book.add(time=now, kind="undo", reason=why, base=config.version, changes=left, instead=instead)
-        return [*closed, made]
+        is_kept = open_.kind != "probe" and open_.version is not None
+        return _some(self._book.close(open_.number, "kept" if is_kept else "undone"))
+
+    def _take_back(self, now: float, version: int, config: ElasticConfig) -> list[Decision]:
+        """What ``config`` still has of what was tried up to ``version``, and is slow, or not known to be better."""
+        made = self._book.take_back(now, version, config)
+        self._must_begin = self._must_begin or made is not None
+        return _some(made)
 
     def _pause(self, now: float, why: str) -> list[Decision]:
         self._is_paused = True
@@ -351,37 +385,19 @@ class Controller:
 
     def _leave(self, now: float, why: str) -> list[Decision]:
         """What is being tried is not left in force."""
+        open_, config = self._book.open, self._config
+        if self._must_begin and config is not None:  # nobody knows yet what is in force
+            is_tried = open_ is not None and open_.kind == "probe"
+            return [*self._abandon(), *self._take_back(now, open_.newest, config)] if open_ and is_tried else []
         if self._sizes.is_trying:
             return self._sizes.leave(now, why)
         return self._course.leave(now, why) if self._course is not None else []
-
-    def _hold_once(self, now: float, why: str) -> list[Decision]:
-        if why in self._told:
-            return []
-        self._told.add(why)
-        return self._hold(now, why)
 
     def _hold(self, now: float, why: str) -> list[Decision]:
         return [self._say(now, "hold", f"nothing is decided: {why}")]
 
     def _say(self, now: float, kind: Kind, reason: str) -> Decision:
-        version = self._config.version if self._config is not None else 0
-        if self._config is None and self._facts is not None:
-            version = self._facts.config_version
-        return self._book.add(time=now, kind=kind, reason=reason, base=version)
-
-
-def _why_edited(author: Author, config: ElasticConfig, edited: Sequence[str]) -> str:
-    who = "a person" if author == "person" else "a config of the node"
-    if not edited:
-        return f"{who} set version {config.version} as it was; say resume to let the tuner go on from there"
-    keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
-    return f"{who} set {keys} in version {config.version}; say resume to let the tuner go on from there"
-
-
-def _changes_in_words(facts: JobFacts, here: Point, target: Point, size: int) -> str:
-    words = [size_change_in_words(size, facts.global_batch)] if size != facts.global_batch else []
-    return ", ".join([*words, *([change_in_words(target, here)] if target != here or not words else [])])
+        return self._book.add(time=now, kind=kind, reason=reason, base=self._version)
 
 
 def _some(decision: Decision | None) -> list[Decision]:

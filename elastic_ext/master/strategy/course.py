@@ -5,6 +5,7 @@ Words: *here* is the point in force, or the one that was asked for; the *best* i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from elastic_ext.job_facts import JobFacts
@@ -62,12 +63,22 @@ class Course:
         self._num_elsewhere = self._num_scattered = 0
         self._advice = Advice()
         self._doubt = Doubt()
+        self._supposed: Measured | None = None  # what a change of pace makes of the best point, until it is measured
 
     # ---- what others ask ----
 
     @property
     def here(self) -> Point:
         return self._asked[1] if self._asked else self._base.point
+
+    @property
+    def in_force(self) -> Point:
+        return self._base.point
+
+    @property
+    def version(self) -> int:
+        """Of the config that is in force, or was written for that."""
+        return self._base.version
 
     @property
     def best(self) -> Measured | None:
@@ -160,13 +171,16 @@ class Course:
         return [*_some(closed), *self.to(now, target, why)]
 
     def to(self, now: float, target: Point, why: str) -> list[Decision]:
-        """Back to a point that was in force before."""
+        """Back to a point that was in force before; what was asked for is not written any more."""
+        if self._asked is not None:
+            self._asked, self._trial = None, self._trial_of(self._base)
         return [] if target == self.here else self._write(now, "undo", target, why)
 
     def go_on(self, now: float, *, writes: bool) -> list[Decision]:
         """What is next, with all that was measured."""
         best, self._must_look = self.search.best, False
         if best is None:
+            self._trial = self._trial_of(self._base)  # what there was is refused
             return []
         if not writes:
             self._rest()
@@ -192,6 +206,9 @@ class Course:
         self._num_scattered = 0
         measured = trial.measured(best.seconds if best else None)
         self._trial, self._last = None, measured
+        supposed, self._supposed = self._supposed, None
+        if supposed is not None and supposed.point == measured.point:  # some slow steps may have looked like a change
+            self._budget.change_pace(self._doubt.other_pace(measured, supposed) or 1.0)
         told = self._doubted(now, measured) if writes else []
         if self._asked:
             return told
@@ -301,6 +318,8 @@ class Course:
 
     def _reopen(self, now: float, change: PaceChange) -> list[Decision]:
         self._budget.change_pace(change.ratio)
+        before = self.search.best_measured
+        self._supposed = None if before is None else replace(before, seconds=before.seconds * change.ratio)
         self.search = self.search.begun_again()
         self._trial, self.stage, self._last = self._trial_of(self._base), "probing", None
         self._doubt = Doubt()

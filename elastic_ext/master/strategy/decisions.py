@@ -53,6 +53,11 @@ class Decision(JsonRecord):
     outcome: Outcome = ""
     """What became of it; empty as long as that is open."""
 
+    @property
+    def newest(self) -> int:
+        """The version that was written for it, and until then the one that it is about."""
+        return self.base if self.version is None else self.version
+
     def check_read(self) -> None:
         rates = (self.before, self.predicted, self.measured, self.time)
         if not all(each is None or 0 <= each < math.inf for each in rates):

@@ -113,10 +113,6 @@ class Memory:
         self._highest = peak_bytes  # of these steps, since it was less before them
         self._factor = max(self._factor or 1.0, peak_bytes / max(peak.num_bytes, 1))
 
-    def refuse(self, point: Point) -> None:
-        """Memory did not suffice at ``point``."""
-        self._refused.append(point)
-
     def peak(self, point: Point) -> Peak | None:
         """The most that is expected; None where nothing is known of it."""
         shape = shape_of(point, self._facts)

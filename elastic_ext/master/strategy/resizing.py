@@ -69,6 +69,11 @@ class Resizing:
         """Whether there is a config of it."""
         return self._newest >= 0
 
+    def is_back(self, facts: JobFacts) -> bool:
+        """Whether what is known of the job is of the config that was written to have a size in force again."""
+        is_written = self._made is not None and self._newest > self._made.base
+        return self.stage == "back" and is_written and facts.config_version >= self._newest
+
     # ---- how it begins ----
 
     def begin(self, now: float, wish: Wish, facts: JobFacts, course: Course) -> list[Decision]:

@@ -52,6 +52,8 @@ _NOISE = 0.025
 _LEAST_NOISE = 0.01
 _BRIEF_NOISE = 0.06
 """... and of one that was left early."""
+_SURELY, _CLOSE = 3.0, 0.1
+"""So many deviations of what was measured, and at least so far as a logarithm, is what noise may make of it."""
 _HORIZON_SECONDS = 600.0
 _HORIZON_STEPS = 1000
 """Within these, a change has to pay for itself."""
@@ -130,7 +132,9 @@ class Search:
         return None if best is None else self._measured[best.point]
 
     def _log_seconds(self, expected: _Expected, measured: Measured) -> float:
-        return float(expected.log_seconds[self._places[measured.point]])
+        """Of a measured point: what is expected of it, no further from what was measured than noise can be."""
+        far, seen = max(_SURELY * _noise(measured), _CLOSE), math.log(measured.seconds)
+        return min(max(float(expected.log_seconds[self._places[measured.point]]), seen - far), seen + far)
 
     @property
     def learnt(self) -> Prior | None:

@@ -44,6 +44,10 @@ class SizeTries:
         """Whether they are to have the one before again."""
         return self._now is not None and self._now.stage == "back"
 
+    def is_back(self, facts: JobFacts) -> bool:
+        """Whether steps have the one before again, be it that they never had another."""
+        return self._now is not None and self._now.is_back(facts)
+
     def waits_for_noise(self, facts: JobFacts | None, tuning: TuningSection) -> bool:
         """Whether steps may grow, and it is not known yet how noisy they are."""
         return facts is not None and self._growth.waits(facts, tuning)
@@ -125,8 +129,8 @@ class SizeTries:
         self._now = Resizing(self._book, self._growth, tuning)
         return self._now.begin_back(now, facts, changes, why)
 
-    def undo(self, now: float, last: Decision, why: str) -> list[Decision] | None:
-        """Take ``last`` back, which was kept, and with it what is tried, since a person asks for it.
+    def undo(self, now: float, last: Decision, back: Mapping[str, Any], why: str) -> list[Decision] | None:
+        """Take ``last`` back, which was kept, by setting ``back``, and with it what is tried, since a person asks.
 
         None where nothing is tried, so that it is up to others.
         """
@@ -135,7 +139,7 @@ class SizeTries:
         if trying is None or not trying.is_written:
             return None
         self._now = trying
-        return trying.go_back(now, why, last.instead)
+        return trying.go_back(now, why, back)
 
     def _ended(self, ask: Callable[[Resizing], list[Decision]]) -> list[Decision]:
         """What comes of a try that may be over by that."""

@@ -18,6 +18,8 @@ __all__ = [
     "number_in_words",
     "rate_in_words",
     "size_change_in_words",
+    "way_in_words",
+    "why_edited",
     "why_try",
 ]
 
@@ -50,6 +52,12 @@ def change_in_words(new: Point, old: Point) -> str:
 def size_change_in_words(new: int, old: int) -> str:
     """Such as "128 samples a step instead of 64"."""
     return f"{new:,} samples a step instead of {old:,}"
+
+
+def way_in_words(here: Point, target: Point, size_here: int, size: int) -> str:
+    """Both together, for the way from ``here`` to ``target``."""
+    words = [size_change_in_words(size, size_here)] if size != size_here else []
+    return ", ".join([*words, *([change_in_words(target, here)] if target != here or not words else [])])
 
 
 def _one_in_words(name: str, new: Value, old: Value) -> str:
@@ -104,6 +112,15 @@ def why_try(proposal: Proposal, best: Measured, here: Point, num_samples: int) -
     words = f"{words}, {number_in_words(now)} {'now' if best.point == here else 'at best so far'}"
     cost = cost_in_words(best)
     return f"{words}; {cost}" if cost else words
+
+
+def why_edited(author: str, version: int, edited: Sequence[str]) -> str:
+    """Why nothing more is decided, where keys were ``edited`` in a version by a person or else by a node's file."""
+    who = "a person" if author == "person" else "a config of the node"
+    if not edited:
+        return f"{who} set version {version} as it was; say resume to let the tuner go on from there"
+    keys = listed(edited[:3]) + (" and more" if len(edited) > 3 else "")
+    return f"{who} set {keys} in version {version}; say resume to let the tuner go on from there"
 
 
 def listed(names: Sequence[str]) -> str:
