@@ -58,6 +58,11 @@ class Measured:
     is_brief: bool = False
     """Whether it was ended early, since it was clear that they take long."""
 
+    @property
+    def waited_share(self) -> float:
+        """Which part of a step was waited for samples."""
+        return min(self.phases.get("data", 0.0) / self.seconds, 1.0)
+
 
 class Trial:
     """Steps at one point, as they come."""
