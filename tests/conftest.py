@@ -98,6 +98,17 @@ def started_once() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What a test computes is so small that threads would only wait for each other, and for the few processors."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
 def no_process_left() -> Iterator[None]:
     """No process of a test outlives it, and it takes no longer than any should."""
     from tests.loading import settled

@@ -42,13 +42,7 @@ each_fused = pytest.mark.parametrize("made", ["AdamW", "AdamW fused"])
 each_cut = pytest.mark.parametrize("micro_steps", [1, 4])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is computed here is so small that threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_scaler(kind: type[torch.amp.GradScaler] = torch.amp.GradScaler, **options: Any) -> torch.amp.GradScaler:

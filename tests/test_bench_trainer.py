@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.differences import compare_differences, decide_difference
@@ -22,12 +20,7 @@ from benchmarks.trainer_steps import ON_RANKS, SMALL, sides_of_one_rank, sides_o
 HAS_FABRIC = find_spec("lightning_fabric") is not None  # which `make bench` installs, and the tests do without
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 4])

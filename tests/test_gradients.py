@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -37,13 +37,7 @@ Backward = Callable[..., None]
 Ways = pytest.mark.parametrize("by_trainer", [False, True], ids=["plain", "by_trainer"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that fight for the machine's few cores would take most of the time here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- a training, with and without a trainer -------------------------------------------------------------------------

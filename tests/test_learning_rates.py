@@ -6,7 +6,6 @@ How the noise is measured is tried in test_learning.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,7 @@ RATE = 0.05
 SAVED_AT = 13  # between two steps that make a pair
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is computed here is so small that threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run_of(folder: Path, **options: Any) -> Run:

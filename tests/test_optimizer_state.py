@@ -78,13 +78,7 @@ class UsersSGD(SGD):
     """Of which nothing is known."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is computed here is so small that threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> Parameters:

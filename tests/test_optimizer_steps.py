@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,7 @@ from tests.loops import put, seen_by
 from tests.test_optimizer import MADE, MakeOptimizer, Parameters, groups_of
 from tests.training import Slices, bits_of, make_data, make_model, plain_losses, trainer_of
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is computed here is so small that threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the loop -----------------------------------------------------------------------------------------------
