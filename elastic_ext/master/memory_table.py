@@ -13,7 +13,7 @@ from elastic_ext.fsdp.plan import ParallelPlan, Strategy
 from elastic_ext.job_facts import JobFacts
 from elastic_ext.sections import TuningSection
 
-from .strategy.memory import HEADROOM, Memory
+from .strategy.memory import HEADROOM, Memory, usable_bytes
 from .strategy.shape import Shape, shape_of
 from .strategy.space import Point, point_of
 
@@ -79,8 +79,8 @@ class Limit:
     @property
     def usable_bytes(self) -> int | None:
         """What may be used; None where no limit is known."""
-        known = [each for each in (self.capacity_bytes, self.allowed_bytes) if each is not None]
-        return int(min(known) * (1 - self.headroom)) if known else None
+        usable = usable_bytes(self.capacity_bytes, self.allowed_bytes, self.headroom)
+        return None if usable is None else int(usable)
 
 
 def limit_of(facts: JobFacts, tuning: TuningSection) -> Limit:

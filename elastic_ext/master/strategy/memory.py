@@ -19,7 +19,7 @@ from elastic_ext.wording import size_in_words
 from .shape import Shape, shape_of
 from .space import Point, point_of
 
-__all__ = ["HEADROOM", "Memory", "Peak"]
+__all__ = ["HEADROOM", "Memory", "Peak", "usable_bytes"]
 
 HEADROOM = 0.06
 """Share of memory that is left free, where nobody says otherwise."""
@@ -76,7 +76,8 @@ class Memory:
         take of its device at most, where a person says so."""
         self._facts = facts
         self._present = point_of(facts.values)
-        self._usable = _usable_bytes(facts.memory, HEADROOM if headroom is None else headroom, limit_bytes)
+        capacity = None if facts.memory is None else facts.memory.capacity_bytes
+        self._usable = usable_bytes(capacity, limit_bytes, HEADROOM if headroom is None else headroom)
         self._seen: dict[Point, int | None] = {}
         self._optimizer_takes = 1.0  # of the parameters, for a moment; foreach optimizers do, as long as nobody knows
         self._refused: list[Point] = []
@@ -124,18 +125,6 @@ class Memory:
         """The same with what steps have taken beyond it; None where memory is no concern either."""
         peak = self.peak(point)
         return None if peak is None or self._usable is None else int(peak.num_bytes * (self._factor or 1.0))
-
-    @property
-    def why_unknown(self) -> str:
-        """Why memory is not predicted: a sentence; empty where it is."""
-        memory = self._facts.memory
-        if self._usable is None and (memory is not None or self._facts.device == "cpu"):
-            return f"memory is no concern: there is no limit to it on {self._facts.device}"
-        if memory is None:
-            return "memory is not predicted: nothing is known of what the model takes"
-        if not memory.passes:
-            return "memory is not predicted: no step has shown yet what passes take"
-        return ""
 
     def why_not(self, point: Point) -> str:
         """Why ``point`` may not be tried, since memory might not suffice: a sentence; empty where it may be."""
@@ -222,9 +211,9 @@ class Memory:
         return Peak(int(between), int(scale * parts.most))
 
 
-def _usable_bytes(memory: MemoryFacts | None, headroom: float, limit_bytes: int | None) -> float | None:
-    capacity = None if memory is None else memory.capacity_bytes
-    known = [each for each in (capacity, limit_bytes) if each is not None]
+def usable_bytes(capacity_bytes: int | None, allowed_bytes: int | None, headroom: float) -> float | None:
+    """What may be taken of what there is for a process and of what a person allows, None where neither is known."""
+    known = [each for each in (capacity_bytes, allowed_bytes) if each is not None]
     return min(known) * (1 - headroom) if known else None
 
 

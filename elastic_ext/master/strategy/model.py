@@ -241,12 +241,10 @@ _FLOOR = 0.02
 _MOST_ROUNDS = 25
 
 
-def fit(
-    prior: Prior, measured: Sequence[Measured], columns: Columns, share: int, start: Floats | None = None
-) -> Fitted:
+def fit(prior: Prior, measured: Sequence[Measured], columns: Columns, share: int) -> Fitted:
     """The most likely numbers by all that was ``measured`` at the points that ``columns`` is of, in their order."""
     wanted = _Wanted(measured, columns, share)
-    numbers = np.array(prior.mean if start is None else start, dtype=np.float64)
+    numbers = np.array(prior.mean, dtype=np.float64)
     damping, residuals = 1e-2, _all(numbers, prior, wanted)
     for _ in range(_MOST_ROUNDS):
         slopes = _slopes(numbers, prior, wanted, residuals)
