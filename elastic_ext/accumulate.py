@@ -54,8 +54,14 @@ class BatchPlan:
         step = plan_step(self.global_batch, self.num_ranks, self.micro_batch, self.weights)
         object.__setattr__(self, "full_step", step)
 
-    def next_step(self, remaining: int | None) -> StepPlan | None:
-        """The step that comes when so many samples of the epoch remain (None: it never ends); None when it is over."""
+    def next_step(self, remaining: int | None, carried: tuple[int, ...] | None = None) -> StepPlan | None:
+        """The step that comes when so many samples of the epoch remain (None: it never ends); None when it is over.
+
+        ``carried`` are the sizes, by rank, of the micro-batch that the loop has in hand already, as it was cut before
+        something changed: the first of the step, at its own size.
+        """
+        if carried is not None:
+            return self._after_carried(remaining, carried)
         if remaining is None:
             return self.full_step
         if not self.is_even and 0 < remaining < self.global_batch and not self.drop_last:
@@ -69,6 +75,25 @@ class BatchPlan:
             return None
         weights = self.weights if can_cut(batch, self.num_ranks, self.micro_batch, self.weights) else None
         return plan_step(batch, self.num_ranks, self.micro_batch, weights)
+
+    def carried_over(self, sizes: tuple[int, ...], remaining: int | None) -> tuple[int, ...] | None:
+        """``sizes`` of the micro-batch in hand, where the step that comes would not begin with such a one anyway."""
+        usual = self.next_step(remaining)
+        begins_so = usual is not None and sizes == tuple(each[0] for each in usual.micro_batches)
+        return None if begins_so else sizes
+
+    def _after_carried(self, remaining: int | None, carried: tuple[int, ...]) -> StepPlan:
+        """A step whose first micro-batch has these sizes; the others are cut from what is missing to a step."""
+        num_carried = sum(carried)
+        usual = self.next_step(remaining)
+        missing = 0 if usual is None else usual.global_batch - num_carried
+        first = tuple((size,) for size in carried)
+        if missing < self.num_ranks:
+            return StepPlan(global_batch=num_carried, micro_batches=first)
+        weights = self.weights if can_cut(missing, self.num_ranks, self.micro_batch, self.weights) else None
+        rest = plan_step(missing, self.num_ranks, self.micro_batch, weights)
+        micro_batches = tuple(one + more for one, more in zip(first, rest.micro_batches, strict=True))
+        return StepPlan(global_batch=num_carried + missing, micro_batches=micro_batches)
 
     def _dealt(self, tail: int) -> list[int]:
         """Each rank's part of fewer samples than a full step has: one each where they go round, the rest as they do."""

@@ -5,7 +5,7 @@ The cutting itself is in accumulate.py; what a loader must offer, in sources.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .accumulate import BatchPlan, StepPlan
@@ -16,6 +16,11 @@ from .sources import BatchDrawingSource, CountedSource, FixedBatches, LeavableSo
 
 __all__ = ["Batches", "RankStep"]
 
+_BY_HAND = (
+    "the loop gathers gradients of several micro-batches by itself, and calls optimizer.step() in some of them; steps "
+    "of {num} micro-batches would be gathered twice. Start the job with global_batch_size=, and call optimizer.step() "
+    "in every micro-step"
+)
 _FIXED_KEYS = ("num_workers", "prefetch_factor", "pin_memory")
 
 
@@ -27,6 +32,8 @@ class RankStep:
     """What each micro-batch counts."""
     num_samples: int | None
     """Over all ranks, where that is known."""
+    sizes: tuple[int, ...] | None = field(default=None, compare=False)
+    """How many samples this rank's micro-batches have, where that is known."""
     largest: int | None = None
     """The most that a rank takes at once, of a loader that can be told another size."""
 
@@ -76,6 +83,8 @@ class Batches:
                 "dataloader that the loop uses, or micro_batch_size"
             )
         self._given_batch = global_batch_size
+        self.is_gathered_by_hand = False
+        """The loop lets the optimizer step in some of its micro-steps, without a global batch that was asked for."""
         self._share_weights = share_weights
         self._num_ranks, self._rank = 1, 0
         self._global_batch: int | None = None
@@ -89,6 +98,10 @@ class Batches:
     def global_batch(self) -> int | None:
         """Samples per step over all ranks; None where every micro-step commits."""
         return self._global_batch
+
+    def keeps(self, step: RankStep) -> bool:
+        """Whether the step has a global batch that was asked for, so that it gathers what it is made of."""
+        return self._given_batch is not None or step.num_micro_steps > 1
 
     @property
     def largest(self) -> int:
@@ -122,7 +135,7 @@ class Batches:
                 plan = self._planned(self._plan.global_batch, micro_batch, self._num_ranks)
             except ValueError:  # which says why, where that is asked for
                 return micro_batch
-            step = plan.next_step(self.source.remaining)
+            step = plan.next_step(self.source.remaining)  # what was carried over came back with the step
             if step is None or step.largest < largest:
                 return micro_batch
             micro_batch //= 2
@@ -154,7 +167,7 @@ class Batches:
     def is_mid_epoch(self) -> bool:
         """Whether the epoch holds more steps, as far as that is known."""
         if self.source is not None:
-            return self._plan is not None and self._plan.next_step(self.source.remaining) is not None
+            return self._plan is not None and self._next_plan(self.source) is not None
         return self._num_taken > 0 and self._fixed is not None and self._fixed.num_batches is not None
 
     @property
@@ -202,7 +215,8 @@ class Batches:
             full = StepPlan(global_batch=batch, micro_batches=((fixed.micro_batch,) * num_micro_steps,) * num_ranks)
             self._full = full, self._for_this_rank(full)
         if source is None and fixed is not None:
-            self._single = RankStep(weights=(1.0,), num_samples=fixed.micro_batch * num_ranks)
+            num_samples = fixed.micro_batch * num_ranks
+            self._single = RankStep(weights=(1.0,), num_samples=num_samples, sizes=(fixed.micro_batch,))
 
     def begin_epoch(self) -> None:
         """A loader with sizes of its own begins anew, perhaps with more or fewer batches than before."""
@@ -258,7 +272,7 @@ class Batches:
         """What a step took is consumed."""
         self._has_passed = True
         if self.source is not None:
-            self.source.commit()
+            self.source.commit(num_micro_steps)
         else:
             self._pass(num_micro_steps)
 
@@ -281,10 +295,11 @@ class Batches:
             return f"{', '.join(settings)} of this dataloader cannot change while it is in use"
         if self.source is not None:
             try:
-                self._planned(batch or 0, micro_batch or self.source.batch_size, self._num_ranks)
+                plan = self._planned(batch or 0, micro_batch or self.source.batch_size, self._num_ranks)
             except ValueError as error:
                 return str(error)
-            return None
+            num = plan.full_step.num_micro_steps
+            return _BY_HAND.format(num=num) if self.is_gathered_by_hand and num > 1 else None
         fixed = self._fixed
         if micro_batch is not None and (fixed is None or micro_batch != fixed.micro_batch):
             has = "no dataloader was given to the trainer" if fixed is None else f"this one has {fixed.micro_batch}"
@@ -320,7 +335,7 @@ class Batches:
 
     def _next_plan(self, source: MicroBatchSource) -> StepPlan | None:
         assert self._plan is not None
-        return self._plan.next_step(source.remaining)
+        return self._plan.next_step(source.remaining, None if self.counted is None else self.counted.carried)
 
     def _tell(self, global_batch: int, micro_batch: int) -> None:
         assert self.source is not None
@@ -341,4 +356,5 @@ class Batches:
     def _for_this_rank(self, plan: StepPlan) -> RankStep:
         weights = tuple(plan.weight(self._rank, index) for index in range(plan.num_micro_steps))
         largest = plan.largest if self.source is not None else None
-        return RankStep(weights=weights, num_samples=plan.global_batch, largest=largest)
+        sizes = plan.micro_batches[self._rank]
+        return RankStep(weights=weights, num_samples=plan.global_batch, sizes=sizes, largest=largest)

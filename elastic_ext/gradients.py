@@ -6,7 +6,7 @@ How ranks share them is in sharing.py, how passes are weighed in weighing.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from .sharing_ways import sharing_of
 from .step_state import StepState
 from .tampering import Tampering
 from .weighing import Weighing
+
+if TYPE_CHECKING:
+    from .optimizer import ElasticOptimizer
 
 __all__ = ["Gradients"]
 
@@ -85,9 +88,10 @@ class Gradients:
         self.share_guarded: Callable[[], None] = lambda: None
         """Called after the passes of a guarded step's last micro-step, on all ranks."""
         self._sharing_pass = -1  # gradients are shared when this one has ended
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[ElasticOptimizer] = []
         self._tampering = Tampering()
         self._num_items: torch.Tensor | None = None
+        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients of the step before, by parameters
         self._is_counted: bool | None = None  # whether this step's backward passes come with num_items
         self._has_counted = False  # in this training
         self._is_divided = False
@@ -158,9 +162,9 @@ class Gradients:
         for part in self.sharing.sharing_buffers if self.on_shared_buffers is not None else ():
             self._handles.append(part.register_forward_pre_hook(Hook(self._after_sharing_buffers)))
 
-    def begin_gathering(self) -> None:
+    def begin_gathering(self, *, is_looked_at: bool) -> None:
         """A step of several micro-steps begins."""
-        self._tampering.begin_step()
+        self._tampering.begin_step(is_looking=is_looked_at)
         self._weighing.counts = not self._is_alone or self._has_counted or self._tampering.is_looking
 
     def release(self) -> None:
@@ -181,6 +185,8 @@ class Gradients:
             raise StepError(_CHANGED)
         if num_items is not None:
             weight = 1.0
+            if self._num_items is None:
+                self._set_left_aside()
             self._count(loss, num_items)
         weighing.is_exact = state.is_exact = True
         try:
@@ -329,7 +335,17 @@ class Gradients:
         count = torch.as_tensor(num_items, dtype=torch.float64, device=loss.device).detach()
         self._num_items = count.clone() if self._num_items is None else self._num_items + count
 
+    def _set_left_aside(self) -> None:
+        """Keep what the step before has left from being divided by the items of this one."""
+        if not any(optimizer.may_have_left_gradients for optimizer in self.optimizers):
+            return
+        for part in self._trained():
+            if part.grad is not None:
+                self._left.append((part, part.grad.clone()))
+                part.grad = None
+
     def _forget_counts(self) -> None:
+        self._left = []
         self._num_items = self._is_counted = self._witness = None
         self._hidden = 0
         self._is_divided = False
@@ -367,6 +383,10 @@ class Gradients:
             )
         gradients = self._gathered()
         torch._foreach_div_(gradients, float(total.item() / self.sharing.num_ranks))
+        with torch.no_grad():
+            for part, gradient in self._left:
+                part.grad = gradient if part.grad is None else part.grad.add_(gradient)
+        self._left = []
         self._is_divided = True
 
     def _note_output(self, output: torch.Tensor) -> None:

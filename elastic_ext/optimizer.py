@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,18 @@ _GATHERED = (
     "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "
     "earlier micro-steps along; keep them away with requires_grad_(False) or backward(inputs=...), or make the "
     "micro-batch as large as the step"
+)
+_NO_GRADIENT = (
+    "optimizer.step() was called, and no parameter of the optimizer has a gradient: {}. The step was taken back"
+)
+_NO_BACKWARD = "no backward() came to them in this step; call loss.backward() before optimizer.step()"
+_CLEARED = (
+    "zero_grad() was called between backward() and step(), and cleared them; call it after optimizer.step(), or before "
+    "the forward pass"
+)
+_SWITCHED_OFF = (
+    "gradients are switched off here (torch.no_grad(), torch.inference_mode() or torch.set_grad_enabled(False), left "
+    "on by a validation, maybe); switch them on for training"
 )
 _UNSHARED = (
     "optimizer.step() was called within a backward pass, where the ranks have not shared their gradients; on several "
@@ -76,6 +88,9 @@ class ElasticOptimizer(Optimizer):
         self._state = state
         self._begun_in = self._stepped_in = self._mixed_in = _NEVER  # numbers of steps
         self._may_zero = any(part.grad is not None for group in optimizer.param_groups for part in group["params"])
+        self._cleared_in = _NEVER  # the number of the step whose own gradients zero_grad() has cleared
+        self.num_steps = 0
+        """In how many steps of a trainer it has stepped."""
         self.rates = Rates(optimizer)
         self._is_called = False  # the step under way came through this object
         self.scaled_by: Callable[..., Any] | None = None
@@ -121,6 +136,8 @@ class ElasticOptimizer(Optimizer):
             scheduler.make_sure_of_order()
         if self._mixed_in == state.number:
             raise StepError(_GATHERED)
+        if state.check_batch is not None:
+            state.check_batch()
         if closure is not None:
             return self._step_with(closure, state)
         if state.before_optimizer is not None:
@@ -129,6 +146,8 @@ class ElasticOptimizer(Optimizer):
             state.before_optimizer()
         if _is_left_out(self.inner):
             return None
+        if state.num_optimizers == 1:
+            self._make_sure_of_gradients()
         if state.on_gradients is not None:
             self._show_gradients(state)
         self._wait_to_change()
@@ -156,6 +175,8 @@ class ElasticOptimizer(Optimizer):
             or state.num_micro_steps == 1
             or (self._may_zero and self._stepped_in >= state.number - 1)  # else they were dropped with a step since
         ):
+            if state is not None and state.is_inside and not self._may_zero and self._has_gradient():
+                self._cleared_in = state.number
             self.inner.zero_grad(set_to_none)
             self._may_zero = False
         elif state.num_optimizers > 1 and self._gathered is not None:
@@ -213,6 +234,23 @@ class ElasticOptimizer(Optimizer):
         """In the step under way."""
         return self._state is not None and self._stepped_in == self._state.number
 
+    @property
+    def has_left_gradients(self) -> bool:
+        """Whether gradients of the step before are still there."""
+        state = self._state
+        if state is None or not self._may_zero or self._stepped_in != state.number - 1:
+            return False
+        return any(part.grad is not None and bool(part.grad.any()) for part in self._parameters())
+
+    @property
+    def may_have_left_gradients(self) -> bool:
+        """Whether ``zero_grad()`` was not called since the step before."""
+        return self._may_zero
+
+    def keep_left_gradients(self) -> None:
+        """What the step before has left is a part of the one under way, as torch adds it up."""
+        self._may_zero = False
+
     def forget_zeroing(self) -> None:
         """The gradients of the step that ended are gone: ``zero_grad()`` is not waited for."""
         self._may_zero = False
@@ -243,6 +281,22 @@ class ElasticOptimizer(Optimizer):
         return result
 
     # ---- a step ----
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _has_gradient(self) -> bool:
+        return any(part.grad is not None for part in self._parameters())
+
+    def _make_sure_of_gradients(self) -> None:
+        """Raise where there is nothing to step by, which torch passes over in silence."""
+        if self._has_gradient() or not any(part.requires_grad and part.numel() for part in self._parameters()):
+            return
+        state = self._state
+        is_cleared = state is not None and self._cleared_in == state.number
+        why = _SWITCHED_OFF if not torch.is_grad_enabled() else _CLEARED if is_cleared else _NO_BACKWARD
+        raise StepError(_NO_GRADIENT.format(why))
 
     def _witness(self) -> tuple[int, int] | None:
         gradients = (part.grad for group in self.param_groups for part in group["params"])
@@ -276,6 +330,7 @@ class ElasticOptimizer(Optimizer):
     def _end(self, state: StepState) -> None:
         if self._stepped_in != state.number:
             self._stepped_in, self._may_zero = state.number, True
+            self.num_steps += 1
             state.num_stepped += 1
 
     def _step_scaled(self, closure: Closure | None) -> Any:

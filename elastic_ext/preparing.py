@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from .gradients import Gradients
 from .growing import Growing
 from .guarding import Guarding, GuardMode
 from .learning import Learning
+from .loop_checks import LoopChecks
 from .metrics import StepWindow
 from .model_report import profile_of
 from .parallelism import Parallelism, values_of
@@ -41,7 +43,7 @@ from .rates import OptimizerSettings
 from .scaling import BatchRule
 from .session import Session, raise_on_all
 from .snapshot import Snapshot
-from .sources import ShowingSource
+from .sources import ReenteredSource, ShowingSource
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
@@ -49,6 +51,8 @@ from .training_state import TrainingState
 from .undoing import StepParts
 
 __all__ = ["NOT_SPREAD", "Prepared", "Setup", "prepare"]
+
+_logger = logging.getLogger(__name__)
 
 NOT_SPREAD = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
 
@@ -240,6 +244,12 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             scaler=parts.scaler,
         ),
         guarding,
+        checks=LoopChecks(
+            lambda: gradients.sharing.parts,
+            state,
+            parts.optimizers,
+            say=lambda sentence: _say(follower, setup.counts, sentence),
+        ),
         shares_always=setup.shares_always,
         counts=setup.counts,
         pass_boundary=pass_boundary,
@@ -289,7 +299,16 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     if analyzer is not None:
         shown = batches.loader if isinstance(batches.loader, ShowingSource) else attempts
         shown.on_batch = analyzer.see_batch
+    if isinstance(batches.loader, ReenteredSource):
+        batches.loader.is_in_step = lambda: state.is_inside
     return Prepared(session=session, attempts=attempts, growing=growing, parallelism=parallelism, values=parts.values)
+
+
+def _say(follower: ConfigFollower, counts: Counts, sentence: str) -> None:
+    """What all ranks have seen of their loop, by the first of them."""
+    if follower.ranks.rank == 0:
+        _logger.warning("%s; this is said once", sentence)
+        follower.reports.tell("loop-warning", step=counts.global_step, text=sentence, details={})
 
 
 def _showing(setup: Setup, follower: ConfigFollower, *, how_it_trains: Callable[[], Training]) -> Showing:

@@ -22,6 +22,7 @@ __all__ = [
     "MicroBatchSource",
     "OrderedSource",
     "OwnPositions",
+    "ReenteredSource",
     "ResumableSource",
     "RewindableSource",
     "ShowingSource",
@@ -57,8 +58,11 @@ class MicroBatchSource(Protocol):
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from the last commit on. Called between two steps, and before the first."""
 
-    def commit(self) -> None:
-        """What was handed out is consumed, and the next step is cut anew. Called at every step boundary."""
+    def commit(self, num_micro_batches: int) -> None:
+        """The first so many that were handed out since the last commit are consumed. Called at every step boundary.
+
+        What was handed out after them begins the next step, at the size that it has.
+        """
 
     def rollback(self) -> None:
         """Hand out again what was handed out since the last commit, in the loop that is under way."""
@@ -66,11 +70,21 @@ class MicroBatchSource(Protocol):
 
 @runtime_checkable
 class CountedSource(MicroBatchSource, Protocol):
-    """One that says how many micro-batches it has handed out: more than there are micro-steps are refused."""
+    """One that says how many micro-batches it has handed out.
+
+    A loop may take the next one before its micro-step has ended. One that is further ahead is refused.
+    """
 
     @property
     def num_handed(self) -> int:
-        """On this rank, since the last commit or rollback."""
+        """On this rank: those that no commit has consumed, and no rollback has taken back."""
+
+    @property
+    def carried(self) -> tuple[int, ...] | None:
+        """The sizes, by rank, of the first of them, where steps have been cut otherwise since it was handed out.
+
+        None where the step that comes begins with a micro-batch of that size anyway. ``BatchPlan.next_step`` takes it.
+        """
 
 
 @runtime_checkable
@@ -153,6 +167,14 @@ class ShowingSource(Protocol):
     """One that shows each batch to somebody before the loop has it."""
 
     on_batch: Callable[[Any], None] | None
+
+
+@runtime_checkable
+class ReenteredSource(Protocol):
+    """A loader over which the next loop may begin before the last step of the one before has ended."""
+
+    is_in_step: Callable[[], bool]
+    """Whether a micro-step is under way."""
 
 
 @runtime_checkable

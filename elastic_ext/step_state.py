@@ -44,6 +44,8 @@ class StepState:
     """Steps have a global batch of their own; else every micro-step commits, as a loop without a trainer would."""
     before_optimizer: Callable[[], None] | None = None
     """Raises where the gradients are not those of the step; None where they cannot be others."""
+    check_batch: Callable[[], None] | None = None
+    """Raises where what is trained on was not taken from the trainer's dataloader; None where it was."""
     before_change: Callable[[], None] | None = None
     """Returns once parameters and optimizer state may change; None where nobody needs them as they are."""
     on_gradients: Callable[[Iterable[torch.Tensor], torch.Tensor | None], None] | None = None

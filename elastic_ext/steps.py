@@ -15,6 +15,7 @@ from .batches import RankStep
 from .control_word import Purpose
 from .errors import StepError, TornStepError
 from .guarding import Guarding, StepFailure
+from .loop_checks import BETWEEN_LOOKS, FEWER_BATCHES, LoopChecks, Rhythm, is_looked_at
 from .out_of_memory import advise, is_out_of_memory
 from .undoing import Retry, StepParts, Undoing
 
@@ -44,6 +45,11 @@ _USE_A_FUNCTION = (
     "{}. The step was taken back. Put the work on one micro-batch in a function, and call it with "
     "trainer.run(function, batch): then a step for which memory does not suffice comes again in smaller micro-batches"
 )
+_NOT_READ = (
+    "the loop has taken no batch from the dataloader that ElasticTrainer was given ({kind}), and trains on others: a "
+    "step would count {num} micro-batches that nobody took. Give ElasticTrainer the dataloader that the loop is over, "
+    "or none and micro_batch_size="
+)
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
@@ -55,6 +61,7 @@ class Steps:
         parts: StepParts,
         guarding: Guarding,
         *,
+        checks: LoopChecks,
         shares_always: bool,
         counts: Counts,
         pass_boundary: Callable[[], None],
@@ -88,6 +95,8 @@ class Steps:
         self._kept, self._keeps_all = parts.snapshot, parts.keeps_all
         self._scaler = parts.scaler
         self._undoing = Undoing(parts)
+        self._checks, self._rhythm = checks, Rhythm(checks)
+        self._was_handed = False  # a batch, by the dataloader, since training began
         self._shares_always = shares_always
         self._counts = counts
         self._pass_boundary = pass_boundary
@@ -96,6 +105,7 @@ class Steps:
         self._step = RankStep(weights=(1.0,), num_samples=None)
         self._weights = self._step.weights  # of its micro-steps; those before the last may be left to be weighed there
         self._late_weight = 1.0
+        self._by_turns = self._weights, self._late_weight  # where nothing is left of the step before
         self._keeps_batch = True
         self._num_own_backwards = 0  # of the step under way
         self._is_shared = True  # in the micro-step under way, or the last one
@@ -142,11 +152,19 @@ class Steps:
         state = self._state
         if state.is_inside:
             raise StepError(_INSIDE)
-        if self._counted is not None and self._counted.num_handed > state.index + 1:
-            self._refuse_taken_ahead(self._counted.num_handed)
+        if self._counted is not None:
+            num_handed = self._counted.num_handed
+            if num_handed > state.index + 1:
+                self._refuse_taken_ahead(num_handed)
+            state.check_batch = None if num_handed > state.index else self._check_batch
         state.has_forward = state.has_backward = state.is_exact = False
         is_like_before = self._is_like_before and self.by_function is self._was_by_function
-        if is_like_before and self.keep_batch and self._batches.next_step() is self._step:
+        if (
+            is_like_before
+            and self.keep_batch
+            and state.number & BETWEEN_LOOKS
+            and self._batches.next_step() is self._step
+        ):
             state.is_last = state.is_inside = True
             return
         if state.index == 0:
@@ -167,15 +185,21 @@ class Steps:
             sharing.share(now=is_shared)
         if is_last and self._late_weight != 1.0:
             self._gradients.weigh_gathered(self._late_weight)
+        if self._checks.is_looking:
+            self._checks.begin_micro_step()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End a micro-step; the last one of a step passes a boundary."""
+        if self._checks.is_inside:
+            self._checks.end_micro_step()
         if error is not None:
             self._fail(error)
             return
         state = self._state
+        if state.check_batch is not None and not self._was_rolled_back:
+            self._check_at_end(state.check_batch)
         if state.is_guarded and state.is_last and not state.is_shared:
             self._share_at_end()
         state.is_inside = False
@@ -186,6 +210,8 @@ class Steps:
             self._raise_if_torn(None)
         if not state.is_last:
             self._check()
+            if state.has_backward:
+                self._keep_left_gradients()
         self._num_own_backwards += state.has_backward
         if self._gradients.awaited:
             self._gradients.answer()
@@ -247,6 +273,8 @@ class Steps:
         is_exchanging |= is_called and gradients.sharing.exchanges_always
         self._must_meet |= gradients.are_exchanged and (is_exchanging or not self._batches.can_replay)
         self._was_rolled_back = state.is_inside
+        if self._checks.is_looking:
+            self._checks.end_step(has_committed=False)
         self._retry = self._undoing.retry(num_taken, num_exchanges=self._num_exchanges, is_called=is_called)
         self._is_like_before = False
         self._undoing.roll_back(num_taken, is_called=is_called)
@@ -332,8 +360,11 @@ class Steps:
         if step is not self._step or keep_batch is not self._keeps_batch:
             self._step, self._keeps_batch = step, keep_batch
             state.num_micro_steps = step.num_micro_steps
-            state.keeps_batch = keep_batch and self._batches.global_batch is not None
+            state.keeps_batch = keep_batch and self._batches.keeps(step)
             self._set_weights(step.weights)
+        self._weights, self._late_weight = self._by_turns
+        if self._late_weight != 1.0 and self._optimizers[0].may_have_left_gradients:
+            self._weights, self._late_weight = step.weights, 1.0  # what is left is not to be weighed again
         if not self._has_begun:
             self._has_begun = True
             if state.keeps_batch:  # gradients from before are no part of a step
@@ -347,13 +378,17 @@ class Steps:
         if is_watching:
             self._guarding.watch()
         snapshot = self._undoing.snapshot = self._kept if self._keeps_all or state.is_guarded else None
+        is_looked_at_now = is_looked_at(state.number)
+        if is_looked_at_now:
+            self._checks.begin_step(step.sizes)
         is_watched = gradients.are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
         if step.num_micro_steps > 1:
-            gradients.begin_gathering()
+            gradients.begin_gathering(is_looked_at=is_looked_at_now or state.number == 0)
         self._num_own_backwards = 0
-        self._is_like_before = keep_batch and not (is_watched or is_watching) and snapshot is None
+        is_plain = not (is_watched or is_watching or is_looked_at(state.number) or is_looked_at(state.number + 1))
+        self._is_like_before = keep_batch and is_plain and snapshot is None
         if gradients.are_exchanged:
             self._num_exchanges = gradients.sharing.num_exchanges
         if snapshot is not None:
@@ -368,6 +403,36 @@ class Steps:
         self.rollback()
         self._batches.rollback(0)  # which has no part in a step that has not begun
         raise StepError(_TAKEN_AHEAD.format(num_handed=num_handed, number=number))
+
+    def _check_batch(self) -> None:
+        """Raise where the loop reads another dataloader, and say so where it reads this one too little."""
+        state, counted = self._state, self._counted
+        assert counted is not None
+        num_handed = counted.num_handed
+        if num_handed > state.index:
+            return
+        if num_handed == 0 and not self._was_handed:
+            kind = type(self._batches.loader).__name__
+            raise StepError(_NOT_READ.format(kind=kind, num=state.num_micro_steps))
+        if state.is_last:
+            self._checks.say(FEWER_BATCHES, num=state.num_micro_steps, handed=num_handed)
+
+    def _check_at_end(self, check: Callable[[], None]) -> None:
+        """The same where a micro-step ends in which no optimizer has asked."""
+        try:
+            check()
+        except StepError:
+            if self._state.num_begun == 0:
+                self._state.index += 1  # this micro-step took its samples
+                self._state.is_inside = False
+                self.rollback()
+            raise
+
+    def _keep_left_gradients(self) -> None:
+        """A backward pass has added to what the step before has left: nothing of that is cleared any more."""
+        for optimizer in self._optimizers:
+            if optimizer.may_have_left_gradients:
+                optimizer.keep_left_gradients()
 
     def _do_first(self, act: Callable[[], None]) -> None:
         self._to_do_first = None
@@ -385,22 +450,31 @@ class Steps:
         common = weights[0]
         is_late = len(set(weights)) == 1 < len(weights) and len(self._optimizers) == 1 and not self._shares_always
         if is_late and self._scaler is None and self._gradients.can_wait_for_weights:  # scaled ones fill their range
-            self._weights, self._late_weight = (1.0,) * (len(weights) - 1) + (common,), common
+            self._by_turns = (1.0,) * (len(weights) - 1) + (common,), common
         else:
-            self._weights, self._late_weight = weights, 1.0
+            self._by_turns = weights, 1.0
+        self._weights, self._late_weight = self._by_turns
 
     def _end(self) -> None:
         """The step is over on this rank."""
         state, counts = self._state, self._counts
+        if self._counted is not None and not self._was_handed:
+            self._was_handed = self._counted.num_handed > 0
         self._batches.commit(state.num_micro_steps)
-        if state.num_stepped == state.num_optimizers:
+        has_committed = state.num_stepped == state.num_optimizers
+        if has_committed:
             counts.global_step += 1
             counts.num_steps += 1
         else:
+            self._rhythm.note(self._optimizers, state, num_ended=counts.num_boundaries + 1, is_known=self._leaves_out)
             if state.keeps_batch:
                 self._gradients.drop()
+            elif state.num_stepped == 0:
+                self._batches.is_gathered_by_hand = True
             if self._tells_of_infinities:
                 self._tell_of_infinities()
+        if self._checks.is_looking:
+            self._checks.end_step(has_committed=has_committed)
         if self._guarding.is_watching:
             self._guarding.note(self._step.largest)
         if state.is_guarded:
@@ -417,8 +491,13 @@ class Steps:
         counts.num_samples += self._step.num_samples or 0
         state.begin_anew()
 
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether it is known why no optimizer has stepped."""
+        return self._scaler is not None and self._scaler.leaves_out
+
     def _tell_of_infinities(self) -> None:
-        if self._scaler is not None and self._scaler.leaves_out:
+        if self._leaves_out:
             self._tells_of_infinities = False
             _logger.info(
                 "the step after step %d was left out, since the scaler found gradients that are not finite: its "

@@ -9,25 +9,21 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["Tampering"]
 
-_FIRST = 3
-_EVERY = 64
 _SOME = 256
 
 
 class Tampering:
-    """Looks on in the first steps, and in one of many after them: in every step it would cost too much."""
+    """Looks on in some steps: in every one it would cost too much."""
 
     def __init__(self) -> None:
         self.is_looking = False
         """In the step under way."""
-        self._num_steps = 0
         self._seen: dict[torch.Tensor, tuple[int, torch.Tensor]] = {}  # gradients' versions, and some of their values
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, is_looking: bool) -> None:
         """A step of several micro-steps begins."""
         self._seen.clear()
-        self.is_looking = self._num_steps < _FIRST or self._num_steps % _EVERY == 0
-        self._num_steps += 1
+        self.is_looking = is_looking
 
     def forget(self) -> None:
         """Hold no parameter until the next pass."""

@@ -25,7 +25,7 @@ from .hooks import Hook
 from .outputs import Same, is_made_of_marked, mark, mark_end, needs_look, origins, replaced
 from .step_state import StepState
 
-__all__ = ["Weighing"]
+__all__ = ["Weighing", "callable_parts"]
 
 _NEEDS_EXACT = (
     "the model cannot weigh its own gradients here: {}; call trainer.backward(loss) instead of loss.backward()"
@@ -48,7 +48,7 @@ class Weighing:
         """The loss is weighed itself: gradients are left as they are."""
         self.counts = True
         """Notice passes that need no weight too."""
-        self._entries = list(dict.fromkeys(entry for part in parts for entry in _callable_parts(part)))
+        self._entries = list(dict.fromkeys(entry for part in parts for entry in callable_parts(part)))
         self._state = state
         self._on_output = on_output
         self._on_backward = on_backward
@@ -217,11 +217,11 @@ class Weighing:
         self._needs_exact = f"its output holds a {type(value).__name__}, whose tensors it cannot find"
 
 
-def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
     """The module, or where it only holds others, such as a ModuleDict, those that can be called."""
     own = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")  # compiled, and scripted ones
     if own is not nn.Module.forward:
         yield module
         return
     for child in module.children():
-        yield from _callable_parts(child)
+        yield from callable_parts(child)

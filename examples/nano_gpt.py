@@ -130,7 +130,7 @@ class Windows:
     def plan(self, plan: BatchPlan, rank: int) -> None:
         self._plan, self._rank = plan, rank
 
-    def commit(self) -> None:
+    def commit(self, num_micro_batches: int) -> None:
         self._num_steps += 1
         self._is_cut = True
 

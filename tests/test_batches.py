@@ -37,7 +37,7 @@ class Source:
     def plan(self, plan: BatchPlan, rank: int) -> None:
         self.told.append((plan, rank))
 
-    def commit(self) -> None:
+    def commit(self, num_micro_batches: int) -> None:
         self.told.append("commit")
 
     def rollback(self) -> None:

@@ -63,7 +63,7 @@ class Slices:
         self._plan, self._rank = plan, rank
         self._num_cuts += 1
 
-    def commit(self) -> None:
+    def commit(self, num_micro_batches: int) -> None:
         assert self._step is not None
         self._position += sum(sum(sizes[: len(self._handed)]) for sizes in self._step.micro_batches)
         self.sizes.append(tuple(len(indices) for indices in self._handed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from elastic_ext.accumulate import BatchPlan
@@ -76,21 +77,21 @@ class Ahead:
     ) -> None:
         self.order = order
         self.cursor = cursor
-        self._num_handed = self._num_passed = 0
+        self.carried: tuple[int, ...] | None = None
+        self._handed: deque[Chunk] = deque()  # to the loop, and not consumed
+        self._num_passed = 0
         self._maker = maker
         self._plan, self._rank = plan, rank
         self._can_recut = can_recut
         self._asked: deque[_Asked] = deque()
         self._to_come: Iterator[Chunk] = iter(())
-        self._is_in_step = False
         self.has_ended = False
         self._cut()
 
     def __len__(self) -> int:
         """How many batches it hands out in all: those it has, and the rest as they are cut now."""
-        return self._num_handed + num_chunks(
-            self._plan, self._rank, (self.cursor.num_samples or 0) - self.cursor.handed
-        )
+        left = (self.cursor.num_samples or 0) - self.cursor.handed
+        return self._num_passed + len(self._handed) + num_chunks(self._plan, self._rank, left)
 
     def __next__(self) -> Any:
         self._ask()
@@ -122,7 +123,7 @@ class Ahead:
     @property
     def num_handed(self) -> int:
         """How many batches were handed out that are not consumed."""
-        return self._num_handed - self._num_passed
+        return len(self._handed)
 
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from what is consumed on."""
@@ -130,16 +131,27 @@ class Ahead:
             self._plan, self._rank = plan, rank
             self._cut()
 
-    def commit(self) -> None:
-        """What was handed out is consumed; a step that was cut short there is followed by one that begins there."""
-        self.cursor.commit()
-        self._num_passed = self._num_handed
-        if self._is_in_step:
-            self._cut()
+    def commit(self, num_batches: int | None = None) -> None:
+        """The first batches that were handed out are consumed, or all; those after them begin the next step.
+
+        A step that was cut short there is followed by one that begins there.
+        """
+        num_consumed = len(self._handed) if num_batches is None else min(num_batches, len(self._handed))
+        consumed = [self._handed.popleft() for _ in range(num_consumed)]
+        self._num_passed += num_consumed
+        if not self._handed:
+            self.cursor.commit()
+        elif consumed:
+            self.cursor.commit(consumed[-1].passes)
+        if consumed:
+            self.carried = None
+            if not consumed[-1].ends_step:
+                self._cut()
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""
-        self._num_handed = self._num_passed
+        self._handed.clear()
+        self.carried = None
         if self.cursor.rollback():
             self._cut()
 
@@ -148,7 +160,8 @@ class Ahead:
         if order.state_dict() != self.order.state_dict():
             self.close()
         self.order, self.cursor = order, cursor
-        self._num_passed = self._num_handed
+        self._num_passed += len(self._handed)
+        self._handed.clear()
         self._cut()
 
     def close(self) -> None:
@@ -162,12 +175,15 @@ class Ahead:
         self.has_ended = True
 
     def _cut(self) -> None:
-        """Begin at what is consumed; what was asked for and still comes is not asked for again."""
-        self._is_in_step = False
+        """Begin at what is consumed, with what is handed out already; what still comes is not asked for again."""
         before = list(self._asked)
         self._asked.clear()
         cursor = self.cursor
-        self._to_come = chunks(self._plan, self._rank, position=cursor.passed, num_samples=cursor.num_samples)
+        self.carried = self._plan.carried_over(self._handed[0].sizes, cursor.remaining) if self._handed else None
+        to_come = chunks(
+            self._plan, self._rank, position=cursor.passed, num_samples=cursor.num_samples, carried=self.carried
+        )
+        self._to_come = islice(to_come, len(self._handed), None)
         self._ask(list(dict.fromkeys(made for asked in before for made in asked.made)))
         for asked in before:
             self._release(asked)
@@ -249,8 +265,7 @@ class Ahead:
     def _hand_out(self, asked: _Asked) -> None:
         self._asked.popleft()
         self.cursor.hand_out(asked.chunk)
-        self._is_in_step = not asked.chunk.ends_step
-        self._num_handed += 1
+        self._handed.append(asked.chunk)
         self._release(asked)
 
     def _release(self, asked: _Asked) -> None:

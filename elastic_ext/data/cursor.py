@@ -8,7 +8,7 @@ of ranks was, and whatever it will be.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_ext.accumulate import BatchPlan
 
@@ -24,19 +24,30 @@ class Chunk:
     passes: int
     """The position that the micro-step ends at, on all ranks."""
     ends_step: bool
+    sizes: tuple[int, ...] = field(default=(), compare=False)
+    """How many samples each rank has in this micro-step."""
 
     @property
     def num_samples(self) -> int:
         return self.stop - self.start
 
 
-def chunks(plan: BatchPlan, rank: int, *, position: int, num_samples: int | None) -> Iterator[Chunk]:
+def chunks(
+    plan: BatchPlan,
+    rank: int,
+    *,
+    position: int,
+    num_samples: int | None,
+    carried: tuple[int, ...] | None = None,
+) -> Iterator[Chunk]:
     """The micro-batches of ``rank`` from a step's beginning at ``position`` to the end of the epoch.
 
     ``num_samples`` is the epoch's; None where it never ends. There is none of a micro-step in which it has no samples.
+    The first step begins with micro-batches of the sizes ``carried``, where these are given.
     """
     while True:
-        step = plan.next_step(None if num_samples is None else num_samples - position)
+        step = plan.next_step(None if num_samples is None else num_samples - position, carried)
+        carried = None
         if step is None:
             return
         last = step.num_micro_steps - 1
@@ -44,7 +55,7 @@ def chunks(plan: BatchPlan, rank: int, *, position: int, num_samples: int | None
             start = position + sum(sizes[:rank])
             position += sum(sizes)
             if sizes[rank]:
-                yield Chunk(start, start + sizes[rank], position, ends_step=number == last)
+                yield Chunk(start, start + sizes[rank], position, number == last, sizes)
 
 
 def num_chunks(plan: BatchPlan, rank: int, num_samples: int) -> int:
@@ -85,11 +96,11 @@ class Cursor:
         assert self.num_samples is not None
         self.handed = self.num_samples
 
-    def commit(self) -> bool:
-        """What was handed out is consumed; whether that is something."""
-        has_moved = self.passed != self.handed
-        self.passed = self.handed
-        return has_moved
+    def commit(self, position: int | None = None) -> bool:
+        """What was handed out is consumed, up to ``position`` or all of it; whether that is something."""
+        before = self.passed
+        self.passed = self.handed if position is None else position
+        return self.passed != before
 
     def rollback(self) -> bool:
         """What was handed out since the last commit comes again; whether that is something."""

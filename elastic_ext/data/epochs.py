@@ -26,6 +26,10 @@ class Running(Protocol):
     def num_handed(self) -> int:
         """How many batches were handed out that are not consumed."""
 
+    @property
+    def carried(self) -> tuple[int, ...] | None:
+        """The sizes, by rank, of the first of them, where it was handed out before steps were cut otherwise."""
+
     def __len__(self) -> int:
         """How many batches it hands out in all, as far as that is known."""
 
@@ -34,8 +38,8 @@ class Running(Protocol):
     def plan(self, plan: BatchPlan, rank: int) -> None:
         """Cut steps like this from what is consumed on."""
 
-    def commit(self) -> None:
-        """What was handed out is consumed."""
+    def commit(self, num_batches: int | None = None) -> None:
+        """The first so many batches that were handed out are consumed, or all."""
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""

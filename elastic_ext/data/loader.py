@@ -13,6 +13,7 @@ import multiprocessing
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -89,12 +90,16 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._epochs = epochs_of(self, order, seeds_samples=seed_samples, fast_forward=fast_forward)
         self._making: Making | None = None  # that is kept from epoch to epoch
         self._kept_for: Running | None = None  # the last loop that it was used by
+        self._finished: Running | None = None  # the last loop that came to its end
+        self._step_before: _StepBefore | None = None
         self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
         self._following: Following | None = None
         self.timeline: Timeline | None = None
         """Where it is noted that a loop waits for a batch."""
         self.on_batch: Callable[[Any], None] | None = None
         """Called with each batch before the loop has it."""
+        self.is_in_step: Callable[[], bool] = _never
+        """Whether a trainer's micro-step is under way."""
         if config_file is not None:
             me = weakref.ref(self)
             self._following = Following(
@@ -109,6 +114,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
             self._following.look()
         self._warn_of_pinning()
         self._take_size()
+        self._keep_step()
         self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
         making = self._made_by(self.num_workers if num_workers is None else num_workers)
@@ -129,10 +135,13 @@ class ElasticDataLoader(DataLoader[_Sample]):
         own = {
             "_making": None,
             "_kept_for": None,
+            "_finished": None,
+            "_step_before": None,
             "_makings": None,
             "_following": None,
             "timeline": None,
             "on_batch": None,
+            "is_in_step": _never,
         }
         return {**self.__dict__, **own}
 
@@ -157,9 +166,15 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     @property
     def num_handed(self) -> int:
-        """Batches that the loop under way was given since the last commit."""
+        """Batches that the loop was given and that no commit has passed."""
+        running, before = self._epochs.running, self._step_before
+        return (0 if running is None else running.num_handed) + (0 if before is None else before.num_handed)
+
+    @property
+    def carried(self) -> tuple[int, ...] | None:
+        """The sizes, by rank, of the batch in hand, where steps have been cut otherwise since it was handed out."""
         running = self._epochs.running
-        return 0 if running is None else running.num_handed
+        return None if running is None else running.carried
 
     @property
     def has_own_positions(self) -> bool:
@@ -203,15 +218,21 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._is_alone = False
         self._epochs.plan(plan, rank)
 
-    def commit(self) -> None:
-        """What was handed out is consumed."""
+    def commit(self, num_micro_batches: int | None = None) -> None:
+        """The first so many batches that were handed out are consumed, or all; the others begin the next step."""
+        before, self._step_before = self._step_before, None
+        if before is not None and num_micro_batches is not None:
+            num_micro_batches = max(num_micro_batches - before.num_handed, 0)
         if self._epochs.running is not None:
-            self._epochs.running.commit()
+            self._epochs.running.commit(num_micro_batches)
 
     def rollback(self) -> None:
         """Hand out again what was handed out since the last commit, in the loop that is under way."""
+        before, self._step_before = self._step_before, None
         if self._epochs.running is not None:
             self._epochs.running.rollback()
+        if before is not None:
+            self._epochs.rewind(before.state)
 
     def leave_epoch(self) -> None:
         """Go on with the next epoch, where the last loop was left before it had all; one under way goes on."""
@@ -222,7 +243,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
         Over an IterableDataset it is this rank's own, and for as many workers.
         """
-        return self._epochs.state_dict()
+        return self._epochs.state_dict() if self._step_before is None else dict(self._step_before.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there with the loop that comes; ValueError where this loader cannot."""
@@ -267,6 +288,17 @@ class ElasticDataLoader(DataLoader[_Sample]):
                 making.resize(self.num_workers)
 
     # ---- how it is made ----
+
+    def _keep_step(self) -> None:
+        """A loop begins within the step that had the last batches of the loop before: what that had still counts."""
+        running = self._epochs.running
+        has_ended = running is not None and running is self._finished and running.num_handed > 0
+        if running is None or not has_ended or not self.is_in_step():
+            return
+        num_handed = self.num_handed
+        state = self.state_dict()
+        running.commit()  # so that the loop that begins is over the next epoch
+        self._step_before = _StepBefore(state, num_handed)
 
     def _take_size(self) -> None:
         """Take up a size that was set at torch's own batch sampler, as torch's loader does for the loop that comes."""
@@ -358,6 +390,15 @@ class ElasticDataLoader(DataLoader[_Sample]):
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _StepBefore:
+    """A step whose first batches came from a loop that has ended since."""
+
+    state: Mapping[str, Any]
+    """Of the loader, where the step began."""
+    num_handed: int
+
+
 class _Loop:
     """One loop over a loader; with it end the workers that are its own."""
 
@@ -389,6 +430,7 @@ class _Loop:
         try:
             batch = next(running)
         except StopIteration:
+            loader._finished = running
             self.close()
             raise
         finally:
@@ -412,6 +454,10 @@ class _Loop:
 def _says_more(given: Mapping[str, Any]) -> bool:
     """Whether somebody who gave a batch sampler gave what does not go with one, which torch refuses."""
     return given.get("batch_size", 1) != 1 or any(given.get(name) for name in ("shuffle", "sampler", "drop_last"))
+
+
+def _never() -> bool:
+    return False
 
 
 def _can_pin() -> bool:

@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
 from elastic_ext.accumulate import BatchPlan
@@ -57,6 +57,15 @@ class _Asked:
     """Whose it is to be asked after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """A batch that the loop was given and that is not consumed."""
+
+    chunk: Chunk
+    place: tuple[tuple[int, ...], int]
+    """Where the streams stood after it."""
+
+
 class Streams:
     """The rest of a loop over the dataset on one rank: an iterator over batches, whose sizes may change.
 
@@ -91,7 +100,8 @@ class Streams:
         self._told_length = told_length
         self._passes_samples = passes_samples
         self.has_ended = False
-        self.num_handed = 0
+        self.carried: tuple[int, ...] | None = None
+        self._handed: deque[_Handed] = deque()
         self._loop, self._attempt = loop, 0
         self._plan, self._rank = plan, rank
         self._asked: deque[_Asked] = deque()
@@ -117,7 +127,7 @@ class Streams:
                 raise
             except BaseException:
                 self._pass(asked)
-                self.num_handed += 1
+                self._handed.append(_Handed(chunk, self._turns.place))
                 raise
             self._pass(asked)
             if answer.num_samples == chunk.num_samples:
@@ -149,6 +159,11 @@ class Streams:
         """What is consumed."""
         return self._turns.position
 
+    @property
+    def num_handed(self) -> int:
+        """How many batches were handed out that are not consumed."""
+        return len(self._handed)
+
     def resize(self, batch_size: int) -> None:
         """Have batches of so many samples from the next one on."""
         if batch_size != self._batch_size:
@@ -161,16 +176,26 @@ class Streams:
             self._plan, self._rank = plan, rank
             self._cut()
 
-    def commit(self) -> None:
-        """What was handed out is consumed; a step that was cut short there is followed by one that begins there."""
-        self.num_handed = 0
-        self._turns.commit()
-        if self._is_in_step:
-            self._cut()
+    def commit(self, num_batches: int | None = None) -> None:
+        """The first batches that were handed out are consumed, or all; those after them begin the next step.
+
+        A step that was cut short there is followed by one that begins there.
+        """
+        num_consumed = len(self._handed) if num_batches is None else min(num_batches, len(self._handed))
+        consumed = [self._handed.popleft() for _ in range(num_consumed)]
+        if not self._handed:
+            self._turns.commit()
+        elif consumed:
+            self._turns.commit(consumed[-1].place)
+        if consumed:
+            self.carried = None
+            if not consumed[-1].chunk.ends_step:
+                self._cut()
 
     def rollback(self) -> None:
         """What was handed out and is not consumed comes again."""
-        self.num_handed = 0
+        self._handed.clear()
+        self.carried = None
         if self._turns.rollback():
             self._cut()
 
@@ -191,13 +216,12 @@ class Streams:
         self.has_ended = True
 
     def _go_to(self, position: StreamsPosition) -> None:
-        self.num_handed = 0
+        self._handed.clear()
         self._turns = Turns(position)
         self._cut()
 
     def _cut(self) -> None:
-        """Begin a step at what was handed out."""
-        self._is_in_step = False
+        """Begin a step at what is consumed, with what is handed out already."""
         self._take_back()
         self._to_come = self._sizes()
         self._ask()
@@ -205,7 +229,9 @@ class Streams:
     def _sizes(self) -> Iterator[Chunk]:
         if self._plan is None:
             return repeat(Chunk(0, self._batch_size, 0, ends_step=True))
-        return chunks(self._plan, self._rank, position=0, num_samples=None)
+        self.carried = self._plan.carried_over(self._handed[0].chunk.sizes, None) if self._handed else None
+        to_come = chunks(self._plan, self._rank, position=0, num_samples=None, carried=self.carried)
+        return islice(to_come, len(self._handed), None)
 
     def _take_back(self, *again: Chunk) -> None:
         """Nobody takes what was asked for, and the same sizes are asked for again; first of all what is given."""
@@ -300,8 +326,7 @@ class Streams:
             self._find_again(slot, chunk)
 
     def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
-        self.num_handed += 1
-        self._is_in_step = not chunk.ends_step
+        self._handed.append(_Handed(chunk, self._turns.place))
         self._ask()
         if self._told_length is not None and _is_told_of_more(self._turns, self._told_length):
             self._told_length = None  # once

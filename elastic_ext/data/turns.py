@@ -125,12 +125,18 @@ class Turns:
                 return slot
         return None
 
-    def commit(self) -> None:
-        """What was handed out is consumed."""
-        for slot in self.slots:
-            slot.passed = slot.handed
+    @property
+    def place(self) -> tuple[tuple[int, ...], int]:
+        """How much of each stream is handed out, and whose turn is next; for ``commit``."""
+        return tuple(slot.handed for slot in self.slots), self.handed
+
+    def commit(self, place: tuple[tuple[int, ...], int] | None = None) -> None:
+        """What was handed out is consumed, up to ``place`` or all of it."""
+        handed, turn = place or self.place
+        for slot, passed in zip(self.slots, handed, strict=True):
+            slot.passed = passed
             slot.drop_marks()
-        self._passed = self.handed
+        self._passed = turn
 
     def rollback(self) -> bool:
         """What was handed out and is not consumed comes again; whether that is something."""

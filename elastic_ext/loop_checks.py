@@ -1,0 +1,313 @@
+"""LoopChecks: what a loop does otherwise than its author believes, said once, as far as it can be meant.
+
+It looks at the first steps and at one of many after them: forward and backward passes, what goes into the model, what
+the loss was made by. A look costs what a few hooks do; other steps cost nothing. What cannot be meant is a StepError,
+and is found where it happens.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .hooks import Hook
+from .loss_graph import BackwardLook, factor_of, is_sum_over, reads_graphs
+from .outputs import replaced
+from .step_state import StepState
+from .weighing import callable_parts
+
+if TYPE_CHECKING:
+    from .optimizer import ElasticOptimizer
+
+__all__ = ["BETWEEN_LOOKS", "FEWER_BATCHES", "LoopChecks", "Rhythm", "is_looked_at"]
+
+_FIRST = 4
+BETWEEN_LOOKS = 63
+"""Steps between two looks; a number of a step has none of its bits where one is due."""
+
+_DIVIDED = (
+    "the loss is multiplied by {factor:g} before backward(), and a step has {num} micro-batches, each of which counts "
+    "by its part of the step already: gradients are {num} times too small. Take the division by {num} out of the loop, "
+    "unless it is meant"
+)
+_SUMMED = (
+    "the loss is a sum over the {size} samples of its micro-batch, and a step of {num} micro-batches weighs them as "
+    "means: the gradient is neither the sum nor the mean over the step, and changes with the micro-batch. Use a mean "
+    '(reduction="mean"), or trainer.backward(loss, num_items={size}), which divides by the items of the whole step'
+)
+_MISSING = (
+    "{missing} of the {num} micro-steps of a step called the model and had no backward(): their samples count as "
+    "trained on, and the gradient is that of {left} micro-batches divided by {num}. Call loss.backward() in every "
+    "micro-step; where a batch is not to count, trainer.backward(loss * 0, num_items=0)"
+)
+_EVAL = (
+    "the model is trained in evaluation mode (model.training is False): dropout is off, and batch norms use what they "
+    "have gathered. Call model.train() before the loop and after each validation, unless it is meant"
+)
+_VALIDATED = (
+    "the model was called {num} times in evaluation mode within a micro-step, with gradients, and no backward() came "
+    "of it: such a validation makes a graph in each pass. Put it between two steps, or under torch.no_grad()"
+)
+_OTHER_SIZE = (
+    "the model was given {found} samples, and the batch that the trainer's dataloader makes has {size}: steps are "
+    "counted and weighed by the dataloader's. Give ElasticTrainer the dataloader that the loop is over, and train on "
+    "whole batches; for a loop with batches of its own, micro_batch_size= in place of the dataloader"
+)
+_KEPT = (
+    "the graphs of {num} steps in a row are still held: something keeps losses or outputs together with what they were "
+    "computed from, and memory grows with every step. Keep loss.item() or loss.detach() instead"
+)
+_LEFT_OVER = (
+    "gradients of the step before are still there as a step begins its backward pass: zero_grad() was not called, and "
+    "gradients add up from step to step, as torch has them. Call optimizer.zero_grad() once in the loop, unless it is "
+    "meant"
+)
+_NO_STEP = (
+    "{num} steps have ended, and optimizer.step() was called in {stepped} of them: the gradients of the others were "
+    "dropped, and their samples count as seen. trainer.step() gathers micro-batches by itself: call optimizer.step() "
+    "in every micro-step, where it does nothing until the step ends; or give the trainer no global_batch_size and "
+    "gather by hand"
+)
+_NEVER_STEPPED = (
+    "{num} steps have ended, and no optimizer has stepped: nothing was trained. Call optimizer.step(), of the "
+    "optimizer that trainer.prepare() returned, within trainer.step()"
+)
+_RHYTHMS = (
+    "the optimizers step in different steps ({rhythms} of {num}), and a step counts as one where all have stepped: "
+    "global_step, schedules and checkpoints by steps go by the {all} steps in which they did. Call step() of all in "
+    "every step, or give the trainer the optimizer whose steps are to count and step the others bare, outside of it"
+)
+FEWER_BATCHES = (
+    "a step of {num} micro-steps was taken with {handed} batches of the trainer's dataloader: samples that are trained "
+    "on more than once, or come from elsewhere, count as the dataloader's. For such a loop give ElasticTrainer no "
+    "dataloader, and micro_batch_size="
+)
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether the step of that number is looked at."""
+    return number > 0 and (number < _FIRST or not number & BETWEEN_LOOKS)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of one micro-step."""
+
+    num_training: int = 0
+    """Calls of the model in training mode, with gradients."""
+    num_evaluating: int = 0
+    """The same in evaluation mode."""
+    came_to_training: bool = False
+    came_to_evaluating: bool = False
+    """A backward pass came to what such a call gave."""
+
+    @property
+    def has_forward(self) -> bool:
+        return self.num_training + self.num_evaluating > 0
+
+    @property
+    def has_backward(self) -> bool:
+        return self.came_to_training or self.came_to_evaluating
+
+
+class LoopChecks:
+    """One rank's looks at its own loop; ``say`` is given each sentence once."""
+
+    def __init__(
+        self,
+        parts: Callable[[], Sequence[nn.Module]],
+        state: StepState,
+        optimizers: Sequence[ElasticOptimizer],
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        """``parts`` are what the loop calls of its model, or what holds that."""
+        self.is_looking = False
+        """At the step under way."""
+        self.is_inside = False
+        """A micro-step is under way that is looked at."""
+        self._parts = parts
+        self._state = state
+        self._optimizers = optimizers
+        self._tell = say
+        self._said: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+        self._sizes: Sequence[int] | None = None
+        self._seen = _Seen()
+        self._num_missing = self._num_others = 0
+        self._graphs: dict[int, weakref.ref[Any]] = {}  # one of each step looked at, by its number
+        self._look: ExitStack | None = None
+        self._reads_graphs: bool | None = None
+
+    def say(self, sentence: str, **numbers: object) -> None:
+        """Say a sentence, unless it was said before."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._tell(sentence.format(**numbers))
+
+    # ---- the step under way ----
+
+    def begin_step(self, sizes: Sequence[int] | None) -> None:
+        """A step begins that is looked at; ``sizes`` are those of this rank's micro-batches, where they are known."""
+        self.is_looking, self._sizes = True, sizes
+        self._num_missing = 0
+        entries = [entry for part in self._parts() for entry in callable_parts(part)]
+        if any(map(_is_compiled, (module for entry in entries for module in entry.modules()))):
+            return  # a compiler would make its graphs anew
+        for entry in entries:
+            if not isinstance(entry, torch.jit.ScriptModule):
+                self._handles.append(entry.register_forward_hook(Hook(self._see_forward), with_kwargs=True))
+
+    def begin_micro_step(self) -> None:
+        """A micro-step of such a step begins."""
+        self._seen, self.is_inside = _Seen(), True
+        state = self._state
+        if not self._handles or state.num_micro_steps == 1 or state.index > 0 or state.number >= _FIRST:
+            return
+        if self._reads_graphs is None:
+            self._reads_graphs = reads_graphs()
+        if self._reads_graphs:
+            self._look = ExitStack()
+            self._look.enter_context(BackwardLook(self._see_loss))
+
+    def end_micro_step(self) -> None:
+        """It ends, or failed."""
+        self.is_inside = False
+        if self._look is not None:
+            self._look.close()
+            self._look = None
+        seen = self._seen
+        if seen.has_forward and not seen.has_backward:
+            self._num_missing += 1
+        if seen.came_to_evaluating and not seen.num_training:
+            self.say(_EVAL)
+        elif seen.num_evaluating and seen.num_training and not seen.came_to_evaluating:
+            self.say(_VALIDATED, num=seen.num_evaluating)
+
+    def end_step(self, *, has_committed: bool) -> None:
+        """The step ends, or was rolled back."""
+        self.is_looking = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if not has_committed:
+            return
+        num = self._state.num_micro_steps
+        if 0 < self._num_missing < num:
+            self.say(_MISSING, missing=self._num_missing, num=num, left=num - self._num_missing)
+        self._look_for_graphs()
+
+    def _look_for_graphs(self) -> None:
+        number = self._state.number
+        before = [each for step, each in self._graphs.items() if step in (number - 1, number - 2)]
+        if len(before) == 2 and all(each() is not None for each in before):
+            gc.collect()  # what only refers to itself is no loop's
+            if all(each() is not None for each in before):
+                self.say(_KEPT, num=2)
+        self._graphs = {step: each for step, each in self._graphs.items() if step >= number - 1}
+
+    # ---- what is seen ----
+
+    def _see_forward(self, module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._state.is_inside or not torch.is_grad_enabled():
+            return
+        seen = self._seen
+        if module.training:
+            seen.num_training += 1
+        else:
+            seen.num_evaluating += 1
+        self._see_sizes(given, named)
+        number, is_training = self._state.number, module.training
+
+        def come(gradient: torch.Tensor) -> None:
+            self._see_backward(seen, is_training=is_training)
+
+        replaced(output, lambda tensor: _hooked(tensor, come))
+        self._graphs.setdefault(number, weakref.ref(come))
+
+    def _see_sizes(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Two micro-batches of another size than the dataloader's are one too many for an epoch's last one."""
+        index = self._state.index
+        if self._sizes is None or index >= len(self._sizes):
+            return
+        size, shapes = self._sizes[index], list(_shapes((given, named)))
+        if not shapes or any(size in shape or (shape and shape[0] % size == 0) for shape in shapes):
+            return
+        self._num_others += 1
+        if self._num_others > 1:
+            self.say(_OTHER_SIZE, found=max(shape[0] if shape else 1 for shape in shapes), size=size)
+
+    def _see_backward(self, seen: _Seen, *, is_training: bool) -> None:
+        is_first = not seen.has_backward
+        if is_training:
+            seen.came_to_training = True
+        else:
+            seen.came_to_evaluating = True
+        if is_first and self._state.index == 0 and any(each.has_left_gradients for each in self._optimizers):
+            self.say(_LEFT_OVER)
+
+    def _see_loss(self, loss: torch.Tensor) -> None:
+        state = self._state
+        factor, node = factor_of(loss)
+        num, size = state.num_micro_steps, None if self._sizes is None else self._sizes[0]
+        if abs(factor * num - 1.0) < 1e-6:
+            self.say(_DIVIDED, factor=factor, num=num)
+        if size is not None and size > 1 and factor == 1.0 and is_sum_over(node, size):
+            self.say(_SUMMED, size=size, num=num)
+
+
+class Rhythm:
+    """In which steps the optimizers step; told of those in which not all did."""
+
+    def __init__(self, checks: LoopChecks) -> None:
+        self._checks = checks
+        self._num_left_out = self._num_partial = 0
+        self._num_uncounted = 0
+
+    def note(self, optimizers: Sequence[ElasticOptimizer], state: StepState, *, num_ended: int, is_known: bool) -> None:
+        """A step ended that does not count, the last of so many since this run began.
+
+        ``is_known`` says that the reason is, as where a scaler saw infinities.
+        """
+        self._num_uncounted += 1
+        num_committed = num_ended - self._num_uncounted
+        if state.num_stepped:
+            self._num_partial += 1
+            if self._num_partial >= _FIRST - 1:
+                rhythms = ", ".join(str(each.num_steps) for each in optimizers)
+                self._checks.say(_RHYTHMS, rhythms=rhythms, num=num_ended, all=num_committed)
+        elif state.keeps_batch and not is_known:
+            self._num_left_out += 1
+            if self._num_left_out >= max(_FIRST - 1, num_committed):
+                sentence = _NO_STEP if num_committed else _NEVER_STEPPED
+                self._checks.say(sentence, num=num_ended, stepped=num_committed)
+
+
+def _hooked(tensor: torch.Tensor, come: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    if tensor.grad_fn is not None:
+        tensor.register_hook(come)  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
+    """Of the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield tuple(value.shape)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _shapes(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _shapes(each)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
