@@ -98,6 +98,8 @@ class Agreement:
         self._num_boundaries = self._num_backwards = 0
         self.count_schedules: Callable[[], int] = lambda: 0
         """How often schedules have stepped on this rank, to compare."""
+        self.count_ahead: Callable[[], int] = lambda: 0
+        """How many batches this rank has taken ahead of their step, to compare between two steps."""
         self.compared_at_start: Mapping[str, object] = {}
         """What else must be the same on all ranks, by names for people."""
         self._quiet_until: float = 0  # at the boundaries before there is nothing to do or to tell
@@ -386,6 +388,7 @@ class Agreement:
             step=self.step,
             backwards=self._num_backwards,
             schedules=self.count_schedules(),
+            ahead=self.count_ahead() if purpose in (Purpose.ROUTINE, Purpose.APPLY) else 0,
             in_force=self.config.digest,
             held_version=self.config.version,
             wanted_interval=self.every,

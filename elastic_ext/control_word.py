@@ -70,6 +70,7 @@ _SAME = {
     "step": "steps",
     "backwards": "backward passes",
     "schedules": "steps of schedules",
+    "ahead": "batches taken ahead of their step",
     "exchanges": "collectives of the model",
     "lost": "micro-batches of a step that failed",
     "in_force": "the config in force",
@@ -88,6 +89,8 @@ class ControlWord:
     """How many backward passes the caller has counted."""
     schedules: int = 0
     """How often the caller's schedules have stepped."""
+    ahead: int = 0
+    """How many batches the caller has taken between two steps that no step has trained on."""
     exchanges: int = 0
     """How many collectives the caller has begun, where that is compared."""
     lost: int = 0
@@ -122,8 +125,9 @@ class ControlWord:
         """How far this rank has come, in words."""
         passes = f", {self.backwards} backward passes" if self.backwards else ""
         schedules = f", {self.schedules} steps of schedules" if self.schedules else ""
+        ahead = f", {self.ahead} batches taken ahead" if self.ahead else ""
         lost = f", {self.lost} micro-batches of a step that failed" if self.lost else ""
-        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}{lost}"
+        return f"{self.step} steps, {self.boundary} boundaries{passes}{schedules}{ahead}{lost}"
 
     @property
     def has_news(self) -> bool:

@@ -255,6 +255,10 @@ class ConfigFollower:
         """Have ranks raise where ``count()``, how often schedules have stepped, is not the same on all."""
         self._agreement.count_schedules = count
 
+    def compare_ahead(self, count: Callable[[], int]) -> None:
+        """The same of ``count()``, how many batches were taken ahead of the step that comes."""
+        self._agreement.count_ahead = count
+
     def pass_quietly(self, step: int, backwards: int) -> bool:
         """Pass a boundary at which there is nothing to do or to tell; False, and nothing done, where there is."""
         now = time.perf_counter()

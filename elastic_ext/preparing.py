@@ -192,6 +192,9 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
 
         gradients.before_step = keep_up
     follower.compare_schedules(lambda: state.num_scheduled)
+    counted = batches.counted
+    if counted is not None:
+        follower.compare_ahead(lambda: counted.num_handed)
     compared = {"guard": setup.guard, "sync_every_micro_step": setup.shares_always, "learning_rate_rule": setup.rule}
     follower.compare_at_start(compared)
     why_not_reshard = spread.why_not or (None if spread.plan else NOT_SPREAD)
