@@ -284,11 +284,16 @@ class Rhythm:
             if self._num_partial >= _FIRST - 1:
                 rhythms = ", ".join(str(each.num_steps) for each in optimizers)
                 self._checks.say(_RHYTHMS, rhythms=rhythms, num=num_ended, all=num_committed)
-        elif state.keeps_batch and not is_known:
+        elif not is_known:
             self._num_left_out += 1
-            if self._num_left_out >= max(_FIRST - 1, num_committed):
+            if state.keeps_batch and self._num_left_out >= max(_FIRST - 1, num_committed):
                 sentence = _NO_STEP if num_committed else _NEVER_STEPPED
                 self._checks.say(sentence, num=num_ended, stepped=num_committed)
+
+    def end_epoch(self, *, num_ended: int) -> None:
+        """So many steps have ended since this run began, and an epoch, or training."""
+        if self._num_left_out == num_ended > 0:
+            self._checks.say(_NEVER_STEPPED, num=num_ended)
 
 
 def _hooked(tensor: torch.Tensor, come: Callable[[torch.Tensor], None]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .step_state import StepState
 if TYPE_CHECKING:
     from .scheduler import ElasticLRScheduler
 
-__all__ = ["ElasticOptimizer"]
+__all__ = ["NO_GRADIENTS_HERE", "ElasticOptimizer"]
 
 _GATHERED = (
     "gradients came to these parameters after their optimizer's step(), and zero_grad() would take those of the step's "
@@ -34,7 +34,7 @@ _CLEARED = (
     "zero_grad() was called between backward() and step(), and cleared them; call it after optimizer.step(), or before "
     "the forward pass"
 )
-_SWITCHED_OFF = (
+NO_GRADIENTS_HERE = (
     "gradients are switched off here (torch.no_grad(), torch.inference_mode() or torch.set_grad_enabled(False), left "
     "on by a validation, maybe); switch them on for training"
 )
@@ -295,7 +295,7 @@ class ElasticOptimizer(Optimizer):
             return
         state = self._state
         is_cleared = state is not None and self._cleared_in == state.number
-        why = _SWITCHED_OFF if not torch.is_grad_enabled() else _CLEARED if is_cleared else _NO_BACKWARD
+        why = NO_GRADIENTS_HERE if not torch.is_grad_enabled() else _CLEARED if is_cleared else _NO_BACKWARD
         raise StepError(_NO_GRADIENT.format(why))
 
     def _witness(self) -> tuple[int, int] | None:

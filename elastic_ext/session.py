@@ -285,6 +285,7 @@ class Session:
                 raise self.steps.torn
             self.steps.settle()
             self.steps.drop_partial("the epoch ended before the step did")
+            self.steps.end_epoch()
             self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
         finally:
             self._counts.is_in_epoch = False
@@ -308,6 +309,7 @@ class Session:
             elif not self._is_exception_told and self.steps.torn is None:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
+                self.steps.end_epoch()
                 self.follower.finish(is_doubtful=self.steps.is_doubtful)
                 self._begin_due()
                 if self._saving is not None:

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
+
 from .batches import RankStep
 from .control_word import Purpose
 from .errors import StepError, TornStepError
 from .guarding import Guarding, StepFailure
 from .loop_checks import BETWEEN_LOOKS, FEWER_BATCHES, LoopChecks, Rhythm, is_looked_at
+from .optimizer import NO_GRADIENTS_HERE
 from .out_of_memory import advise, is_out_of_memory
 from .undoing import Retry, StepParts, Undoing
 
@@ -239,7 +242,8 @@ class Steps:
             self._undoing.forget()
             self._owes_boundary, self._is_like_before = True, False
         elif self.torn is None:
-            is_too_early = not state.is_last and _is_of_bare_scaler(error)
+            why = _TOO_EARLY if not state.is_last and _is_of_bare_scaler(error) else None
+            why = NO_GRADIENTS_HERE if _is_without_gradients(error) else why
             if is_out_of_memory(error):
                 snapshot, holds_back = self._undoing.snapshot, self._guarding.holds_back
                 self.failure = StepFailure.of(
@@ -253,8 +257,8 @@ class Steps:
                     advise(error, _USE_A_FUNCTION)
             self.rollback()
             state.is_inside = self._was_rolled_back = False
-            if is_too_early:
-                raise StepError(_TOO_EARLY) from error
+            if why is not None:
+                raise StepError(why) from error
 
     def rollback(self) -> None:
         """Undo the micro-steps since the last boundary."""
@@ -331,6 +335,10 @@ class Steps:
         self._undoing.start_over(self.num_torn, passes_over=passes_over)
         self.num_torn = 0
         self._is_like_before = self.is_doubtful = False
+
+    def end_epoch(self) -> None:
+        """An epoch ends, or training: the last moment to say that nothing was trained."""
+        self._rhythm.end_epoch(num_ended=self._counts.num_boundaries)
 
     def drop_partial(self, why: str) -> None:
         """Roll back a step that will not be completed, and say so."""
@@ -544,6 +552,11 @@ class Steps:
         self.torn = TornStepError(why)
         if error is None or isinstance(error, Exception):  # an interrupt goes on as what it is
             raise self.torn from error
+
+
+def _is_without_gradients(error: BaseException) -> bool:
+    """Whether a backward pass raised it where gradients are switched off."""
+    return isinstance(error, RuntimeError) and not torch.is_grad_enabled() and "does not require grad" in str(error)
 
 
 def _is_of_bare_scaler(error: BaseException) -> bool:

@@ -86,7 +86,7 @@ def dataset(request: pytest.FixtureRequest) -> Any:
     return NUMBERS if request.param == "indexed" else Stream()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_smaller_micro_batch_comes_into_force_after_the_batch_in_hand(
     tmp_path: Path, dataset: Any, num_workers: int
 ) -> None:
