@@ -1,12 +1,16 @@
-"""Hook: what this library has modules call, without copies of these modules calling it too."""
+"""Hook: what this library has modules call, without copies of these modules calling it too; and what is compiled."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Hook"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Hook", "is_compiled", "num_graphs_compiled"]
 
 
 class Hook(partial[Any]):
@@ -20,3 +24,17 @@ class Hook(partial[Any]):
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # it loads without this library
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was called on it, or it on itself."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def num_graphs_compiled() -> int:
+    """How many graphs ``torch.compile`` has made in this process; 0 where torch does not tell.
+
+    A hook that is put on a module has functions that call the module compiled anew.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return int(getattr(dynamo, "counters", {}).get("stats", {}).get("unique_graphs", 0))

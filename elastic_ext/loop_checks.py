@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .hooks import Hook
+from .hooks import Hook, is_compiled, num_graphs_compiled
 from .loss_graph import BackwardLook, factor_of, is_sum_over, reads_graphs
 from .outputs import replaced
 from .step_state import StepState
@@ -123,18 +123,21 @@ class LoopChecks:
 
     def __init__(
         self,
+        model: nn.Module,
         parts: Callable[[], Sequence[nn.Module]],
         state: StepState,
         optimizers: Sequence[ElasticOptimizer],
         *,
         say: Callable[[str], None],
     ) -> None:
-        """``parts`` are what the loop calls of its model, or what holds that."""
+        """``parts`` are what the loop calls of the model, or what holds that."""
         self.is_looking = False
         """At the step under way."""
         self.is_inside = False
         """A micro-step is under way that is looked at."""
+        self._model = model
         self._parts = parts
+        self._num_compiled = num_graphs_compiled()
         self._state = state
         self._optimizers = optimizers
         self._tell = say
@@ -159,10 +162,9 @@ class LoopChecks:
         """A step begins that is looked at; ``sizes`` are those of this rank's micro-batches, where they are known."""
         self.is_looking, self._sizes = True, sizes
         self._num_missing = 0
-        entries = [entry for part in self._parts() for entry in callable_parts(part)]
-        if any(map(_is_compiled, (module for entry in entries for module in entry.modules()))):
+        if num_graphs_compiled() != self._num_compiled or any(map(is_compiled, self._model.modules())):
             return  # a compiler would make its graphs anew
-        for entry in entries:
+        for entry in (entry for part in self._parts() for entry in callable_parts(part)):
             if not isinstance(entry, torch.jit.ScriptModule):
                 self._handles.append(entry.register_forward_hook(Hook(self._see_forward), with_kwargs=True))
 
@@ -312,7 +314,3 @@ def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from _shapes(each)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -248,6 +248,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         ),
         guarding,
         checks=LoopChecks(
+            setup.model,
             lambda: gradients.sharing.parts,
             state,
             parts.optimizers,

@@ -6,7 +6,6 @@ twice as long, once.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from elastic_ext.hooks import is_compiled, num_graphs_compiled
 from elastic_ext.metrics import StepCensus
 
 __all__ = ["Census", "why_no_census"]
@@ -82,21 +82,11 @@ def why_no_census(model: nn.Module) -> str | None:
     """Why a step of this model is not to be looked at so, None where it may be."""
     if isinstance(model, torch.jit.ScriptModule):
         return "it is a ScriptModule"
-    if any(_is_compiled(part) for part in model.modules()):
+    if any(map(is_compiled, model.modules())):
         return "it is compiled, and its operations are not seen one by one"
-    if _has_compiled():
+    if num_graphs_compiled() > 0:
         return "something is compiled in this process, and its operations are not seen one by one"
     return None
-
-
-def _is_compiled(part: nn.Module) -> bool:
-    return hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
-
-
-def _has_compiled() -> bool:
-    """Whether torch.compile has made anything yet, a function within the model or the loss among them."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and getattr(dynamo, "counters", {}).get("stats", {}).get("unique_graphs", 0) > 0
 
 
 def _num_bytes(values: Iterable[Any], depth: int) -> int:
