@@ -53,6 +53,11 @@ _NOT_READ = (
     "step would count {num} micro-batches that nobody took. Give ElasticTrainer the dataloader that the loop is over, "
     "or none and micro_batch_size="
 )
+_STALE = (
+    "the batch in hand was taken from the dataloader before its step was taken back, and comes again: it would be "
+    "trained on twice. After a step that failed, and after trainer.rewind(), take the next batch from the dataloader "
+    "first"
+)
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
@@ -100,6 +105,8 @@ class Steps:
         self._undoing = Undoing(parts)
         self._checks, self._rhythm = checks, Rhythm(checks)
         self._was_handed = False  # a batch, by the dataloader, since training began
+        self._enters_with_batch = False  # steps begin with one that the loop has taken before
+        self._is_taken_back = False  # what the dataloader had handed out, and no step has begun since
         self._shares_always = shares_always
         self._counts = counts
         self._pass_boundary = pass_boundary
@@ -160,6 +167,8 @@ class Steps:
             if num_handed > state.index + 1:
                 self._refuse_taken_ahead(num_handed)
             state.check_batch = None if num_handed > state.index else self._check_batch
+            if num_handed == 0 and self._is_taken_back and self._enters_with_batch:
+                raise StepError(_STALE)
         state.has_forward = state.has_backward = state.is_exact = False
         is_like_before = self._is_like_before and self.by_function is self._was_by_function
         if (
@@ -281,6 +290,7 @@ class Steps:
             self._checks.end_step(has_committed=False)
         self._retry = self._undoing.retry(num_taken, num_exchanges=self._num_exchanges, is_called=is_called)
         self._is_like_before = False
+        self._is_taken_back = True
         self._undoing.roll_back(num_taken, is_called=is_called)
 
     def weigh_anew(self) -> None:
@@ -333,6 +343,7 @@ class Steps:
         ``passes_over`` says that what a torn step has taken does not come again.
         """
         self._undoing.start_over(self.num_torn, passes_over=passes_over)
+        self._is_taken_back = not passes_over
         self.num_torn = 0
         self._is_like_before = self.is_doubtful = False
 
@@ -373,6 +384,9 @@ class Steps:
         self._weights, self._late_weight = self._by_turns
         if self._late_weight != 1.0 and self._optimizers[0].may_have_left_gradients:
             self._weights, self._late_weight = step.weights, 1.0  # what is left is not to be weighed again
+        self._is_taken_back = False
+        if self._counted is not None:
+            self._enters_with_batch = self._counted.num_handed > 0
         if not self._has_begun:
             self._has_begun = True
             if state.keeps_batch:  # gradients from before are no part of a step

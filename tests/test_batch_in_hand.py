@@ -190,6 +190,26 @@ def test_a_loop_that_is_further_ahead_is_refused_and_nothing_is_lost(tmp_path: P
     assert loop.steps == [list(map(float, range(16))), list(map(float, range(16, 32)))]
 
 
+def test_a_batch_in_hand_is_not_trained_on_after_its_step_was_taken_back(tmp_path: Path, dataset: Any) -> None:
+    loop = Loop(tmp_path, ElasticDataLoader(dataset, 8))
+
+    def fail() -> None:
+        with loop.trainer.step():
+            loop.held = next(loop._batches)
+            raise KeyError
+
+    with loop.trainer:
+        loop.take_steps(1)
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                fail()
+            with pytest.raises(StepError, match="batch in hand was taken from the dataloader before its step was"):
+                loop.take()
+            loop.held = next(loop._batches)
+        loop.take_steps(1)
+    assert loop.steps == [list(map(float, range(16))), list(map(float, range(16, 32)))]
+
+
 def of_rank(rank: int, folder: Path, num_ranks: int, dataset: Any) -> list[Any]:
     loop = Loop(folder, ElasticDataLoader(dataset, 4), rank=rank, num_ranks=num_ranks, batch=9 * num_ranks + 1)
     with loop.trainer:
