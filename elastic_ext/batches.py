@@ -93,6 +93,7 @@ class Batches:
         self._single = RankStep(weights=(1.0,), num_samples=None)
         self._num_taken = 0  # batches of the epoch, from a loader with sizes of its own
         self._has_passed = False  # something of the epoch
+        self._may_carry = False  # a batch in hand that was cut otherwise
 
     @property
     def global_batch(self) -> int | None:
@@ -328,6 +329,7 @@ class Batches:
         if self.source is None:
             return self._single
         plan = self._next_plan(self.source)
+        self._may_carry = True  # the step after this one may begin with what was cut for the rest of another
         if plan is None:
             return None
         chunks = tuple(sizes[:1] for sizes in plan.micro_batches)
@@ -335,13 +337,18 @@ class Batches:
 
     def _next_plan(self, source: MicroBatchSource) -> StepPlan | None:
         assert self._plan is not None
-        return self._plan.next_step(source.remaining, None if self.counted is None else self.counted.carried)
+        if not self._may_carry:
+            return self._plan.next_step(source.remaining)
+        carried = None if self.counted is None else self.counted.carried
+        self._may_carry = carried is not None
+        return self._plan.next_step(source.remaining, carried)
 
     def _tell(self, global_batch: int, micro_batch: int) -> None:
         assert self.source is not None
         self._plan = self._planned(global_batch, micro_batch, self._num_ranks)
         self._full = self._plan.full_step, self._for_this_rank(self._plan.full_step)
         self.source.plan(self._plan, self._rank)
+        self._may_carry = True
 
     def _planned(self, global_batch: int, micro_batch: int, num_ranks: int) -> BatchPlan:
         assert self.source is not None

@@ -179,6 +179,8 @@ class ElasticOptimizer(Optimizer):
                 self._cleared_in = state.number
             self.inner.zero_grad(set_to_none)
             self._may_zero = False
+            if state is not None and state.on_cleared is not None:
+                state.on_cleared()
         elif state.num_optimizers > 1 and self._gathered is not None:
             number, witness = self._gathered
             if number == state.number and witness is not None and witness != self._witness():
@@ -283,11 +285,15 @@ class ElasticOptimizer(Optimizer):
     # ---- a step ----
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
+        for group in self.inner.param_groups:
             yield from group["params"]
 
     def _has_gradient(self) -> bool:
-        return any(part.grad is not None for part in self._parameters())
+        for group in self.inner.param_groups:  # asked in each step: most often of the first parameter alone
+            for part in group["params"]:
+                if part.grad is not None:
+                    return True
+        return False
 
     def _make_sure_of_gradients(self) -> None:
         """Raise where there is nothing to step by, which torch passes over in silence."""

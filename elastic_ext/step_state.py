@@ -46,6 +46,8 @@ class StepState:
     """Raises where the gradients are not those of the step; None where they cannot be others."""
     check_batch: Callable[[], None] | None = None
     """Raises where what is trained on was not taken from the trainer's dataloader; None where it was."""
+    on_cleared: Callable[[], None] | None = None
+    """Told that what the step before has left is gone; None where nobody waits for that."""
     before_change: Callable[[], None] | None = None
     """Returns once parameters and optimizer state may change; None where nobody needs them as they are."""
     on_gradients: Callable[[Iterable[torch.Tensor], torch.Tensor | None], None] | None = None

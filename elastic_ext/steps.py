@@ -382,8 +382,10 @@ class Steps:
             state.keeps_batch = keep_batch and self._batches.keeps(step)
             self._set_weights(step.weights)
         self._weights, self._late_weight = self._by_turns
+        state.on_cleared = None
         if self._late_weight != 1.0 and self._optimizers[0].may_have_left_gradients:
             self._weights, self._late_weight = step.weights, 1.0  # what is left is not to be weighed again
+            state.on_cleared = self._weigh_once
         self._is_taken_back = False
         if self._counted is not None:
             self._enters_with_batch = self._counted.num_handed > 0
@@ -449,6 +451,14 @@ class Steps:
                 self._state.is_inside = False
                 self.rollback()
             raise
+
+    def _weigh_once(self) -> None:
+        """Nothing is left of the step before, and nothing has come of this one: its sums can be weighed at its end."""
+        state = self._state
+        state.on_cleared = None
+        if state.is_inside and state.index == 0 and not state.has_backward:
+            self._weights, self._late_weight = self._by_turns
+            state.weight = self._weights[0]
 
     def _keep_left_gradients(self) -> None:
         """A backward pass has added to what the step before has left: nothing of that is cleared any more."""

@@ -136,16 +136,20 @@ class Ahead:
 
         A step that was cut short there is followed by one that begins there.
         """
-        num_consumed = len(self._handed) if num_batches is None else min(num_batches, len(self._handed))
-        consumed = [self._handed.popleft() for _ in range(num_consumed)]
+        handed = self._handed
+        num_consumed = len(handed) if num_batches is None else min(num_batches, len(handed))
+        last = handed[num_consumed - 1] if num_consumed else None
         self._num_passed += num_consumed
-        if not self._handed:
+        if num_consumed == len(handed):
+            handed.clear()
             self.cursor.commit()
-        elif consumed:
-            self.cursor.commit(consumed[-1].passes)
-        if consumed:
+        elif last is not None:
+            for _ in range(num_consumed):
+                handed.popleft()
+            self.cursor.commit(last.passes)
+        if last is not None:
             self.carried = None
-            if not consumed[-1].ends_step:
+            if not last.ends_step:
                 self._cut()
 
     def rollback(self) -> None:

@@ -220,11 +220,13 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def commit(self, num_micro_batches: int | None = None) -> None:
         """The first so many batches that were handed out are consumed, or all; the others begin the next step."""
-        before, self._step_before = self._step_before, None
-        if before is not None and num_micro_batches is not None:
-            num_micro_batches = max(num_micro_batches - before.num_handed, 0)
-        if self._epochs.running is not None:
-            self._epochs.running.commit(num_micro_batches)
+        before, running = self._step_before, self._epochs.running
+        if before is not None:
+            self._step_before = None
+            if num_micro_batches is not None:
+                num_micro_batches = max(num_micro_batches - before.num_handed, 0)
+        if running is not None:
+            running.commit(num_micro_batches)
 
     def rollback(self) -> None:
         """Hand out again what was handed out since the last commit, in the loop that is under way."""
