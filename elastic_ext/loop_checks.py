@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from .hooks import Hook, is_compiled, num_graphs_compiled
 from .loss_graph import BackwardLook, factor_of, is_sum_over, reads_graphs
@@ -219,7 +219,9 @@ class LoopChecks:
     # ---- what is seen ----
 
     def _see_forward(self, module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._state.is_inside or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+            return
+        if not self._state.is_inside or not torch.is_grad_enabled():
             return
         seen = self._seen
         if module.training:
@@ -229,6 +231,7 @@ class LoopChecks:
         self._see_sizes(given, named)
         number, is_training = self._state.number, module.training
 
+        @unserializable_hook  # type: ignore[untyped-decorator]  # outputs may be saved
         def come(gradient: torch.Tensor) -> None:
             self._see_backward(seen, is_training=is_training)
 
@@ -307,7 +310,8 @@ def _hooked(tensor: torch.Tensor, come: Callable[[torch.Tensor], None]) -> torch
 def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
     """Of the tensors in nested containers."""
     if isinstance(value, torch.Tensor):
-        yield tuple(value.shape)
+        if not value.is_nested:
+            yield tuple(value.shape)
     elif isinstance(value, (tuple, list)):
         for each in value:
             yield from _shapes(each)
