@@ -219,7 +219,7 @@ class LoopChecks:
     # ---- what is seen ----
 
     def _see_forward(self, module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
         if not self._state.is_inside or not torch.is_grad_enabled():
             return
