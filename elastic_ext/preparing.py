@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +39,16 @@ from .profile.showing import Showing, Training
 from .profile.sinks import Sinks
 from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
+from .remarks import Remarks
 from .scaling import BatchRule
+from .schedule_lengths import EpochLength, remark_on_length
 from .session import Session, raise_on_all
 from .snapshot import Snapshot
 from .sources import ShowingSource
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
+from .trained_parameters import check_optimizers, remarks_on_optimizers
 from .training_state import TrainingState
 from .undoing import StepParts
 
@@ -104,11 +108,13 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     parts: TakingPart | None = None
     settings: OptimizerSettings | None = None
     startup: dict[str, object] = {}
+    epoch: EpochLength | None = None
     try:
         check_updates(setup.model)
         parts = TakingPart.of(optimizer, lr_scheduler, scaler, state=setup.state, accelerated=setup.accelerated)
         _check(setup, parts, scaler)
         settings = OptimizerSettings(parts.optimizers)
+        epoch = batches.epoch_length(gradients.sharing.num_ranks)
         startup = batches.startup_values(gradients.sharing.num_ranks) | settings.startup_values()
         spread.look()
         if spread.plan is not None:
@@ -121,6 +127,11 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     assert settings is not None
     gradients.optimizers = list(parts.optimizers)
     ranks, registered, state = follower.ranks, setup.registered, setup.state
+    state.remarks.are_logged = ranks.rank == 0
+    for kind, text in remarks_on_optimizers(setup.model, [each.inner for each in parts.optimizers]):
+        state.remarks.say(kind, text)
+    for schedule in parts.schedulers:
+        schedule.on_first_step = partial(_remark_on_length, schedule.inner, epoch, batches, state.remarks)
     recorder, analyzer = None, None
     device = next((part.device for part in setup.model.parameters()), torch.device("cpu"))
     memory = DeviceMemory(device)
@@ -226,6 +237,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         recorder=recorder,
         showing=showing,
         facts=facts,
+        remarks=state.remarks,
     )
     pass_boundary = session.pass_boundary if recorder is None else recorder.around_boundary(session.pass_boundary)
     kind_of_steps = PulsingSteps if follower.pulse.is_seen else Steps
@@ -330,9 +342,17 @@ def _training(gradients: Gradients, batches: Batches, steps: Steps) -> Training:
     )
 
 
+def _remark_on_length(scheduler: Any, epoch: EpochLength | None, batches: Batches, remarks: Remarks) -> None:
+    batch = batches.global_batch
+    text = None if batch is None or epoch is None else remark_on_length(scheduler, epoch, batch)
+    if text is not None:
+        remarks.say("length of a schedule", text)
+
+
 def _check(setup: Setup, parts: TakingPart, scaler: Any) -> None:
     """ValueError where they cannot be trained with so."""
     sharing = setup.gradients.sharing
+    check_optimizers(setup.model, [each.inner for each in parts.optimizers])
     check_ranks_are_joined(num_replicas=sharing.num_ranks, num_parts=sharing.num_parts, accelerated=setup.accelerated)
     check_samples(setup.batches.loader, num_replicas=sharing.num_ranks, rank=sharing.rank, num_parts=sharing.num_parts)
     groups = [group for each in parts.optimizers for group in each.param_groups]

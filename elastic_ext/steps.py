@@ -85,6 +85,7 @@ class Steps:
         self._batches = parts.batches
         self._counted = parts.batches.counted
         self._optimizers = parts.optimizers
+        self._schedules = [schedule for optimizer in parts.optimizers for schedule in optimizer.schedules]
         self._kept, self._keeps_all = parts.snapshot, parts.keeps_all
         self._scaler = parts.scaler
         self._undoing = Undoing(parts)
@@ -145,6 +146,8 @@ class Steps:
         if self._counted is not None and self._counted.num_handed > state.index + 1:
             self._refuse_taken_ahead(self._counted.num_handed)
         state.has_forward = state.has_backward = state.is_exact = False
+        for schedule in self._schedules:
+            schedule.note()
         is_like_before = self._is_like_before and self.by_function is self._was_by_function
         if is_like_before and self.keep_batch and self._batches.next_step() is self._step:
             state.is_last = state.is_inside = True
@@ -184,6 +187,10 @@ class Steps:
             return
         if state.num_begun > state.num_stepped:
             self._raise_if_torn(None)
+        bare = self._bare_steps()
+        if bare is not None and state.num_begun == 0:
+            self._take_back()
+            raise bare
         if not state.is_last:
             self._check()
         self._num_own_backwards += state.has_backward
@@ -195,8 +202,19 @@ class Steps:
         if state.is_last:
             self._end()
             self._pass_boundary()
+            if bare is not None:  # the step stands, on all ranks
+                raise bare
         else:
             state.index += 1
+
+    def _bare_steps(self) -> StepError | None:
+        """What is wrong where a schedule was stepped by itself in this micro-step."""
+        try:
+            for schedule in self._schedules:
+                schedule.refuse_bare_steps()
+        except StepError as error:
+            return error
+        return None
 
     def _fail(self, error: BaseException) -> None:
         """An exception leaves a micro-step: the step never happened, or is torn, or has committed already."""
@@ -444,9 +462,13 @@ class Steps:
         try:
             self._gradients.check()
         except StepError:
-            self._state.index += 1  # this micro-step took its samples
-            self.rollback()
+            self._take_back()
             raise
+
+    def _take_back(self) -> None:
+        """Undo the step after the micro-step that has just ended."""
+        self._state.index += 1  # this micro-step took its samples
+        self.rollback()
 
     def _raise_if_torn(self, error: BaseException | None) -> None:
         why = self._undoing.why_torn(error)
