@@ -31,6 +31,11 @@ _UNSHARED = (
     "optimizer.step() was called within a backward pass, where the ranks have not shared their gradients; on several "
     "ranks call it after backward"
 )
+_BARE_SCALER = (
+    "a GradScaler that was not given to prepare() steps in every micro-step: it counts these in place of steps, and "
+    "when it changes its scale in the middle of a step, what the step has gathered counts too much or too little; give "
+    "it to prepare(), or call its step() and update() `if trainer.sync_gradients:`"
+)
 
 Closure = Callable[[], Any]
 _NEVER = -1
@@ -117,10 +122,14 @@ class ElasticOptimizer(Optimizer):
                 raise StepError("optimizer.step() was called outside of `with trainer.step():`")
             given = vars(self.inner)  # by a GradScaler; asked for so, since most optimizers have none
             if given.get("found_inf") is not None and given.get("grad_scale") is None:
+                for name in ("found_inf", "grad_scale"):  # torch takes them back after a step() that returns
+                    given.pop(name, None)
                 raise StepError(
                     "scaler.unscale_() was called in a micro-step that does not end a step, so the gradients that are "
                     "gathered would be divided more than once; call it only `if trainer.sync_gradients:`"
                 )
+            if given.get("grad_scale") is not None:
+                state.remarks.say("a bare scaler", _BARE_SCALER)
             result = None if closure is None else _evaluated(closure)
             if state.num_optimizers > 1:
                 self._gathered = state.number, self._witness()

@@ -38,7 +38,7 @@ class SameLoading:
             "seed": None if ordered is None else ordered.seed,
             "draws": ordered is not None and ordered.draws_order,
             "batches": self._batches.drawing is not None,
-            "unshared": num_unshared(self._batches.loader),
+            "unshared": num_unshared(self._batches.loader) if self._batches.source is None else None,
         }
         answers = [json.loads(data) for data in self._gather(mine)]
         if any(other["sizes"] != answers[0]["sizes"] for other in answers):

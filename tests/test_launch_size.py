@@ -19,8 +19,9 @@ from tests.training import make_model, trainer_of
 LAUNCH_SECONDS = 120.0
 REFUSED = re.compile(
     r"ValueError: WORLD_SIZE is 2: a launcher has started 2 processes, and this one has no process group, so each "
-    r"would train a model of its own, and save over the others' checkpoints; call torch\.distributed\.init_process_group\(\) "
-    r"first, and then wrap the model with torch\.nn\.parallel\.DistributedDataParallel or fully_shard\. "
+    r"would train a model of its own, and save over the others' checkpoints; call "
+    r"torch\.distributed\.init_process_group\(\) first, and then wrap the model with "
+    r"torch\.nn\.parallel\.DistributedDataParallel or fully_shard\. "
 )
 SCRIPT = """
 import os, sys
@@ -118,8 +119,9 @@ def test_the_refusal_names_the_launchers_variable_and_both_ways_out() -> None:
     told = LaunchSize(num_processes=4, variable="OMPI_COMM_WORLD_SIZE").why_not_alone(has_group=False)
     assert told == (
         "OMPI_COMM_WORLD_SIZE is 4: a launcher has started 4 processes, and this one has no process group, so each "
-        "would train a model of its own, and save over the others' checkpoints; call torch.distributed.init_process_group() "
-        "first, and then wrap the model with torch.nn.parallel.DistributedDataParallel or fully_shard. If each is to "
+        "would train a model of its own, and save over the others' checkpoints; call "
+        "torch.distributed.init_process_group() first, and then wrap the model with "
+        "torch.nn.parallel.DistributedDataParallel or fully_shard. If each is to "
         'train a model of its own, say so: torch.distributed.init_process_group("gloo", rank=0, world_size=1, '
         "store=torch.distributed.HashStore()) gives it a group of one, with a job of its own (job=...); or unset "
         "OMPI_COMM_WORLD_SIZE"
