@@ -159,7 +159,7 @@ class Unsized(Dataset):  # type: ignore[type-arg]
 def test_samplers_that_share_nothing_out_are_those_that_give_as_many_samples_as_the_dataset_has() -> None:
     data = TensorDataset(*make_data(8))
     prepared = DataLoader(data, batch_size=2)
-    prepared._is_accelerate_prepared = True  # type: ignore[attr-defined]
+    prepared._is_accelerate_prepared = True
     own: Any = torch.utils.data.BatchSampler
     of_a_user = type("OfAUser", (own,), {})(RandomSampler(data), 2, False)
     assert [
@@ -184,7 +184,7 @@ def datasets_of_their_own(rank: int, folder: Path) -> int:
     """As many batches on each rank, of datasets that differ in length by less than a batch."""
     records: list[Any] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[assignment]
     logging.getLogger("elastic_ext").addHandler(handler)
     data = TensorDataset(*make_data(34 if rank else 33))
     loader = DataLoader(data, batch_size=4, shuffle=True, drop_last=True)

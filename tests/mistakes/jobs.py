@@ -41,7 +41,7 @@ class Made:
         self.optimizers: list[Any] = [
             torch.optim.AdamW(part.parameters(), lr=0.01, weight_decay=0.1) for part in wrapped.values()
         ]
-        self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, gamma=0.5) for each in self.optimizers]
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in self.optimizers]
         self.dataset = TensorDataset(*make_data(64))
         self.validation = DataLoader(TensorDataset(*make_data(24, seed=7)), batch_size=8)
 

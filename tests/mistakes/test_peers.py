@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from elastic_ext import CheckpointInterval
 from tests.mistakes.jobs import ByHand, Job, LoaderKind, Made, WithLibrary
 from tests.mistakes.peers import dlrover_like, lightning_like, nano_gpt_like
 from tests.mistakes.test_mistakes import warnings_in
@@ -84,3 +85,25 @@ def test_a_peers_loop_that_is_stopped_with_an_epochs_last_step_goes_on_with_the_
     ranks: RankPool, tmp_path: Path, name: str, loader: LoaderKind, num_ranks: int
 ) -> None:
     both(ranks, tmp_path, name, num_ranks, loader, (4, None))
+
+
+@each_way
+@pytest.mark.parametrize("loader", ["ours", "torchs"])
+def test_schedules_that_step_between_epochs_are_not_behind_after_a_resume(
+    ranks: RankPool, tmp_path: Path, loader: LoaderKind, num_ranks: int
+) -> None:
+    """The checkpoint is saved as the epoch ends, and the process is killed before the next one begins."""
+    options: dict[str, Any] = {"process_group": num_ranks > 1, "deadline_seconds": DEADLINE_SECONDS}
+    expected = ranks.run(num_ranks, by_hand, num_ranks, "Lightning", **options)
+    came = ranks.run(num_ranks, ended_after_an_epoch, num_ranks, loader, tmp_path, **options)
+    assert [bits for bits, _, _ in came] == [bits for bits, _, _ in expected]
+
+
+def ended_after_an_epoch(rank: int, num_ranks: int, loader: LoaderKind, folder: Path) -> Came:
+    rates: list[float] = []
+    for num_epochs in (1, 3):
+        made = Made("two", rank, num_ranks)
+        job = WithLibrary(made, folder, loader, None, checkpoint_interval=CheckpointInterval(epochs=1))
+        lightning_like(job, num_epochs)
+        rates += job.rates
+    return made.bits(), rates, []
