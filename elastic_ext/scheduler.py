@@ -60,7 +60,8 @@ class ElasticLRScheduler:
                 if self.on_first_step is not None:
                     self.on_first_step()
                     self.on_first_step = None
-                self.refuse_bare_steps()
+                if (error := self.bare_steps()) is not None:
+                    raise error
                 self.inner.step(*arguments, **options)
                 self.note()
                 state.num_scheduled += 1
@@ -91,21 +92,26 @@ class ElasticLRScheduler:
         return f"ElasticLRScheduler({self.inner!r})"
 
     def note(self) -> None:
-        """A micro-step begins: what the schedule was told so far is no part of it."""
-        self._num_known = self._num_counted()
+        """A step begins, or the schedule was stepped as it should be: what it counts now is right."""
+        counted = self._counted
+        now = counted[0].last_epoch if len(counted) == 1 else self._num_counted()
+        object.__setattr__(self, "_num_known", now)
 
-    def refuse_bare_steps(self) -> None:
-        """Raise where the wrapped schedule was stepped by itself since then."""
-        if self._num_counted() != self._num_known:
-            raise StepError(_BARE.format(name=type(self.inner).__name__))
+    def bare_steps(self) -> StepError | None:
+        """What is wrong where the wrapped schedule was stepped by itself since then."""
+        counted = self._counted
+        now = counted[0].last_epoch if len(counted) == 1 else self._num_counted()
+        return None if now == self._num_known else StepError(_BARE.format(name=type(self.inner).__name__))
 
     def _num_counted(self) -> int:
-        return sum(each.last_epoch for each in self._counted)
+        return sum([each.last_epoch for each in self._counted])
 
     def make_sure_of_order(self) -> None:
-        """Raise where the schedule was asked to step before the optimizer, in this step."""
+        """Raise where the schedule was asked to step before the optimizer in this step, or was stepped by itself."""
         if self._early_in == self._state.number:
             raise StepError("scheduler.step() was called before optimizer.step(); call it after, in the same step")
+        if self._state.num_micro_steps > 1 and (error := self.bare_steps()) is not None:
+            raise error
 
 
 def _counted(scheduler: Any) -> Iterator[Any]:

@@ -146,8 +146,9 @@ class Steps:
         if self._counted is not None and self._counted.num_handed > state.index + 1:
             self._refuse_taken_ahead(self._counted.num_handed)
         state.has_forward = state.has_backward = state.is_exact = False
-        for schedule in self._schedules:
-            schedule.note()
+        if self._schedules and state.index == 0:
+            for schedule in self._schedules:
+                schedule.note()
         is_like_before = self._is_like_before and self.by_function is self._was_by_function
         if is_like_before and self.keep_batch and self._batches.next_step() is self._step:
             state.is_last = state.is_inside = True
@@ -187,7 +188,7 @@ class Steps:
             return
         if state.num_begun > state.num_stepped:
             self._raise_if_torn(None)
-        bare = self._bare_steps()
+        bare = self._bare_steps() if state.is_last and self._schedules else None
         if bare is not None and state.num_begun == 0:
             self._take_back()
             raise bare
@@ -208,12 +209,11 @@ class Steps:
             state.index += 1
 
     def _bare_steps(self) -> StepError | None:
-        """What is wrong where a schedule was stepped by itself in this micro-step."""
-        try:
-            for schedule in self._schedules:
-                schedule.refuse_bare_steps()
-        except StepError as error:
-            return error
+        """What is wrong where a schedule was stepped by itself in this step."""
+        for schedule in self._schedules:
+            error = schedule.bare_steps()
+            if error is not None:
+                return error
         return None
 
     def _fail(self, error: BaseException) -> None:
