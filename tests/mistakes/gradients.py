@@ -123,17 +123,36 @@ def updates_the_scale_between_micro_steps(training: Training) -> None:
 
 @GRADIENTS.cause(
     "the loss does not go through the model",
-    says="gradients came from a loss that does not go through the model's outputs, or from a call of the model before "
-    "the step, so they do not count as a part of the step; call trainer.backward(loss) instead of loss.backward()",
+    says="gradients came from a loss that does not go through the model's outputs, so they do not count as a part of "
+    "the step; call trainer.backward(loss) instead of loss.backward()",
     comes_as="StepError",
     found="at once",
-    num_ranks=(1,),
+    num_ranks=(1, 2),
 )
 def learns_from_the_parameters_alone(training: Training) -> None:
     training.prepare()
-    for _ in training.batches:
+    for inputs, _ in training.batches:
         with training.trainer.step():
+            training.model(inputs)
             sum(part.square().sum() for part in training.model.parameters()).backward()
+            training.finish()
+
+
+@GRADIENTS.cause(
+    "the model is called before the step",
+    says="gradients came in a micro-step in which the model itself was not called, but a part of it, or before the "
+    "step, so they do not count as a part of the step: call model(...) within `with trainer.step():`, or else call "
+    "trainer.backward(loss) instead of loss.backward()",
+    comes_as="StepError",
+    found="at once",
+    num_ranks=(1, 2),
+)
+def calls_the_model_before_the_step(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        loss = training.loss(inputs, targets)
+        with training.trainer.step():
+            loss.backward()
             training.finish()
 
 

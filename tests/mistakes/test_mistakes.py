@@ -162,3 +162,24 @@ def test_of_a_loop_without_a_mistake_nothing_is_said(
         num_ranks, loop_without_a_mistake, num_ranks, tmp_path, with_torchs_loader, process_group=num_ranks > 1
     )
     assert said == [[]] * num_ranks
+
+
+def leaves_alone(rank: int, folder: Path) -> None:
+    training = Training(rank, 2, folder)
+    training.prepare(timeout_seconds=5.0)
+    with training.trainer.epoch(0):
+        for inputs, targets in training.batches:
+            with training.trainer.step():
+                training.learn(inputs, targets)
+            if rank == 1 and training.trainer.sync_gradients:
+                break
+
+
+def test_a_rank_that_leaves_its_epoch_before_the_others_ends_all_of_them(ranks: RankPool, tmp_path: Path) -> None:
+    """The others wait for its gradients, where nothing reaches them until it has given them up and exits."""
+    stayed, left = ranks.run_outcomes(2, leaves_alone, tmp_path, deadline_seconds=DEADLINE_SECONDS)
+    assert left.error is not None and stayed.error is not None
+    assert left.error.type_name == "PeerLostError"
+    assert re.match(
+        r"rank 1 .* lost a peer while waiting for the others at the end, after 1 steps, .*: rank 0 ", left.error.message
+    ), left.error.message
