@@ -19,11 +19,13 @@ from .fsdp.checkpoint.jobname import check_job
 from .fsdp.checkpoint.retain import Retention
 from .given import check_flag, path_given
 from .interval import CheckpointInterval
+from .launch_size import LaunchSize
 
 __all__ = [
     "check_checkpoints",
     "check_model",
     "check_not_prepared",
+    "check_process_group",
     "check_ranks_are_joined",
     "check_samples",
     "check_scaler",
@@ -107,6 +109,13 @@ def check_not_prepared(*things: object) -> None:
                 f"accelerate has prepared the {type(thing).__name__}, and would divide losses and count steps beside "
                 "the trainer; give ElasticTrainer(..., accelerator=accelerator)"
             )
+
+
+def check_process_group(launched: LaunchSize) -> None:
+    """Raise where a launcher has started several processes, and this one trains by itself."""
+    why_not = launched.why_not_alone(has_group=dist.is_available() and dist.is_initialized())
+    if why_not is not None:
+        raise ValueError(why_not)
 
 
 def check_ranks_are_joined(*, num_replicas: int, num_parts: int, accelerated: Accelerated | None = None) -> None:

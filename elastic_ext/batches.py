@@ -12,6 +12,7 @@ from .accumulate import BatchPlan, StepPlan
 from .appliers import Applier
 from .config import ElasticConfig
 from .positions import Positions
+from .schedule_lengths import EpochLength
 from .sources import BatchDrawingSource, CountedSource, FixedBatches, LeavableSource, MicroBatchSource, OrderedSource
 
 __all__ = ["Batches", "RankStep"]
@@ -74,7 +75,7 @@ class Batches:
                 f"micro_batch_size is {micro_batch_size}, and a dataloader has a batch size; give one of them"
             )
         if self.source is None and share_weights is not None:
-            raise ValueError("share_weights needs a dataloader that can be told its sizes (MicroBatchSource)")
+            raise ValueError("share_weights needs a dataloader that gives ranks unequal parts, an ElasticDataLoader")
         if micro_batch_size is not None:
             self._fixed = FixedBatches(micro_batch=micro_batch_size)
         if global_batch_size is not None and self.source is None and self._fixed is None:
@@ -150,6 +151,16 @@ class Batches:
             return -(-num_batches // (self._full[1].num_micro_steps if self._full is not None else 1))
         remaining = None if self.source is None else self.source.remaining
         return None if remaining is None or not self._global_batch else max(remaining // self._global_batch, 1)
+
+    def epoch_length(self, num_ranks: int) -> EpochLength | None:
+        """That of an epoch as the script counts it, asked before sizes are told; None where it is not known."""
+        fixed, source = self._fixed, self.source
+        if fixed is not None and fixed.num_batches is not None:
+            return EpochLength(num_batches=fixed.num_batches, batch_samples=fixed.micro_batch * num_ranks)
+        num_samples = None if source is None else source.remaining
+        if source is None or num_samples is None:
+            return None
+        return EpochLength(num_batches=-(-num_samples // source.batch_size), batch_samples=source.batch_size)
 
     @property
     def is_over(self) -> bool:
@@ -227,7 +238,7 @@ class Batches:
             if fixed.micro_batch != self._fixed.micro_batch:
                 raise ValueError(
                     f"the dataloader's batches were changed from {self._fixed.micro_batch} to {fixed.micro_batch} "
-                    "samples; a loader that is to change them has to be a MicroBatchSource"
+                    "samples; leave them as they are, or use an ElasticDataLoader, whose batches may change"
                 )
             self._fixed = fixed
 
@@ -304,7 +315,7 @@ class Batches:
         fixed = self._fixed
         if micro_batch is not None and (fixed is None or micro_batch != fixed.micro_batch):
             has = "no dataloader was given to the trainer" if fixed is None else f"this one has {fixed.micro_batch}"
-            return f"the batch size of a DataLoader is its own ({has}); a MicroBatchSource can be told another"
+            return f"the batch size of a DataLoader is its own ({has}); that of an ElasticDataLoader changes"
         if batch is not None and batch != self._global_batch:
             if (self._global_batch is None and not self.is_resuming) or fixed is None:
                 return "every micro-step commits in this run; start it with global_batch_size to change that size"

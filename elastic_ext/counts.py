@@ -41,6 +41,15 @@ class Counts:
             state["noise_scale"] = self.noise_scale.state_dict()
         return state
 
+    def remark_on_beginning(self, epoch: int) -> str | None:
+        """What is odd about the first epoch of a run that was resumed, None where nothing is."""
+        if epoch >= self.start_epoch:
+            return None
+        return (
+            f"training goes on in epoch {self.start_epoch}, and the loop begins with epoch {epoch}: it would train "
+            f"{self.start_epoch - epoch} epochs again; loop over range(trainer.start_epoch, num_epochs)"
+        )
+
     def undo(self, global_step: int) -> None:
         """Have the steps after this one not be counted; the epoch goes on where it is, or comes next."""
         self.num_steps = max(self.num_steps - (self.global_step - global_step), 0)

@@ -53,8 +53,13 @@ _DIVIDED = (
     "(set_gradient_divide_factor); leave that out, or divide the loss by hand and leave num_items out"
 )
 _UNWEIGHTED = (
-    "gradients came from a loss that does not go through the model's outputs, or from a call of the model before the "
-    "step, so they do not count as a part of the step; call trainer.backward(loss) instead of loss.backward()"
+    "gradients came from a loss that does not go through the model's outputs, so they do not count as a part of the "
+    "step; call trainer.backward(loss) instead of loss.backward()"
+)
+_NOT_CALLED = (
+    "gradients came in a micro-step in which the model itself was not called, but a part of it, or before the step, so "
+    "they do not count as a part of the step: call model(...) within `with trainer.step():`, or else call "
+    "trainer.backward(loss) instead of loss.backward()"
 )
 _UNSHARED = (
     "optimizer.step() was called in a micro-step that ends a step, and no backward pass through the model went before "
@@ -264,7 +269,7 @@ class Gradients:
             return
         self._weighing.check()
         if not state.has_backward and self._witness != before:
-            raise StepError(_UNWEIGHTED)
+            raise StepError(self._why_unweighted())
 
     def answer(self) -> None:
         """Make the backward pass that other ranks wait for, with zeros, where this rank has left it out.
@@ -303,7 +308,10 @@ class Gradients:
         """Raise where something has come to gradients that do not lie in ``grad``, and not through the model."""
         before, self._hidden = self._hidden, self.sharing.num_hidden
         if not self._state.has_backward and not self._state.is_exact and self._hidden != before:
-            raise StepError(_UNWEIGHTED)
+            raise StepError(self._why_unweighted())
+
+    def _why_unweighted(self) -> str:
+        return _UNWEIGHTED if self._state.has_forward else _NOT_CALLED
 
     def _trained(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:

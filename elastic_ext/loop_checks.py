@@ -119,7 +119,7 @@ class _Seen:
 
 
 class LoopChecks:
-    """One rank's looks at its own loop; ``say`` is given each sentence once."""
+    """One rank's looks at its own loop."""
 
     def __init__(
         self,
@@ -127,8 +127,6 @@ class LoopChecks:
         parts: Callable[[], Sequence[nn.Module]],
         state: StepState,
         optimizers: Sequence[ElasticOptimizer],
-        *,
-        say: Callable[[str], None],
     ) -> None:
         """``parts`` are what the loop calls of the model, or what holds that."""
         self.is_looking = False
@@ -140,8 +138,6 @@ class LoopChecks:
         self._num_compiled = num_graphs_compiled()
         self._state = state
         self._optimizers = optimizers
-        self._tell = say
-        self._said: set[str] = set()
         self._handles: list[RemovableHandle] = []
         self._sizes: Sequence[int] | None = None
         self._seen = _Seen()
@@ -152,9 +148,7 @@ class LoopChecks:
 
     def say(self, sentence: str, **numbers: object) -> None:
         """Say a sentence, unless it was said before."""
-        if sentence not in self._said:
-            self._said.add(sentence)
-            self._tell(sentence.format(**numbers))
+        self._state.remarks.say(sentence, sentence.format(**numbers))
 
     # ---- the step under way ----
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,19 @@ _UNSHARED = (
     "optimizer.step() was called within a backward pass, where the ranks have not shared their gradients; on several "
     "ranks call it after backward"
 )
+_BARE_SCALER = (
+    "a GradScaler that was not given to prepare() steps in every micro-step: it counts these in place of steps, and "
+    "when it changes its scale in the middle of a step, what the step has gathered counts too much or too little; give "
+    "it to prepare(), or call its step() and update() `if trainer.sync_gradients:`"
+)
 
 Closure = Callable[[], Any]
 _NEVER = -1
+_NUM_LOOKS = 3  # steps in which gradients that are used twice are noticed
+_USED_TWICE = (
+    "{name}.step() was called twice in one step, and no gradient came between the calls: the parameters were changed "
+    "2 times by 1 backward pass; call it once, or once after each backward pass"
+)
 
 
 def _passed_on(name: str) -> Any:
@@ -98,6 +109,8 @@ class ElasticOptimizer(Optimizer):
         if state is not None:
             optimizer.register_step_pre_hook(self._before_inner)
         self._schedulers: list[ElasticLRScheduler] = []
+        self._num_looks = _NUM_LOOKS  # that are left
+        self._used: tuple[Any, int] | None = None  # a gradient that the last call used, and its version
         self._gathered: tuple[int, Any] | None = None  # the step in which step() was left out, and what it saw then
         self._follower: ConfigFollower | None = None
         if config_file is not None:
@@ -124,10 +137,14 @@ class ElasticOptimizer(Optimizer):
                 raise StepError("optimizer.step() was called outside of `with trainer.step():`")
             given = vars(self.inner)  # by a GradScaler; asked for so, since most optimizers have none
             if given.get("found_inf") is not None and given.get("grad_scale") is None:
+                for name in ("found_inf", "grad_scale"):  # torch takes them back after a step() that returns
+                    given.pop(name, None)
                 raise StepError(
                     "scaler.unscale_() was called in a micro-step that does not end a step, so the gradients that are "
                     "gathered would be divided more than once; call it only `if trainer.sync_gradients:`"
                 )
+            if given.get("grad_scale") is not None:
+                state.remarks.say("a bare scaler", _BARE_SCALER)
             result = None if closure is None else _evaluated(closure)
             if state.num_optimizers > 1:
                 self._gathered = state.number, self._witness()
@@ -150,6 +167,8 @@ class ElasticOptimizer(Optimizer):
             self._make_sure_of_gradients()
         if state.on_gradients is not None:
             self._show_gradients(state)
+        if self._num_looks > 0:
+            self._look_twice(state)
         self._wait_to_change()
         self._begin(state)
         self._is_called = True
@@ -232,6 +251,11 @@ class ElasticOptimizer(Optimizer):
     # ---- for the trainer and the appliers ----
 
     @property
+    def schedules(self) -> Sequence[ElasticLRScheduler]:
+        """Those that set its rates."""
+        return self._schedulers
+
+    @property
     def has_stepped(self) -> bool:
         """In the step under way."""
         return self._state is not None and self._stepped_in == self._state.number
@@ -307,6 +331,16 @@ class ElasticOptimizer(Optimizer):
     def _witness(self) -> tuple[int, int] | None:
         gradients = (part.grad for group in self.param_groups for part in group["params"])
         return next(((id(each), each._version) for each in gradients if each is not None), None)
+
+    def _look_twice(self, state: StepState) -> None:
+        """Say so where this call uses the gradients that one before it has used, in the same step."""
+        gradients = (part.grad for group in self.param_groups for part in group["params"])
+        now = next((each for each in gradients if each is not None), None)
+        used, self._used = self._used, None if now is None else (weakref.ref(now), now._version)
+        if self._stepped_in != state.number:
+            self._num_looks -= 1
+        elif used is not None and now is not None and used[0]() is now and used[1] == now._version:
+            state.remarks.say("used twice", _USED_TWICE.format(name=type(self.inner).__name__))
 
     def _before_inner(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """Within a trainer's step the wrapped optimizer would step in every micro-step, by what is not complete."""

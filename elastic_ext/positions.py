@@ -14,11 +14,11 @@ __all__ = ["Positions"]
 
 _CANNOT_GO_BACK = (
     "this dataloader cannot go back to where the checkpoint was saved: a loop over it that is under way goes on with "
-    "its next batches, and one that comes begins anew; a MicroBatchSource with state_dict() and load_state_dict() can"
+    "its next batches, and one that comes begins anew; an ElasticDataLoader can go back"
 )
 _GOES_BACK_LATER = (
     "the samples since the checkpoint come again in the loop over the dataloader that comes: leave a loop that is "
-    "under way, and begin another; a MicroBatchSource with rewind() hands them out again in the same loop"
+    "under way, and begin another; an ElasticDataLoader hands them out again in the same loop"
 )
 
 _OWN = {"of": "each rank"}
@@ -58,8 +58,8 @@ class Positions:
             return None
         done = "in the middle of an epoch" if held is not None else f"after {position['num_batches']} of its batches"
         return (
-            f"the checkpoint was saved {done}, and this dataloader cannot go on there: the epoch begins anew; a "
-            "MicroBatchSource with state_dict() and load_state_dict() can"
+            f"the checkpoint was saved {done}, and this dataloader cannot go on there: the epoch begins anew; an "
+            "ElasticDataLoader goes on with the next sample"
         )
 
     def can_go_back(self, position: Mapping[str, Any]) -> bool:

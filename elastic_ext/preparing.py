@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,19 +40,20 @@ from .profile.showing import Showing, Training
 from .profile.sinks import Sinks
 from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
+from .remarks import Remarks
 from .scaling import BatchRule
+from .schedule_lengths import EpochLength, remark_on_length
 from .session import Session, raise_on_all
 from .snapshot import Snapshot
 from .sources import ReenteredSource, ShowingSource
 from .step_state import StepState
 from .steps import Steps
 from .taking_part import TakingPart
+from .trained_parameters import check_optimizers, remarks_on_optimizers
 from .training_state import TrainingState
 from .undoing import StepParts
 
 __all__ = ["NOT_SPREAD", "Prepared", "Setup", "prepare"]
-
-_logger = logging.getLogger(__name__)
 
 NOT_SPREAD = "the model is not spread; call trainer.parallelize(model, plan) before prepare()"
 
@@ -108,11 +109,13 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     parts: TakingPart | None = None
     settings: OptimizerSettings | None = None
     startup: dict[str, object] = {}
+    epoch: EpochLength | None = None
     try:
         check_updates(setup.model)
         parts = TakingPart.of(optimizer, lr_scheduler, scaler, state=setup.state, accelerated=setup.accelerated)
         _check(setup, parts, scaler)
         settings = OptimizerSettings(parts.optimizers)
+        epoch = batches.epoch_length(gradients.sharing.num_ranks)
         startup = batches.startup_values(gradients.sharing.num_ranks) | settings.startup_values()
         spread.look()
         if spread.plan is not None:
@@ -125,6 +128,14 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     assert settings is not None
     gradients.optimizers = list(parts.optimizers)
     ranks, registered, state = follower.ranks, setup.registered, setup.state
+    state.remarks.are_logged = ranks.rank == 0
+    state.remarks.on_said = lambda text: follower.reports.tell(
+        "remark", step=setup.counts.global_step, text=text, details={}
+    )
+    for kind, text in remarks_on_optimizers(setup.model, [each.inner for each in parts.optimizers]):
+        state.remarks.say(kind, text)
+    for schedule in parts.schedulers:
+        schedule.on_first_step = partial(_remark_on_length, schedule.inner, epoch, batches, state.remarks)
     recorder, analyzer = None, None
     device = next((part.device for part in setup.model.parameters()), torch.device("cpu"))
     memory = DeviceMemory(device)
@@ -233,6 +244,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         recorder=recorder,
         showing=showing,
         facts=facts,
+        remarks=state.remarks,
     )
     pass_boundary = session.pass_boundary if recorder is None else recorder.around_boundary(session.pass_boundary)
     kind_of_steps = PulsingSteps if follower.pulse.is_seen else Steps
@@ -252,7 +264,6 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             lambda: gradients.sharing.parts,
             state,
             parts.optimizers,
-            say=lambda sentence: _say(follower, setup.counts, sentence),
         ),
         shares_always=setup.shares_always,
         counts=setup.counts,
@@ -308,13 +319,6 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     return Prepared(session=session, attempts=attempts, growing=growing, parallelism=parallelism, values=parts.values)
 
 
-def _say(follower: ConfigFollower, counts: Counts, sentence: str) -> None:
-    """What all ranks have seen of their loop, by the first of them."""
-    if follower.ranks.rank == 0:
-        _logger.warning("%s; this is said once", sentence)
-        follower.reports.tell("loop-warning", step=counts.global_step, text=sentence, details={})
-
-
 def _showing(setup: Setup, follower: ConfigFollower, *, how_it_trains: Callable[[], Training]) -> Showing:
     """What becomes of this rank's profile; with the profiler off, no more than that sinks are closed."""
     ranks, settings = follower.ranks, follower.settings
@@ -353,9 +357,17 @@ def _training(gradients: Gradients, batches: Batches, steps: Steps) -> Training:
     )
 
 
+def _remark_on_length(scheduler: Any, epoch: EpochLength | None, batches: Batches, remarks: Remarks) -> None:
+    batch = batches.global_batch
+    text = None if batch is None or epoch is None else remark_on_length(scheduler, epoch, batch)
+    if text is not None:
+        remarks.say("length of a schedule", text)
+
+
 def _check(setup: Setup, parts: TakingPart, scaler: Any) -> None:
     """ValueError where they cannot be trained with so."""
     sharing = setup.gradients.sharing
+    check_optimizers(setup.model, [each.inner for each in parts.optimizers])
     check_ranks_are_joined(num_replicas=sharing.num_ranks, num_parts=sharing.num_parts, accelerated=setup.accelerated)
     check_samples(setup.batches.loader, num_replicas=sharing.num_ranks, rank=sharing.rank, num_parts=sharing.num_parts)
     groups = [group for each in parts.optimizers for group in each.param_groups]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from .batches import Batches
 from .errors import RanksDisagreeError
 from .ranks import Ranks
+from .remarks import Remarks
+from .samplers import num_unshared, remark_on_shares
 
 __all__ = ["SameLoading"]
 
@@ -22,6 +24,7 @@ class SameLoading:
         self._batches = batches
         self._ranks = ranks
         self._compares_orders = False  # at each epoch: a sampler draws them
+        self._num_unshared: int | None = None  # samples that each rank takes of a dataset, where that is their number
         self._compares_batches = False  # at the first one: each rank draws them for itself
 
     def compare(self) -> None:
@@ -35,6 +38,7 @@ class SameLoading:
             "seed": None if ordered is None else ordered.seed,
             "draws": ordered is not None and ordered.draws_order,
             "batches": self._batches.drawing is not None,
+            "unshared": num_unshared(self._batches.loader) if self._batches.source is None else None,
         }
         answers = [json.loads(data) for data in self._gather(mine)]
         if any(other["sizes"] != answers[0]["sizes"] for other in answers):
@@ -47,7 +51,15 @@ class SameLoading:
             ordered.take_seed(seed)
         self._compares_orders = len(answers) > 1 and any(each["draws"] for each in answers)
         self._compares_batches = all(each["batches"] for each in answers)
+        unshared = {each["unshared"] for each in answers}
+        self._num_unshared = unshared.pop() if len(unshared) == 1 else None  # else each rank has a dataset of its own
         self.compare_orders()
+
+    def compare_shares(self, num_replicas: int, remarks: Remarks) -> None:
+        """Say so where each of several replicas of the model takes all samples; called after ``compare``."""
+        if self._num_unshared is not None and num_replicas > 1:
+            sampler = self._batches.loader.sampler
+            remarks.say("samples not shared out", remark_on_shares(self._num_unshared, num_replicas, sampler))
 
     def compare_orders(self) -> None:
         """Raise where samplers have drawn different orders for the epoch that comes."""

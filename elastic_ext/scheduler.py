@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .accelerator import bare_optimizer
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticLRScheduler"]
 
-_OWN = ("inner", "_optimizer", "_state", "_stepped_in", "_early_in")
+_OWN = ("inner", "on_first_step", "_optimizer", "_state", "_stepped_in", "_early_in", "_counted", "_num_known")
+_BARE = (
+    "the bare {name}'s step() was called within `with trainer.step():`, where it steps in every micro-step; call that "
+    "of the scheduler that prepare() returned, which steps once per step"
+)
 _NEVER = -1
 
 
@@ -34,6 +38,10 @@ class ElasticLRScheduler:
         self._optimizer.follows_schedule(self)
         self._state = state
         self._stepped_in = self._early_in = _NEVER  # numbers of steps
+        self._counted = list(_counted(scheduler))
+        self._num_known = 0  # as this object, or what lies between steps, has left the count
+        self.on_first_step: Callable[[], None] | None = None
+        """Called when it first steps within a step, and so counts steps."""
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
@@ -49,7 +57,13 @@ class ElasticLRScheduler:
         elif self._stepped_in != state.number:
             if self._optimizer.has_stepped:
                 self._stepped_in = state.number
+                if self.on_first_step is not None:
+                    self.on_first_step()
+                    self.on_first_step = None
+                if (error := self.bare_steps()) is not None:
+                    raise error
                 self.inner.step(*arguments, **options)
+                self.note()
                 state.num_scheduled += 1
             elif state.is_last:
                 self._early_in = state.number
@@ -63,6 +77,7 @@ class ElasticLRScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
+        self.note()
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -76,7 +91,32 @@ class ElasticLRScheduler:
     def __repr__(self) -> str:
         return f"ElasticLRScheduler({self.inner!r})"
 
+    def note(self) -> None:
+        """A step begins, or the schedule was stepped as it should be: what it counts now is right."""
+        counted = self._counted
+        now = counted[0].last_epoch if len(counted) == 1 else self._num_counted()
+        object.__setattr__(self, "_num_known", now)
+
+    def bare_steps(self) -> StepError | None:
+        """What is wrong where the wrapped schedule was stepped by itself since then."""
+        counted = self._counted
+        now = counted[0].last_epoch if len(counted) == 1 else self._num_counted()
+        return None if now == self._num_known else StepError(_BARE.format(name=type(self.inner).__name__))
+
+    def _num_counted(self) -> int:
+        return sum([each.last_epoch for each in self._counted])
+
     def make_sure_of_order(self) -> None:
-        """Raise where the schedule was asked to step before the optimizer, in this step."""
+        """Raise where the schedule was asked to step before the optimizer in this step, or was stepped by itself."""
         if self._early_in == self._state.number:
             raise StepError("scheduler.step() was called before optimizer.step(); call it after, in the same step")
+        if self._state.num_micro_steps > 1 and (error := self.bare_steps()) is not None:
+            raise error
+
+
+def _counted(scheduler: Any) -> Iterator[Any]:
+    """What counts a schedule's steps: itself, and those that it is made of."""
+    if isinstance(getattr(scheduler, "last_epoch", None), int):
+        yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _counted(part)

@@ -33,7 +33,9 @@ from .profile.recorder import Recorder
 from .profile.showing import Showing
 from .progress import Progress
 from .rates import OptimizerSettings
+from .remarks import Remarks
 from .same_loading import SameLoading
+from .samplers import EpochsOfSampler
 from .saving import Saving
 from .scaling import BatchRule, rate_factor
 from .speed import Speed
@@ -67,6 +69,7 @@ class Session:
         recorder: Recorder | None,
         showing: Showing,
         facts: FactsOfJob,
+        remarks: Remarks,
     ) -> None:
         self.follower = follower
         self.steps: Steps
@@ -85,6 +88,7 @@ class Session:
         self._parallelism = parallelism
         self._why_not_reshard = why_not_reshard
         self._accelerated = accelerated
+        self._remarks = remarks
         self._recorder, self._showing, self._facts = recorder, showing, facts
         self._startup = ElasticConfig.from_values(startup)
         self._rule: BatchRule = rule
@@ -92,6 +96,8 @@ class Session:
         self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
         self._speed = Speed(counts)
         self._is_in_epoch = self._is_exception_told = self._has_ended = False
+        self._has_begun_epoch = False
+        self._sampler_epochs = EpochsOfSampler(batches.loader)
 
     @property
     def analyzer(self) -> Analyzer | None:
@@ -104,6 +110,7 @@ class Session:
         follower = self.follower
         try:
             self._loading.compare()
+            self._loading.compare_shares(self._gradients.sharing.num_ranks, self._remarks)
             self._begin_batches(follower.config)
             follower.reports.measure = self._measure
             follower.on_change("global_batch_size", self._apply, self._batches.check)
@@ -262,6 +269,9 @@ class Session:
         if self._is_in_epoch:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
         self._is_in_epoch = True
+        if not self._has_begun_epoch:
+            self._has_begun_epoch = True
+            self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
         if self._recorder is not None:
             self._recorder.begin_epoch()
         self.reset()
@@ -289,12 +299,18 @@ class Session:
             self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
         finally:
             self._counts.is_in_epoch = False
+        if self._counts.num_steps > 0:
+            self._remark("an order again", self._sampler_epochs.end(self._counts.epoch))
         is_over = not (self.should_stop and self._batches.is_mid_epoch)
         if is_over:
             self._counts.epoch += 1
             self._batches.leave_epoch()
         if self._saving is not None:
             self._saving.end_epoch(is_over=is_over)
+
+    def _remark(self, kind: str, text: str | None) -> None:
+        if text is not None:
+            self._remarks.say(kind, text)
 
     def end(self, error: BaseException | None) -> None:
         """End training with all ranks; an exception is told to them instead. Twice is allowed."""

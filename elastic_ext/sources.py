@@ -308,7 +308,7 @@ class FixedBatches:
             nearest = " or ".join(str(size) for size in nearest_batches(global_batch, quantum))
             raise ValueError(
                 f"global_batch_size {global_batch} is not a multiple of {quantum} ({num_ranks} ranks with micro-batches"
-                f" of {self.micro_batch}); use {nearest}, or a loader that can be told its sizes (MicroBatchSource)"
+                f" of {self.micro_batch}); use {nearest}, or an ElasticDataLoader, which cuts any size"
             )
         return global_batch // quantum
 

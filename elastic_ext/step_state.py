@@ -6,8 +6,10 @@ What these words mean is said in trainer.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from .remarks import Remarks
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +62,8 @@ class StepState:
     """Those of them that have ended."""
     num_scheduled: int = 0
     """How often schedules have stepped, since training began in this process."""
+    remarks: Remarks = field(default_factory=Remarks)
+    """What is said once about the loop."""
 
     @property
     def is_torn(self) -> bool:

@@ -100,6 +100,7 @@ class Steps:
         self._batches = parts.batches
         self._counted = parts.batches.counted
         self._optimizers = parts.optimizers
+        self._schedules = [schedule for optimizer in parts.optimizers for schedule in optimizer.schedules]
         self._kept, self._keeps_all = parts.snapshot, parts.keeps_all
         self._scaler = parts.scaler
         self._undoing = Undoing(parts)
@@ -170,6 +171,9 @@ class Steps:
             if num_handed == 0 and self._is_taken_back and self._enters_with_batch:
                 raise StepError(_STALE)
         state.has_forward = state.has_backward = state.is_exact = False
+        if self._schedules and state.index == 0:
+            for schedule in self._schedules:
+                schedule.note()
         is_like_before = self._is_like_before and self.by_function is self._was_by_function
         if (
             is_like_before
@@ -220,6 +224,10 @@ class Steps:
             return
         if state.num_begun > state.num_stepped:
             self._raise_if_torn(None)
+        bare = self._bare_steps() if state.is_last and self._schedules else None
+        if bare is not None and state.num_begun == 0:
+            self._take_back()
+            raise bare
         if not state.is_last:
             self._check()
             if state.has_backward:
@@ -233,8 +241,18 @@ class Steps:
         if state.is_last:
             self._end()
             self._pass_boundary()
+            if bare is not None:  # the step stands, on all ranks
+                raise bare
         else:
             state.index += 1
+
+    def _bare_steps(self) -> StepError | None:
+        """What is wrong where a schedule was stepped by itself in this step."""
+        for schedule in self._schedules:
+            error = schedule.bare_steps()
+            if error is not None:
+                return error
+        return None
 
     def _fail(self, error: BaseException) -> None:
         """An exception leaves a micro-step: the step never happened, or is torn, or has committed already."""
@@ -555,9 +573,13 @@ class Steps:
         try:
             self._gradients.check()
         except StepError:
-            self._state.index += 1  # this micro-step took its samples
-            self.rollback()
+            self._take_back()
             raise
+
+    def _take_back(self) -> None:
+        """Undo the step after the micro-step that has just ended."""
+        self._state.index += 1  # this micro-step took its samples
+        self.rollback()
 
     def _raise_if_torn(self, error: BaseException | None) -> None:
         why = self._undoing.why_torn(error)

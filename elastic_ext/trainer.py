@@ -40,6 +40,7 @@ from .agree import Every
 from .arguments import (
     check_checkpoints,
     check_model,
+    check_process_group,
 )
 from .attempts import Attempts
 from .batches import Batches
@@ -56,6 +57,7 @@ from .gradients import Gradients
 from .growing import Growing
 from .guarding import GuardMode
 from .interval import CheckpointInterval
+from .launch_size import LaunchSize
 from .overlap import Overlap
 from .parallelism import Parallelism, ReshardReport, values_of
 from .preparing import NOT_SPREAD, Setup, prepare
@@ -246,6 +248,7 @@ class ElasticTrainer:
         """
         if self._session is not None:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
+        check_process_group(LaunchSize.in_environment(os.environ))
         launched = Launched.in_environment(os.environ)
         made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
         self._session, self._parallelism = made.session, made.parallelism

@@ -88,7 +88,7 @@ class Undoing:
             self._has_warned = True
             _logger.warning(
                 "a step was rolled back, and its samples do not come again: this dataloader cannot hand them out "
-                "twice; one that implements MicroBatchSource can"
+                "twice; an ElasticDataLoader can"
             )
 
     def start_over(self, num_torn: int, *, passes_over: bool) -> None:

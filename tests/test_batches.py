@@ -116,8 +116,12 @@ def test_start_up_values_are_what_the_script_says(
         (loader_of(8, None), {"global_batch_size": 8}, "the size of a micro-batch is not known"),
         (loader_of(8), {"micro_batch_size": 4}, "micro_batch_size is 4, and a dataloader has a batch size"),
         (Source(), {"micro_batch_size": 4}, "micro_batch_size is 4, and a dataloader has a batch size"),
-        (loader_of(8), {"share_weights": (1.0,)}, "share_weights needs a dataloader that can be told its sizes"),
-        (None, {"share_weights": (1.0,)}, "share_weights needs a dataloader that can be told its sizes"),
+        (
+            loader_of(8),
+            {"share_weights": (1.0,)},
+            "share_weights needs a dataloader that gives ranks unequal parts, an",
+        ),
+        (None, {"share_weights": (1.0,)}, "share_weights needs a dataloader that gives ranks unequal parts"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(loader: Any, arguments: dict[str, Any], reason: str) -> None:
@@ -377,7 +381,7 @@ def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> Non
         (
             loader_of(64),
             {"global_batch_size": 16, "dataloader__batch_size": 8},
-            "the batch size of a DataLoader is its own (this one has 4); a MicroBatchSource can be told another",
+            "the batch size of a DataLoader is its own (this one has 4); that of an ElasticDataLoader changes",
         ),
         (
             loader_of(64),
