@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticLRScheduler"]
 
-_OWN = ("inner", "_optimizer", "_state", "_stepped_in", "_early_in")
+_OWN = ("inner", "_optimizer", "_state", "_stepped_in", "_early_in", "_has_stepped_within")
 _NEVER = -1
 
 
@@ -34,6 +34,7 @@ class ElasticLRScheduler:
         self._optimizer.follows_schedule(self)
         self._state = state
         self._stepped_in = self._early_in = _NEVER  # numbers of steps
+        self._has_stepped_within = False  # a step, before this run was resumed
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
@@ -53,6 +54,15 @@ class ElasticLRScheduler:
                 state.num_scheduled += 1
             elif state.is_last:
                 self._early_in = state.number
+
+    @property
+    def steps_within_steps(self) -> bool:
+        """Whether it has ever stepped within a step, and not only between two, as after an epoch."""
+        return self._has_stepped_within or self._stepped_in != _NEVER
+
+    def remember_steps(self, within_steps: bool) -> None:
+        """Take up what was saved of ``steps_within_steps``."""
+        self._has_stepped_within, self._stepped_in = within_steps, _NEVER
 
     def get_last_lr(self) -> list[float]:
         """The effective rates, group by group."""

@@ -156,6 +156,11 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return self._epochs.remaining
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the loop that is under way, or the last one, has nothing left, as far as it has seen."""
+        return self._epochs.is_at_end
+
+    @property
     def num_handed(self) -> int:
         """Batches that the loop under way was given since the last commit."""
         running = self._epochs.running
