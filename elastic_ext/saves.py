@@ -74,7 +74,7 @@ class Saves:
     def _request(self, name: str, moment: Moment, *, overlaps: bool = False) -> SaveRequest:
         state, step, epoch = self._state, self._counts.global_step, self._counts.epoch_to_resume
         if moment.counts.get("is_between", False) and name.startswith("step_"):
-            epoch -= 1  # of what is saved again with what came after the epoch, that is the newer one
+            epoch = moment.counts["epoch"] - 1  # older than what is saved again with what came after the epoch
         return SaveRequest(
             name=name,
             what=ToSave(partial(state.collect, moment=moment), state.stepped() if overlaps else ()),
