@@ -234,25 +234,25 @@ class Checkpoints:
 
         CheckpointExists where this step has one, and something has changed since.
         """
-        due, self._due = self._due, None  # it is this very step
-        saves, name = self._saves, f"step_{self._counts.global_step}"
+        saves, due = self._saves, self._due
         path = saves.path_of_now
         if path is None:
             path = saves.save_and_wait(self._name_of(due), moment or saves.moment())
             self._note_name(path.name)
-            if due is not None and due.is_between and moment is None:  # and what the loop does there yet is due
-                self._note_saved(due)
-            return path
-        change = self._job.change_since(path, self._state.collect, PASSES_BY_ITSELF)
-        if change is None:
-            if due is not None and due.is_between and moment is None:
-                self._due = due
-            return path
-        name = (self._free_name() or name) if due is not None and due.marks is not None else name
-        try:
-            return saves.save_and_wait(name, moment or saves.moment())
-        except CheckpointExists as error:
-            raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
+        else:
+            change = self._job.change_since(path, self._state.collect, PASSES_BY_ITSELF)
+            if change is None:
+                self._due = due if due is not None and due.is_between and moment is None else None
+                return path
+            free = self._free_name() if due is not None and due.marks is not None else None
+            try:
+                path = saves.save_and_wait(free or f"step_{self._counts.global_step}", moment or saves.moment())
+            except CheckpointExists as error:
+                raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
+        self._due = None  # it is this very step
+        if due is not None and due.is_between and moment is None:  # and what the loop does there yet belongs to it
+            self._note_saved(due)
+        return path
 
     def try_out(self) -> None:
         """Find out now what could not be saved later."""

@@ -36,7 +36,8 @@ class HeldCopies:
     def hold(self, *, is_between: bool) -> None:
         """Copy what there is at the end of an epoch, to be written if training is told to end before the next step.
 
-        ``is_between`` is as ``TrainingState.moment`` takes it. But not where that would take up much of the time, nor while something is still being written.
+        ``is_between`` is as ``TrainingState.moment`` takes it. Nothing is copied where that would take up much of the
+        time, nor while something is still being written.
         """
         if not self.is_on or not self._job.live.can_save:
             return

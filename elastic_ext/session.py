@@ -279,7 +279,6 @@ class Session:
         """Take up ``epoch``."""
         if self._is_in_epoch:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
-        self._is_in_epoch = True
         if self._recorder is not None:
             self._recorder.begin_epoch()
         if epoch == self._counts.unfinished_epoch:
@@ -289,7 +288,7 @@ class Session:
             self.reset()
         self._loading.compare_orders()
         self._loading.compare_batches(self._gradients.sharing.num_ranks)
-        self._counts.epoch, self._counts.is_in_epoch = epoch, True
+        self._counts.epoch, self._counts.is_in_epoch, self._is_in_epoch = epoch, True, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
     def end_epoch(self, error: BaseException | None) -> None:

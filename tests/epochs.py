@@ -121,9 +121,9 @@ def train(
 ) -> Seen:
     """Train from wherever the newest checkpoint of ``name`` is.
 
-    A loop over the data is left by ``break`` after ``of_epoch`` steps, and as training is at ``max_steps`` at its end,
-    too. The run crashes after step ``crash_at``, or between epoch ``crash_between`` and the next, when all is done there
-    but the scheduler's step. ``between`` is called between two epochs, ``at_step`` after each step.
+    A loop over the data is left by ``break`` after ``of_epoch`` steps, and at ``max_steps``, where training ends. The
+    run crashes after step ``crash_at``, or between epoch ``crash_between`` and the next, when all is done there but the
+    scheduler's step. ``between`` is called between two epochs, ``at_step`` after each step.
     """
     (folder / name).mkdir(exist_ok=True)
     num_ranks = WAYS[way].num_ranks if way is not None else 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,19 @@ import pytest
 import torch
 
 from elastic_ext import CheckpointInterval
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.checkpoint.complete import complete
 from elastic_ext.leaving import EXIT_STATUS
-from tests.epochs import BATCH, BY_EPOCHS, BY_STEPS, STEPS, saved_in, train
+from tests.epochs import BATCH, BY_EPOCHS, BY_STEPS, STEPS, Crash, saved_in, train
+from tests.file_operations import Gate
 from tests.leaving import started
 from tests.ranks import RankPool
+from tests.saving import Small, end_saves
 from tests.sharded import WAYS
 from tests.thinning import the_first
+from tests.training import make_data, make_model, trainer_of
 
-WAITING = {"save_in_background": False}
+WAITING: dict[str, Any] = {"save_in_background": False}
 
 
 def make(folder: Path) -> Path:
@@ -204,7 +211,7 @@ def crash_between_rank(rank: int, folder: Path, way: str, given: dict[str, Any],
 
     def wait_for_it(*_: Any) -> None:
         deadline = threading.Event()
-        for _ in range(300):
+        for _look in range(300):
             if "epoch_1" in saved_in(folder / "storage of run"):
                 return
             deadline.wait(0.1)
@@ -234,8 +241,8 @@ def crash_between_rank(rank: int, folder: Path, way: str, given: dict[str, Any],
 def test_ranks_of_which_one_fails_between_two_epochs_leave_its_checkpoint(
     ranks: RankPool, tmp_path: Path, way: str, given: dict[str, Any], alone: bool
 ) -> None:
-    num_ranks = WAYS[way].num_ranks
-    assert ranks.run(num_ranks, crash_between_rank, tmp_path, way, given, alone) == [(1, STEPS)] * num_ranks
+    ends = ranks.run(WAYS[way].num_ranks, crash_between_rank, tmp_path, way, given, alone)
+    assert set(ends) == {(1, STEPS)}
 
 
 LOOP = """
@@ -329,33 +336,100 @@ def test_a_signal_that_comes_with_an_epochs_last_step_has_the_epoch_saved_and_sa
 def test_a_schedule_that_steps_within_steps_is_not_named_as_one_that_missed_its_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tests.saving import Small
-
-    small = Small(tmp_path, checkpoint_interval=BY_EPOCHS)
-    del small
-    model = torch.nn.Linear(6, 5).double()
-    from tests.training import make_data, trainer_of
-
     inputs, targets = make_data(BATCH)
 
     def run() -> None:
+        model = make_model()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
-        options: dict[str, Any] = {"shared_storage_path": tmp_path / "steps", "checkpoint_interval": BY_EPOCHS}
-        with trainer_of(make(tmp_path / "a"), model, micro_batch_size=BATCH, **options) as trainer:
+        options: dict[str, Any] = {"shared_storage_path": tmp_path / "storage", "checkpoint_interval": BY_EPOCHS}
+        with trainer_of(tmp_path, model, micro_batch_size=BATCH, **options) as trainer:
             optimizer, scheduler = trainer.prepare(inner, schedule)
-            with trainer.epoch():
-                with trainer.step():
-                    torch.nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
+            with trainer.epoch(), trainer.step():
+                torch.nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        run()
-    caplog.clear()
-    with pytest.raises(ZeroDivisionError):
-        run()
+    for _ in range(3):  # the third resumes from what the second has only loaded of it
+        caplog.clear()
+        with pytest.raises(ZeroDivisionError):
+            run()
     (line,) = told(caplog, "between two epochs")
-    assert "StepLR" not in line
+    assert "as epoch 1 ended" in line and "StepLR" not in line
+
+
+# --- where it is begun ----------------------------------------------------------------------------------------------
+
+GOES_ON: dict[str, Callable[[Small], object]] = {
+    "an epoch": lambda small: small.trainer.epoch().__enter__(),
+    "reset": lambda small: small.trainer.reset(),
+    "a step": lambda small: small.take(),
+    "by hand": lambda small: small.trainer.save_checkpoint(),
+    "close": lambda small: small.trainer.close(),
+}
+
+
+@pytest.mark.parametrize("given", [{}, WAITING])
+@pytest.mark.parametrize("how", GOES_ON)
+def test_it_is_begun_where_the_loop_goes_on_whatever_comes_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, given: dict[str, Any]
+) -> None:
+    first = Small(tmp_path, checkpoint_interval=BY_EPOCHS, **given)
+
+    def train_and_crash() -> None:
+        with first.trainer:
+            with first.trainer.epoch():
+                first.take()
+            first.optimizer.inner.param_groups[0]["weight_decay"] = 0.25  # by hand
+            GOES_ON[how](first)
+            raise Crash
+
+    with pytest.raises(Crash):
+        train_and_crash()
+    assert first.saved == ["epoch_1"] if not given else ["epoch_1", "step_1"]
+    with Small(tmp_path, **given).trainer as trainer:
+        assert (trainer.start_epoch, trainer.global_step) == (1, 1)
+        assert trainer._session._settings.optimizers[0].inner.param_groups[0]["weight_decay"] == 0.25
+    assert told(caplog, "between two epochs") == []
+
+
+def test_a_save_that_fails_as_an_epoch_begins_is_an_error_that_a_loop_can_go_on_after(tmp_path: Path) -> None:
+    small = Small(tmp_path, checkpoint_interval=BY_EPOCHS, when_saving="error")
+    with small.trainer:
+        gate = Gate(small.storage, like="os.mkdir")
+        for _ in range(2):
+            with small.trainer.epoch():
+                small.take()
+        with pytest.raises(CheckpointError, match="is due while"):
+            small.trainer.epoch().__enter__()
+        gate.open()
+        end_saves()
+        with small.trainer.epoch() as number:
+            assert number == 2
+            small.take()
+    assert small.saved == ["epoch_1", "epoch_3"]
+
+
+def test_an_agent_completes_the_copy_of_an_epoch_after_which_a_run_was_killed(
+    tmp_path: Path, ram: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf, kept = ram / "shelf", ram / "kept"
+    shelf.mkdir()
+    monkeypatch.setenv("ELASTIC_EXT_STAGING_DIR", str(shelf))
+
+    def kill(_: Any, epoch: int) -> None:
+        if epoch == 1:
+            shutil.copytree(shelf, kept)  # a process that is killed leaves it as it is
+            shutil.copytree(tmp_path / "storage of run", tmp_path / "storage of killed")
+
+    train(tmp_path, "run", between=kill, crash_between=1)
+    assert saved_in(tmp_path / "storage of killed") == ["epoch_1"]
+    shutil.rmtree(tmp_path / "storage of run")
+    shutil.copytree(tmp_path / "storage of killed", tmp_path / "storage of run")
+    (outcome,) = complete(kept)
+    assert outcome.path is not None and outcome.path.name == "epoch_2", outcome.why
+    caplog.clear()
+    assert train(tmp_path, "run").started_at == (2, 2 * STEPS)
+    assert len(told(caplog, "as epoch 1 ended")) == 1
