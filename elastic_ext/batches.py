@@ -13,7 +13,15 @@ from .appliers import Applier
 from .config import ElasticConfig
 from .positions import Positions
 from .schedule_lengths import EpochLength
-from .sources import BatchDrawingSource, CountedSource, FixedBatches, LeavableSource, MicroBatchSource, OrderedSource
+from .sources import (
+    BatchDrawingSource,
+    CountedSource,
+    EndingSource,
+    FixedBatches,
+    LeavableSource,
+    MicroBatchSource,
+    OrderedSource,
+)
 
 __all__ = ["Batches", "RankStep"]
 
@@ -183,6 +191,24 @@ class Batches:
         return self._num_taken > 0 and self._fixed is not None and self._fixed.num_batches is not None
 
     @property
+    def is_left_early(self) -> bool:
+        """Whether a loop that has been left is known to have left a part of its epoch behind.
+
+        Of a loader that says nothing of its end, and has no length, that is not known.
+        """
+        if isinstance(self.loader, EndingSource):
+            return not self.loader.is_at_end
+        if self.source is not None:
+            return self.source.remaining is not None and self.is_mid_epoch
+        has_length = self._fixed is not None and self._fixed.num_batches is not None
+        return has_length and (self._num_taken > 0 or not self._has_passed)
+
+    @property
+    def may_end_apart(self) -> bool:
+        """Whether ``is_left_early`` may differ from rank to rank."""
+        return isinstance(self.loader, EndingSource) and (self.source is None or self.source.remaining is None)
+
+    @property
     def loader_applier(self) -> Applier | None:
         """The loader itself, where it follows keys of its own."""
         return self.loader if hasattr(self.loader, "check") and hasattr(self.loader, "apply") else None
@@ -245,8 +271,8 @@ class Batches:
     def leave_epoch(self) -> None:
         """An epoch is over, whether or not its loop has come to the end of the data."""
         self.end_epoch()
-        if isinstance(self.source, LeavableSource):
-            self.source.leave_epoch()
+        if isinstance(self.loader, LeavableSource):
+            self.loader.leave_epoch()
 
     def end_epoch(self) -> None:
         """Nothing of an epoch is taken so far; the loop that comes is over the next one."""

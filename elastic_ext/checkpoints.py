@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,21 @@ _logger = logging.getLogger(__name__)
 Resume = Literal["auto", "strict", "never"]
 WhenSaveFails = Literal["raise", "warn"]
 WhenSaving = Literal["wait", "skip", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Due:
+    """A checkpoint that is due, and not begun."""
+
+    moment: Moment
+    """Of the boundary, or of the end of the epoch, at which it was due."""
+    is_asked_for: bool = False
+    is_of_epoch: bool = False
+    """Epochs say when one is due, and this is the end of one."""
+    is_between: bool = False
+    """It is begun when the loop has done what it does between two epochs."""
+    marks: Sequence[object] | None = None
+    """Of what there was when it was saved before its time, if it was."""
 
 
 class Checkpoints:
@@ -77,8 +93,7 @@ class Checkpoints:
         self._num_skipped = 0
         self._left_out: tuple[int, str] | None = None  # the global step and the name of the last one that was
         self._has_told_of_epochs = self._has_told_of_no_epoch = False
-        self._is_asked_for = False
-        self._due: Moment | None = None  # of the boundary at which the save was due that is not begun yet
+        self._due: _Due | None = None  # the save that is not begun yet
 
     # ---- saving ----
 
@@ -96,7 +111,49 @@ class Checkpoints:
 
         One that somebody has asked for waits for another that is under way, whatever ``when_saving`` says.
         """
-        self._due, self._is_asked_for = self._saves.moment(), is_asked_for
+        self._due = _Due(moment=self._saves.moment(), is_asked_for=is_asked_for)
+
+    def note_epoch(self, *, is_over: bool) -> None:
+        """An epoch's loop has ended, or was left before that: what is due now holds what the loop does until the next.
+
+        It is begun there, and ``keep_due`` has it outlive what ends training before.
+        """
+        number = self._counts.epoch_to_resume + (not is_over)
+        is_of_epoch = self._interval.should_save(current_epoch=number)
+        if self._due is None and not is_of_epoch:
+            return
+        self._due = _Due(
+            moment=self._saves.moment(is_between=is_over),
+            is_asked_for=self._due is not None and self._due.is_asked_for,
+            is_of_epoch=is_of_epoch,
+            is_between=True,
+        )
+
+    def keep_due(self, *, by_copy: bool) -> None:
+        """Have what is due between two epochs be there should training end before it is begun; with all ranks.
+
+        As a copy in memory, where threads of all ranks can write that; else it is saved, and saved once more where
+        anything has changed until it would be begun.
+        """
+        due = self._due
+        if due is None or not due.is_between or self._saves.path_of_now is not None:
+            return
+        name, waits = self._name_of(due), due.is_asked_for or self._when_saving == "wait"
+        if by_copy and self._job.live.can_save:
+            with self._saves.warning():
+                self.held.keep(name, due.moment, waits=waits)
+        else:
+            self._save_or_warn(name, due.moment, self._manner(waits=waits))
+            self._note_saved(due)
+
+    def _note_saved(self, due: _Due) -> None:
+        """What is due is saved by now, as it is so far."""
+        self._due = replace(due, marks=self._state.marks()) if self._saves.path_of_now is not None else due
+
+    def _has_changed(self, due: _Due) -> bool:
+        """Whether anything has, on any rank, since ``due`` was saved."""
+        changed = [int(due.marks != self._state.marks())]
+        return self._job.ranks.sum(changed, "seeing whether anything has changed")[0] > 0
 
     def tell_of_no_epoch(self) -> None:
         """A step was taken: where epochs say what is saved, it has to be one of an epoch whose end is known."""
@@ -110,11 +167,6 @@ class Checkpoints:
                 "over the data, or have checkpoints saved by steps"
             )
 
-    def put_off_due(self) -> None:
-        """What is due is to hold what is now, if anything is."""
-        if self._due is not None:
-            self._due = self._saves.moment()
-
     @property
     def root(self) -> Path:
         """The folder in which the job's are."""
@@ -125,16 +177,35 @@ class Checkpoints:
         """Whether one was due, and is not begun yet."""
         return self._due is not None
 
+    @property
+    def is_due_between(self) -> bool:
+        """Whether it is one that is begun when the loop has done what it does between two epochs."""
+        return self._due is not None and self._due.is_between
+
     def begin_due(self, *, in_step: bool = False) -> None:
-        """Save what is due, if anything is; before the next step, or the end of an epoch or of training.
+        """Save what is due, if anything is; before the next step or epoch, or the end of training.
 
         As a step begins (``in_step``) what that does not change is copied while it goes on, until ``fence``.
         """
-        moment, self._due = self._due, None
-        if moment is not None:
-            name = f"step_{self._counts.global_step}"
-            overlaps = in_step and self._may_overlap()
-            self._save_or_warn(name, moment, self._manner(waits=self._is_asked_for, overlaps=overlaps))
+        due, self._due = self._due, None
+        if due is None:
+            return
+        moment = self._moment_of(due, in_step=in_step)
+        manner = self._manner(waits=due.is_asked_for, overlaps=in_step and self._may_overlap())
+        if due.marks is None:
+            self._save_or_warn(self._name_of(due), moment, manner)
+        elif self._has_changed(due):
+            self._save_again(moment, manner)
+
+    def _moment_of(self, due: _Due, *, in_step: bool) -> Moment:
+        """What belongs to what is due: of the boundary; between two epochs of now, where the next one begins.
+
+        Where a step begins instead, the loop over its data has drawn random numbers, and will do so again.
+        """
+        if not due.is_between:
+            return due.moment
+        now = self._saves.moment()
+        return replace(now, random=due.moment.random) if in_step else now
 
     def _may_overlap(self) -> bool:
         """Asked for each save: hooks that step what prepare() returns are not there before."""
@@ -152,14 +223,9 @@ class Checkpoints:
         with self._pulse.during(Activity.SAVING):
             self._job.live.fence()
 
-    def end_epoch(self) -> None:
-        """Save at the end of an epoch, where one is due: the number of epochs that have ended is in its name."""
-        if self._interval.should_save(current_epoch=self._counts.epoch):
-            self._save_or_warn(f"epoch_{self._counts.epoch}", self._saves.moment(), self._manner(), is_epoch=True)
-
-    def moment(self) -> Moment:
-        """What belongs to the boundary that was passed just now."""
-        return self._saves.moment()
+    def moment(self, *, is_between: bool = False) -> Moment:
+        """What belongs to the boundary that was passed just now, or to the end of an epoch."""
+        return self._saves.moment(is_between=is_between)
 
     def save_now(self, moment: Moment | None = None) -> Path:
         """Save on all ranks, unless a checkpoint holds just what would be saved; gives the folder, which is there.
@@ -168,18 +234,25 @@ class Checkpoints:
 
         CheckpointExists where this step has one, and something has changed since.
         """
-        self._due = None  # it is this very step
-        saves, name = self._saves, f"step_{self._counts.global_step}"
+        saves, due = self._saves, self._due
         path = saves.path_of_now
         if path is None:
-            return saves.save_and_wait(name, moment or saves.moment())
-        change = self._job.change_since(path, self._state.collect, PASSES_BY_ITSELF)
-        if change is None:
-            return path
-        try:
-            return saves.save_and_wait(name, moment or saves.moment())
-        except CheckpointExists as error:
-            raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
+            path = saves.save_and_wait(self._name_of(due), moment or saves.moment())
+            self._note_name(path.name)
+        else:
+            change = self._job.change_since(path, self._state.collect, PASSES_BY_ITSELF)
+            if change is None:
+                self._due = due if due is not None and due.is_between and moment is None else None
+                return path
+            free = self._free_name() if due is not None and due.marks is not None else None
+            try:
+                path = saves.save_and_wait(free or f"step_{self._counts.global_step}", moment or saves.moment())
+            except CheckpointExists as error:
+                raise CheckpointExists(f"{error}; it does not have {change} as it is now") from error
+        self._due = None  # it is this very step
+        if due is not None and due.is_between and moment is None:  # and what the loop does there yet belongs to it
+            self._note_saved(due)
+        return path
 
     def try_out(self) -> None:
         """Find out now what could not be saved later."""
@@ -215,19 +288,50 @@ class Checkpoints:
         waits = waits or self._when_saving == "wait"
         return Manner(waits=waits, overlaps=overlaps, on_failed=self._saves.note_failure)
 
-    def _save_or_warn(self, name: str, moment: Moment, manner: Manner, *, is_epoch: bool = False) -> None:
-        if is_epoch and self._counts.epoch <= self._last_epoch:
+    def _name_of(self, due: _Due | None) -> str:
+        """An epoch that is over gives its number, unless another has had that; all else is named by its step."""
+        counts = self._counts
+        if due is not None and due.is_of_epoch and counts.unfinished_epoch is None:
+            name = f"epoch_{counts.epoch}"
+            if counts.epoch > self._last_epoch:
+                return name
             self._tell_of_repeated_epoch(name)
-            name = f"step_{self._counts.global_step}"
-        path = self._saves.path_of_now
-        if path is not None and (name.startswith("step_") or path.name == name):
+        return f"step_{counts.global_step}"
+
+    def _save_again(self, moment: Moment, manner: Manner) -> None:
+        """Save what has changed since it was saved as an epoch ended."""
+        name = self._free_name()
+        if name is not None:
+            self._save_or_warn(name, moment, manner, is_again=True)
+        elif self._state.rank == 0:
+            _logger.warning(
+                "%s does not have what the loop did after it was saved, and step %d has no other name to save that by",
+                self._saves.path,
+                self._counts.global_step,
+            )
+
+    def _free_name(self) -> str | None:
+        """A name for another checkpoint of this step: the step's, or else that of the epoch that has ended."""
+        counts, used = self._counts, self._saves.names_of_now
+        names = [f"step_{counts.global_step}"]
+        if counts.epoch > self._last_epoch and counts.unfinished_epoch is None:
+            names.append(f"epoch_{counts.epoch}")
+        return next((name for name in names if name not in used), None)
+
+    def _note_name(self, name: str) -> None:
+        if name.startswith("epoch_"):
+            self._last_epoch = self._counts.epoch
+
+    def _save_or_warn(self, name: str, moment: Moment, manner: Manner, *, is_again: bool = False) -> None:
+        names = self._saves.names_of_now
+        if self._saves.path_of_now is not None and (name in names or not (is_again or name.startswith("epoch_"))):
             return
         self._saves.tell_failure()
         with self._saves.warning():
             if self._saves.save(name, moment, manner) is None:
                 self._leave_out(name)
-            elif name.startswith("epoch_"):
-                self._last_epoch = self._counts.epoch
+            else:
+                self._note_name(name)
 
     def _leave_out(self, name: str) -> None:
         """Another save is under way, and this one does not wait for it."""

@@ -21,6 +21,8 @@ class Counts:
     start_epoch: int = 0
     is_in_epoch: bool = False
     """Within ``with trainer.epoch()``."""
+    unfinished_epoch: int | None = None
+    """The epoch whose loop was left before its end, where no other has begun since."""
     reference_batch: int | None = None
     """The global batch of the first start: what rates were chosen for."""
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
@@ -30,11 +32,16 @@ class Counts:
     num_samples: int = 0
     """Of those steps, over all ranks, as far as they are known."""
 
+    @property
+    def epoch_to_resume(self) -> int:
+        """The epoch with which a run begins that resumes from here: an unfinished one, or else ``epoch``."""
+        return self.epoch if self.unfinished_epoch is None else self.unfinished_epoch
+
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "global_step": self.global_step,
             "num_steps": self.num_steps,
-            "epoch": self.epoch,
+            "epoch": self.epoch_to_resume,
             "reference_batch": self.reference_batch,
         }
         if self.noise_scale.num_steps > 0:
@@ -62,6 +69,7 @@ class Counts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.global_step, self.num_steps = state["global_step"], state["num_steps"]
+        self.unfinished_epoch = None
         self.go_on_in(state["epoch"])
         self.reference_batch = state["reference_batch"]
         self.noise_scale.load_state_dict(state.get("noise_scale", {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from pathlib import Path
 
 from .errors import CheckpointError, CheckpointFenced
 from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
@@ -32,16 +33,38 @@ class HeldCopies:
         self._held_at = self._copied_at = -math.inf  # at an epoch's end, and whenever
         self._copy_seconds = 0.0
 
-    def hold(self) -> None:
+    def hold(self, *, is_between: bool) -> None:
         """Copy what there is at the end of an epoch, to be written if training is told to end before the next step.
 
-        But not where that would take up much of the time, nor while something is still being written.
+        ``is_between`` is as ``TrainingState.moment`` takes it. Nothing is copied where that would take up much of the
+        time, nor while something is still being written.
         """
         if not self.is_on or not self._job.live.can_save:
             return
         if first_says(self._job.ranks, self._may_copy(self._held_at), "agreeing on a copy"):
-            self.copy()
+            self.copy(self._saves.moment(is_between=is_between))
             self._held_at = time.monotonic()
+
+    def keep(self, name: str, moment: Moment, *, waits: bool) -> None:
+        """Copy what a checkpoint holds that is due, to be written by ``write`` unless it is saved before; on all ranks.
+
+        Where another save is under way that is not waited for nothing is copied.
+        """
+        manner = Manner(waits=waits, starts=False, on_failed=self._saves.note_failure)
+        self._saves.save(name, moment, manner)
+        self._held_at = self._copied_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Return once ``write`` is done, or other ranks have done nothing for it in a while."""
+        self._job.live.wait_for_held()
+
+    def write(self) -> Path | None:
+        """Begin to write what was copied last, on this rank and, by threads of theirs, on the others; its folder."""
+        return self._job.live.begin_held()
+
+    def write_with_others(self) -> None:
+        """Begin to write it where another rank has; from any thread."""
+        self._job.live.follow_others()
 
     def copy_if_on(self) -> None:
         """Copy what there is, if there is memory for that; with all ranks."""

@@ -57,6 +57,7 @@ class Leaving:
         has_some: Callable[[], bool] = lambda: False,
         has_nothing: Callable[[], bool] = lambda: False,
         write: Callable[[float], str],
+        look: Callable[[], None] = lambda: None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -69,6 +70,7 @@ class Leaving:
         self._has_some = has_some  # to go on from, if no newer step ends
         self._has_nothing = has_nothing  # to lose: no step was taken yet
         self._write = write  # gives what became of it, in words
+        self._look_too = look  # called now and then, by the thread that looks for others' signals
         self._asked_at: float | None = None
         self._signal = ""
         self._is_over = threading.Event()
@@ -197,6 +199,7 @@ class Leaving:
                 _logger.debug("signals sent to other ranks are not heard of any more: %s", error)
 
     def _look(self) -> None:
+        self._look_too()
         if self._asked_at is None and self._store.check(["leaving/asked"]):
             self._note("a signal to another rank")
         if self._asked_at is None:

@@ -163,7 +163,7 @@ class ElasticOptimizer(Optimizer):
             state.before_optimizer()
         if _is_left_out(self.inner):
             return None
-        if state.num_optimizers == 1:
+        if state.num_optimizers == 1 and self._stepped_in != state.number:
             self._make_sure_of_gradients()
         if state.on_gradients is not None:
             self._show_gradients(state)

@@ -62,6 +62,20 @@ class Positions:
             "ElasticDataLoader goes on with the next sample"
         )
 
+    def go_on(self) -> str | None:
+        """Have the loop that comes go on where the last one was left; gives why its epoch begins anew, where it does.
+
+        A loader that cannot go on anywhere is left as it is.
+        """
+        held, source = _either(self.held(), self.own()), self._loader
+        if isinstance(held, str):
+            return f"{held}: the epoch begins anew"
+        if isinstance(source, RewindableSource):
+            source.rewind(held)
+        elif held is not None and isinstance(source, ResumableSource):
+            source.load_state_dict(held)
+        return None
+
     def can_go_back(self, position: Mapping[str, Any]) -> bool:
         """Whether what came after a position can come again."""
         held = position["source"]

@@ -48,6 +48,7 @@ class Resuming:
         take_up(resumed.state["config"])
         if self._state.rank == 0:
             self._tell(resumed)
+            self._tell_of_missing(resumed)
         self._state.take_up(resumed)
         return resumed
 
@@ -78,7 +79,13 @@ class Resuming:
                 ", passing over the samples since" if skips else "",
                 "" if then == in_force.label else f"; {in_force.label} stays in force, it was saved under {then}",
             )
+            self._tell_of_missing(resumed)
         self._state.go_back(resumed, skips=skips)
+
+    def _tell_of_missing(self, resumed: Resumed) -> None:
+        why = self._state.why_incomplete(resumed)
+        if why is not None:
+            _logger.warning("%s", why)
 
     def _tell(self, resumed: Resumed) -> None:
         """One line of what is not as it was when the checkpoint was saved, and of what the script says in vain."""

@@ -34,6 +34,8 @@ class Saves:
         self._counts = state.counts
         self._warns = warns
         self._pulse = pulse  # where it is noted that training waits for a save
+        self.names_of_now: set[str] = set()
+        """Of all checkpoints that this run has saved of the step that ``path`` is of."""
         self._saved_at: int | None = None  # the global step of that
         self._back_at: int | None = None  # the global step that training went back to last
         self._failure: CheckpointError | None = None  # of a save, on all ranks, that nobody was told of so far
@@ -43,10 +45,13 @@ class Saves:
         """Of a checkpoint of this very step, if there is one."""
         return self.path if self._saved_at == self._counts.global_step else None
 
-    def moment(self) -> Moment:
-        """What belongs to now: a loader's position, for one, which may take a while to be told."""
+    def moment(self, *, is_between: bool = False) -> Moment:
+        """What belongs to now: a loader's position, for one, which may take a while to be told.
+
+        ``is_between`` is as ``TrainingState.moment`` takes it.
+        """
         with self._pulse.during(Activity.SAVING):
-            return self._state.moment()
+            return self._state.moment(is_between=is_between)
 
     def save(self, name: str, moment: Moment, manner: Manner) -> Path | None:
         """Begin to save, where that goes on while training does; else save. None where another save is under way."""
@@ -67,7 +72,9 @@ class Saves:
         return path
 
     def _request(self, name: str, moment: Moment, *, overlaps: bool = False) -> SaveRequest:
-        state, step, epoch = self._state, self._counts.global_step, self._counts.epoch
+        state, step, epoch = self._state, self._counts.global_step, self._counts.epoch_to_resume
+        if moment.counts.get("is_between", False) and name.startswith("step_"):
+            epoch = moment.counts["epoch"] - 1  # older than what is saved again with what came after the epoch
         return SaveRequest(
             name=name,
             what=ToSave(partial(state.collect, moment=moment), state.stepped() if overlaps else ()),
@@ -90,7 +97,10 @@ class Saves:
 
     def note(self, path: Path) -> None:
         """There is, or will be, a checkpoint of now."""
+        if self._saved_at != self._counts.global_step:
+            self.names_of_now.clear()
         self._saved_at, self.path = self._counts.global_step, path
+        self.names_of_now.add(path.name)
 
     def note_failure(self, error: CheckpointError) -> None:
         """What was being saved is no checkpoint."""

@@ -80,7 +80,7 @@ class Saving:
         if is_due or is_asked_for:
             self.plan()
             self.checkpoints.note_due(is_asked_for=is_asked_for)
-            self._steps.do_first(self._begin_due_in_step)
+            self._steps.do_first(self.begin_due_in_step)
 
     def _note_copy(self, boundary: Boundary) -> None:
         """Copy what there is before the next step, if the first rank has found that it is time to."""
@@ -102,35 +102,41 @@ class Saving:
         self.checkpoints.begin_due()
 
     def end_epoch(self, *, is_over: bool) -> None:
-        """A loop over the data has ended: save what is due, and where the epoch ``is_over`` that.
+        """A loop over the data has ended, or was left before its epoch ``is_over``: keep a copy of what is due.
 
-        Or keep a copy, should training be told to end before the next step. What the loop does from here on is within
-        no step, whether or not the last one came to its end: nothing may be being copied that it changes.
+        Or of what there is, should training be told to end before the next step. What the loop does from here on is
+        within no step, whether or not the last one came to its end: nothing may be being copied that it changes.
         """
-        self.checkpoints.fence()
-        if is_over:  # which of many loaders is known only here
-            self.checkpoints.put_off_due()
-            if self._leaves_at is not None:
-                self._leaves_at = self.checkpoints.moment()
-        self.begin_due()
-        if not is_over:
-            return
-        self.checkpoints.end_epoch()
+        checkpoints = self.checkpoints
+        checkpoints.fence()
+        checkpoints.note_epoch(is_over=is_over)
         self._copies_at = None
-        if self._leaving is not None:
-            if self._follower.is_leaving:  # not after the first step of the next: most loaders begin that anew
-                self._leave()
-            self.checkpoints.held.hold()
+        if self._leaving is None:
+            checkpoints.keep_due(by_copy=self._follower.ranks.world_size == 1)
+            return
+        is_leaving = self._follower.is_leaving  # not after the first step of the next: most loaders begin that anew
+        if self._leaves_at is not None or is_leaving:
+            if is_over or self._leaves_at is None:  # which of many loaders is known only here
+                self._leaves_at = checkpoints.moment(is_between=is_over)
+            self._leave()
+        checkpoints.keep_due(by_copy=True)
+        if not checkpoints.is_due:
+            checkpoints.held.hold(is_between=is_over)
 
     def give_up_due(self, *, is_well: bool) -> None:
         """Training ends between a step whose checkpoint is due and the next one, and without the other ranks.
 
         Unless that is ``is_well`` something may be half done that the loop does after a step.
         """
-        if not self.checkpoints.is_due or self._steps.torn is not None:
+        checkpoints = self.checkpoints
+        if not checkpoints.is_due or self._steps.torn is not None:
             return
         if self._follower.ranks.world_size == 1 and is_well:
-            self.checkpoints.begin_due()
+            checkpoints.begin_due()
+        elif checkpoints.is_due_between:
+            path = checkpoints.held.write()
+            if path is not None:
+                _logger.info("%s is written as it was when the epoch ended", path)
         else:
             _logger.warning(
                 "the checkpoint that was due is not saved: training ended before the loop was done with the step"
@@ -176,11 +182,12 @@ class Saving:
             has_some=self.checkpoints.held.has_some,
             has_nothing=lambda: self._steps.has_not_begun and not self._steps.is_inside,
             write=self.checkpoints.held.write_newest,
+            look=self.checkpoints.held.write_with_others,
             rank=follower.ranks.rank,
             world_size=follower.ranks.world_size,
         )
 
-    def _begin_due_in_step(self) -> None:
+    def begin_due_in_step(self) -> None:
         """Save what is due as a step begins; optimizers wait until it is copied."""
         self.checkpoints.begin_due(in_step=True)
         if self.checkpoints.is_copying:

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticLRScheduler"]
 
-_OWN = ("inner", "on_first_step", "_optimizer", "_state", "_stepped_in", "_early_in", "_counted", "_num_known")
+_OWN = (
+    "inner",
+    "on_first_step",
+    "_optimizer",
+    "_state",
+    "_stepped_in",
+    "_early_in",
+    "_counted",
+    "_num_known",
+    "_has_stepped_within",
+)
 _BARE = (
     "the bare {name}'s step() was called within `with trainer.step():`, where it steps in every micro-step; call that "
     "of the scheduler that prepare() returned, which steps once per step"
@@ -42,6 +52,7 @@ class ElasticLRScheduler:
         self._num_known = 0  # as this object, or what lies between steps, has left the count
         self.on_first_step: Callable[[], None] | None = None
         """Called when it first steps within a step, and so counts steps."""
+        self._has_stepped_within = False  # a step, before this run was resumed
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
@@ -67,6 +78,15 @@ class ElasticLRScheduler:
                 state.num_scheduled += 1
             elif state.is_last:
                 self._early_in = state.number
+
+    @property
+    def steps_within_steps(self) -> bool:
+        """Whether it has ever stepped within a step, and not only between two, as after an epoch."""
+        return self._has_stepped_within or self._stepped_in != _NEVER
+
+    def remember_steps(self, within_steps: bool) -> None:
+        """Take up what was saved of ``steps_within_steps``."""
+        self._has_stepped_within, self._stepped_in = within_steps, _NEVER
 
     def get_last_lr(self) -> list[float]:
         """The effective rates, group by group."""

@@ -259,25 +259,46 @@ class Session:
 
     def reset(self) -> None:
         """An epoch begins: count its steps and its batches from zero."""
+        self._leave_unfinished()
+        self._begin_to_count()
+
+    def _begin_to_count(self) -> None:
         self.steps.drop_partial("an epoch begins")
         self._begin_due()
         self._counts.num_steps = 0
         self._batches.begin_epoch()
 
+    def _leave_unfinished(self) -> None:
+        """The loop goes on to another epoch, and not with the rest of one that it has left."""
+        unfinished, self._counts.unfinished_epoch = self._counts.unfinished_epoch, None
+        if unfinished is not None:
+            self._counts.epoch = unfinished + 1
+            self._batches.leave_epoch()
+
+    def _go_on_with_rest(self) -> None:
+        """The loop comes back to an epoch that it has left, and takes what it has not taken of it."""
+        self._counts.unfinished_epoch = None
+        why_anew = self._batches.positions.go_on()
+        if why_anew is not None and self.follower.ranks.rank == 0:
+            _logger.warning("%s", why_anew)
+
     def begin_epoch(self, epoch: int) -> None:
         """Take up ``epoch``."""
         if self._is_in_epoch:
             raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
-        self._is_in_epoch = True
         if not self._has_begun_epoch:
             self._has_begun_epoch = True
             self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
         if self._recorder is not None:
             self._recorder.begin_epoch()
-        self.reset()
+        if epoch == self._counts.unfinished_epoch:
+            self._begin_to_count()
+            self._go_on_with_rest()
+        else:
+            self.reset()
         self._loading.compare_orders()
         self._loading.compare_batches(self._gradients.sharing.num_ranks)
-        self._counts.epoch, self._counts.is_in_epoch = epoch, True
+        self._counts.epoch, self._counts.is_in_epoch, self._is_in_epoch = epoch, True, True
         self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
 
     def end_epoch(self, error: BaseException | None) -> None:
@@ -301,16 +322,34 @@ class Session:
             self._counts.is_in_epoch = False
         if self._counts.num_steps > 0:
             self._remark("an order again", self._sampler_epochs.end(self._counts.epoch))
-        is_over = not (self.should_stop and self._batches.is_mid_epoch)
+        is_over = not self._is_left_early()
         if is_over:
-            self._counts.epoch += 1
             self._batches.leave_epoch()
+        else:
+            self._counts.unfinished_epoch = self._counts.epoch
+        if is_over or not self.should_stop:  # by itself trainer.epoch() is the next one, in this run
+            self._counts.epoch += 1
+        self.steps.do_first(self._begin_outside)
         if self._saving is not None:
             self._saving.end_epoch(is_over=is_over)
 
     def _remark(self, kind: str, text: str | None) -> None:
         if text is not None:
             self._remarks.say(kind, text)
+
+    def _is_left_early(self) -> bool:
+        """Whether the loop was left before the epoch's end, as far as any rank knows."""
+        is_left = self._batches.is_left_early or (self.should_stop and self._batches.is_mid_epoch)
+        if not self._batches.may_end_apart:
+            return is_left
+        return self.follower.ranks.sum([int(is_left)], "ending an epoch")[0] > 0
+
+    def _begin_outside(self) -> None:
+        """A step comes that is of no epoch, where none has begun since the last one."""
+        if not self._counts.is_in_epoch:
+            self._leave_unfinished()
+            if self._saving is not None:
+                self._saving.begin_due_in_step()
 
     def end(self, error: BaseException | None) -> None:
         """End training with all ranks; an exception is told to them instead. Twice is allowed."""
@@ -341,6 +380,8 @@ class Session:
             self._saving.stop()
             self._saving.give_up_due(is_well=not hasattr(sys, "last_value"))
         if self.follower.ranks.world_size > 1:
+            if self.checkpoints is not None:
+                self.checkpoints.held.wait()
             return
         self._has_ended = True
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")

@@ -17,6 +17,7 @@ __all__ = [
     "BatchDrawingSource",
     "ChangingSource",
     "CountedSource",
+    "EndingSource",
     "FixedBatches",
     "LeavableSource",
     "MicroBatchSource",
@@ -160,6 +161,15 @@ class LeavableSource(MicroBatchSource, Protocol):
 
     def leave_epoch(self) -> None:
         """The epoch is over, where the loop over it is: the one that comes is over the next one, as its state says."""
+
+
+@runtime_checkable
+class EndingSource(Protocol):
+    """A loader that says whether a loop over it has come to the end of the epoch, also where it has no length."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the loop that is under way, or the last one, has nothing left, as far as it has seen."""
 
 
 @runtime_checkable

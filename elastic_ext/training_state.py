@@ -5,6 +5,7 @@ When a checkpoint is saved, and which one a run resumes from, is in checkpoints.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import sys
@@ -23,9 +24,11 @@ from .counts import Counts
 from .errors import CheckpointMismatch
 from .fsdp.checkpoint.collecting import contents_of
 from .fsdp.checkpoint.commit import Commit
-from .fsdp.checkpoint.contents import Contents
+from .fsdp.checkpoint.contents import REGISTERED, Contents
 from .fsdp.checkpoint.loader import Loader
+from .fsdp.checkpoint.memory import bytes_of
 from .fsdp.checkpoint.opened import Opened, Wanted
+from .fsdp.internals import version_of
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
 from .overlap import Overlap, why_not_overlap
@@ -108,13 +111,16 @@ class TrainingState:
 
     # ---- saving ----
 
-    def moment(self) -> Moment:
-        """What must not move on when the loop does."""
+    def moment(self, *, is_between: bool = False) -> Moment:
+        """What must not move on when the loop does.
+
+        ``is_between`` says that an epoch has ended, and that the loop has not done yet what it does before the next.
+        """
         self._on_moment()
         tensors: dict[str, torch.Tensor] = {}
         position = pack(self._batches.position(), f"{_PLAIN}/dataloader", tensors)
         return Moment(
-            counts=self._counts_to_save(),
+            counts=self._counts_to_save(is_between=is_between),
             config=self._config(),
             position=position,
             tensors={name: tensor.clone() for name, tensor in tensors.items()},
@@ -136,6 +142,7 @@ class TrainingState:
                 {
                     "class": type(scheduler.inner).__name__,
                     "state": pack(scheduler.state_dict(), f"{_PLAIN}/scheduler {place}", tensors),
+                    "steps_within_steps": scheduler.steps_within_steps,
                 }
                 for place, scheduler in enumerate(self._parts.schedulers)
             ],
@@ -153,16 +160,38 @@ class TrainingState:
             state=state,
         )
 
-    def _counts_to_save(self) -> dict[str, Any]:
+    def marks(self) -> list[object]:
+        """What is another as soon as something has changed here of what would be saved.
+
+        Of large tensors that is what autograd counts of changes in place.
+        """
+        contents = self.collect()
+        counted = [*contents.model, *contents.optim]
+        whole: list[object] = []
+        for each in contents.extra:
+            if each.name.startswith(REGISTERED):
+                counted.append(each)
+            else:
+                whole.append([each.name, bytes_of(each.tensor.cpu().contiguous()).tobytes()])
+        versions = [(each.name, each.tensor.data_ptr(), version_of(each.tensor)) for each in counted]
+        state = {**contents.state, "counts": self.counts.state_dict(), "values": contents.values}
+        return [versions, whole, json.dumps(state, sort_keys=True)]
+
+    def _counts_to_save(self, *, is_between: bool) -> dict[str, Any]:
         """After an epoch's last step, and before the loop has left the epoch, what comes is the next one."""
         counts = self.counts
+        is_unfinished = counts.unfinished_epoch is not None
         is_over = self._batches.is_over if counts.is_in_epoch else self._batches.has_none_left
-        return {
+        is_over &= not is_unfinished
+        state = {
             **counts.state_dict(),
-            "epoch": counts.epoch + (counts.is_in_epoch and is_over),
-            "is_in_epoch": counts.is_in_epoch,
+            "epoch": counts.epoch_to_resume + (counts.is_in_epoch and is_over),
+            "is_in_epoch": counts.is_in_epoch or is_unfinished,
             "is_over": is_over,
         }
+        if not is_unfinished and (is_between or (counts.is_in_epoch and is_over)):
+            state["is_between"] = True
+        return state
 
     def stepped(self) -> list[torch.Tensor]:
         """The parameters that the optimizers step."""
@@ -213,6 +242,7 @@ class TrainingState:
         opened.read("extra", self._wanted)
         for scheduler, packed in zip(parts.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(unpack(packed["state"], tensors))
+            scheduler.remember_steps(packed.get("steps_within_steps", True))
         if parts.scaler is not None:
             parts.scaler.load_state_dict(unpack(state["scaler"], tensors))
         return Resumed(
@@ -247,6 +277,26 @@ class TrainingState:
         if self._batches.positions.can_go_back(resumed.position):
             self._pass_rest(resumed)
         self._restore_random(resumed)
+
+    def why_incomplete(self, resumed: Resumed) -> str | None:
+        """What was not done yet, or is not in it, where it was saved between two epochs; None where nothing is missing.
+
+        Called after ``load``.
+        """
+        counts = resumed.state["counts"]
+        if not counts.get("is_between", False):
+            return None
+        text = (
+            f"{resumed.path} was saved as epoch {counts['epoch'] - 1} ended, before what the loop does between two "
+            "epochs: a validation, or a scheduler's step, that comes there is not in it, and does not come again"
+        )
+        idle = [type(each.inner).__name__ for each in self._parts.schedulers if not each.steps_within_steps]
+        if idle:
+            text += (
+                f". {', '.join(idle)} has never stepped within a step: if it is to step after each epoch, call its "
+                f"step() once before epoch {counts['epoch']} begins"
+            )
+        return text
 
     # ---- going back ----
 

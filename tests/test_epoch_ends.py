@@ -27,7 +27,7 @@ STEPS = 4  # of an epoch, the last of which is smaller
 SAMPLES = 14
 EPOCHS = 3
 
-How = Literal["interval", "by hand", "signal", "crash"]
+How = Literal["interval", "by hand", "signal", "crash", "crash within"]
 
 
 class Stream(IterableDataset[Any]):
@@ -167,6 +167,8 @@ def train(
                             if how == "by hand":
                                 trainer.save_checkpoint()
                                 raise InterruptedError
+                            if how == "crash within":
+                                raise MemoryError
                             if how == "signal":
                                 os.kill(os.getpid(), signal.SIGTERM)
                         if of_epoch < STEPS and trainer.sync_gradients and trainer.global_step % of_epoch == 0:
@@ -203,14 +205,16 @@ def resume_rank(rank: int, folder: Path, kind: str, num_ranks: int, how: How, ep
 
 
 @pytest.mark.parametrize("kind", ["indexed", "stream of a worker"])
-def test_an_epoch_whose_loop_was_left_before_its_end_is_over_for_a_resumed_run_too(tmp_path: Path, kind: str) -> None:
+def test_an_epoch_that_was_left_before_its_end_is_over_for_a_resumed_run_once_the_next_has_begun(
+    tmp_path: Path, kind: str
+) -> None:
     options: dict[str, Any] = {"of_epoch": 2, "every": CheckpointInterval(epochs=1)}
     whole = train(tmp_path, "whole", kind, **options)
     assert [step for _, step, _ in whole.steps][-1] == 2 * EPOCHS
-    stopped = train(tmp_path, "run", kind, how="interval", until=2, **options)
+    stopped = train(tmp_path, "run", kind, how="crash within", until=3, **options)
     resumed = train(tmp_path, "run", kind, **options)
     assert resumed.started_at == (1, 2)
-    assert stopped.steps + resumed.steps == whole.steps
+    assert [each for each in stopped.steps if each[0] == 0] + resumed.steps == whole.steps
     assert resumed.final == whole.final
 
 

@@ -200,7 +200,7 @@ def test_batches_that_are_trained_on_twice_are_noticed(tmp_path: Path, caplog: p
                     mean_loss(loop.model, inputs, targets).backward()
                     loop.optimizer.step()
                     loop.optimizer.zero_grad()
-    assert [text.split(";")[0] for text in said(caplog)] == [
+    assert [text.split(" (")[0] for text in said(caplog)] == [
         "a step of 2 micro-steps was taken with 1 batches of the trainer's dataloader: samples that are trained on "
         "more than once, or come from elsewhere, count as the dataloader's. For such a loop give ElasticTrainer no "
         "dataloader, and micro_batch_size="

@@ -115,8 +115,8 @@ def test_a_save_that_fails_leaves_what_it_was_to_replace(tmp_path: Path) -> None
     with run.trainer, run.trainer.epoch():
         run.train(SPIKE)
         run.trainer.rewind(BACK, skip_samples=True)
-        job = run.trainer._prepared.checkpoints._job
-        folder, draft = job._begin(run.trainer._prepared.checkpoints._saves._request(f"step_{BACK}", None))
+        job, saves = run.trainer._prepared.checkpoints._job, run.trainer._prepared.checkpoints._saves
+        folder, draft = job._begin(saves._request(f"step_{BACK}", saves.moment()))
         folder.begin(f"step_{BACK}", "one", draft.lineage, replaces=True)
         aside = [name for name in run.saved if "abandoned" in name]
         assert [name.partition(".")[0] for name in aside] == [f"step_{BACK}"]

@@ -223,6 +223,10 @@ def test_epochs_are_counted_from_the_start_epoch_and_num_steps_within_them(tmp_p
         assert trainer.start_epoch == 0
         with trainer.epoch(7) as epoch:
             assert epoch == 7
+        assert trainer.state_dict()["epoch"] == 7, "of which nothing was taken: a run that resumes begins with it"
+        with trainer.epoch(7):
+            for batch in loader_of():
+                train_on(trainer, optimizer, batch)
         assert trainer.state_dict()["epoch"] == 8
 
 

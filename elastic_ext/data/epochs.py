@@ -83,6 +83,10 @@ class Epochs(Protocol):
         """Samples of the epoch, over all ranks, that no commit has passed; None where that is not known."""
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the loop that is under way, or the last one, has nothing left, as far as it has seen."""
+
+    @property
     def num_workers(self) -> int | None:
         """With how many workers alone the loop that comes can go on; None: any."""
 

@@ -72,6 +72,10 @@ class Indexed:
         return self._cursor.remaining
 
     @property
+    def is_at_end(self) -> bool:
+        return self._now.is_over or self._planned().next_step(self._cursor.remaining) is None
+
+    @property
     def num_ranks(self) -> int:
         return self._sampler.num_replicas
 
@@ -157,7 +161,7 @@ class Indexed:
         return {
             "epoch": place.epoch,
             "position": cursor.passed,
-            "is_over": place.is_over or self._planned().next_step(cursor.remaining) is None,
+            "is_over": self.is_at_end,
             "order": order.state_dict(),
         }
 

@@ -165,6 +165,11 @@ class ElasticDataLoader(DataLoader[_Sample]):
         return self._epochs.remaining
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the loop that is under way, or the last one, has nothing left, as far as it has seen."""
+        return self._epochs.is_at_end
+
+    @property
     def num_handed(self) -> int:
         """Batches that the loop was given and that no commit has passed."""
         running, before = self._epochs.running, self._step_before

@@ -65,6 +65,10 @@ class Streamed:
         return None if self._position is None else self._position.num_workers
 
     @property
+    def is_at_end(self) -> bool:
+        return self._is_over if self.running is None else self.running.position.is_over
+
+    @property
     def why_no_position(self) -> str | None:
         """Why a loop cannot go on where this one is, None if it can."""
         running = self.running

@@ -88,6 +88,14 @@ class BackgroundSave:
             atexit.unregister(self._finish)
             raise
 
+    def ask_for(self) -> None:
+        """Tell the other ranks that what is only held so far is to be written."""
+        self._letters.ask_for()
+
+    def is_asked_for(self) -> bool:
+        """Whether some rank has said so."""
+        return self._letters.is_asked_for()
+
     def fail(self, error: Exception) -> None:
         """It cannot be started on this rank; the others hear of it."""
         self.error = error

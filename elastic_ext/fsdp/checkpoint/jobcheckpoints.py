@@ -109,6 +109,7 @@ class JobCheckpoints:
         What went on before is over by now.
         """
         began = time.perf_counter()
+        agree_on(self.ranks, request.ask)  # until all have come here, what is held may still be all there is
         self.live.drop_held()
         folder, draft = self._begin(request)
         path = self._saver.save(folder, request, draft)

@@ -19,6 +19,7 @@ __all__ = ["Letters", "OwnStore", "ToldOfFailure"]
 _POLL_SECONDS = 0.002
 _MOST_POLL_SECONDS = 0.1
 _FAILED = "failed"
+_WANTED = "wanted"
 
 
 class ToldOfFailure(CheckpointError):
@@ -69,6 +70,16 @@ class Letters:
         key = self._key(what, self._rank)
         self._store.set(key, json.dumps(value))
         self._posted.append(key)
+
+    def ask_for(self) -> None:
+        """Have all ranks write what they only hold so far."""
+        key = self._key(_WANTED)
+        self._store.set(key, "1")
+        self._posted.append(key)
+
+    def is_asked_for(self) -> bool:
+        """Whether some rank has said ``ask_for``."""
+        return self._store.check([self._key(_WANTED)])
 
     def fail(self, why: str) -> None:
         """Have whoever waits, or comes to wait, give up."""

@@ -5,6 +5,7 @@ What that thread does is in background.py, what it writes in saver.py and writin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -187,16 +188,48 @@ class LiveSaver:
     def write_held(self, seconds: float) -> Path | None:
         """Have what was copied last written, from any thread, on all ranks; its folder, if it is there in time."""
         with self._lock:
-            save, self._held = self._held, None
+            save = self._held
             if save is not None:
-                self._written_late = save
-                save.start()
+                self._write_late(save)
                 save.hurry(seconds)
-        save = save or self._under_way or self._last
+        save = save or self._written_late or self._under_way or self._last
         if save is None:
             return None
         save.join(seconds)
         return save.path if save.is_made else None
+
+    def begin_held(self) -> Path | None:
+        """Begin to write what was copied last, and have the other ranks do so; its folder, if anything is held.
+
+        They need not come here: a thread of theirs calls ``follow_others`` now and then. ``end`` waits for it.
+        """
+        with self._lock:
+            save = self._held
+            if save is None:
+                return None
+            self._write_late(save)
+        with contextlib.suppress(RuntimeError):  # of a store that is gone, with the process that had it
+            save.ask_for()
+        return save.path
+
+    def wait_for_held(self) -> None:
+        """Return once what ``begin_held`` has begun is over, or other ranks have done nothing for it in a while."""
+        save = self._written_late
+        if save is not None:
+            save.hurry(PATIENCE_SECONDS)
+            save.join(self._storage.seconds)
+
+    def follow_others(self) -> None:
+        """Begin to write what was copied last, if another rank has begun to; from any thread."""
+        save = self._held
+        if save is not None and save.is_asked_for():
+            with self._lock:
+                if self._held is save:
+                    self._write_late(save)
+
+    def _write_late(self, save: BackgroundSave) -> None:
+        self._held, self._written_late = None, save
+        save.start()
 
     def _give_up_copying(self) -> None:
         """Nobody is to wait for what does not come."""
@@ -286,8 +319,12 @@ class LiveSaver:
         It ``hurries`` where they may be gone, and waits for them no longer than a while.
         """
         self.fence()
-        save, self._under_way = self._under_way, None
-        if save is not None:
+        with self._lock:
+            self._held, saves = None, [self._under_way, self._written_late]
+            self._under_way = self._written_late = None
+        for save in saves:
+            if save is None:
+                continue
             if hurries:
                 save.hurry(PATIENCE_SECONDS)
             save.join(self._storage.seconds)
