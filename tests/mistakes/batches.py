@@ -267,3 +267,105 @@ def rolls_back_what_cannot_come_again(training: Training) -> None:
                 training.learn(inputs, targets)
         except KeyError:
             pass
+
+
+@BATCHES.cause(
+    "two batches are fetched within a micro-step",
+    says=re.compile(r"2 batches were taken from the dataloader since the last commit, and micro-step 1 of the step .*"),
+    comes_as="StepError",
+    found="at once",
+    num_ranks=(1, 2),
+    is_mended=False,
+    num_committed=1,
+)
+def fetches_two_within_a_step(training: Training) -> None:
+    training.prepare(global_batch_size=MICRO_BATCH * training.num_ranks)
+    batches = iter(training.batches)
+    held = [next(batches)]
+    while held:
+        with training.trainer.step():
+            held += [next(batches), next(batches)]
+            training.learn(*held.pop(0))
+
+
+@BATCHES.cause(
+    "the loop is over another dataloader than the trainer's",
+    says="the loop has taken no batch from the dataloader that ElasticTrainer was given (ElasticDataLoader), and "
+    "trains on others: a step would count ",
+    comes_as="StepError",
+    found="at once",
+    num_ranks=(1, 2),
+)
+def loops_over_another_loader(training: Training) -> None:
+    training.prepare()
+    for inputs, targets, _ in training.torch_loader():
+        with training.trainer.step():
+            training.learn(inputs, targets)
+
+
+@BATCHES.cause(
+    "the loop is over a dataloader of smaller batches than torch's that the trainer has",
+    says="the model was given 2 samples, and the batch that the trainer's dataloader makes has 4: steps are counted "
+    "and weighed by the dataloader's. ",
+    comes_as="warning",
+    found="sampled",
+    is_mended=False,
+)
+def loops_over_smaller_batches(training: Training) -> None:
+    training.prepare(loader=training.torch_loader())
+    for inputs, targets, _ in training.dataset_in_twos():
+        with training.trainer.step():
+            training.learn(inputs, targets)
+
+
+@BATCHES.cause(
+    "samples are filtered out of batches within the step",
+    says="the model was given 3 samples, and the batch that the trainer's dataloader makes has 4: steps are counted "
+    "and weighed by the dataloader's. Give",
+    comes_as="warning",
+    found="sampled",
+    num_ranks=(1, 2),
+)
+def filters_samples(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            training.learn(inputs[:3], targets[:3])
+
+
+@BATCHES.cause(
+    "each batch is trained on twice",
+    says="a step of 4 micro-steps was taken with 2 batches of the trainer's dataloader: samples that are trained on "
+    "more than once, or come from elsewhere, count as the dataloader's. ",
+    comes_as="warning",
+    found="at once",
+    is_mended=False,
+)
+def trains_twice_on_each_batch(training: Training) -> None:
+    training.prepare()
+    for number, (inputs, targets) in enumerate(training.batches):
+        for _ in range(2 if number < 8 else 0):
+            with training.trainer.step():
+                training.learn(inputs, targets)
+
+
+@BATCHES.cause(
+    "the batch in hand is trained on after its step was taken back",
+    says="the batch in hand was taken from the dataloader before its step was taken back, and comes again: it would be "
+    "trained on twice. ",
+    comes_as="StepError",
+    found="at once",
+    num_ranks=(1, 2),
+)
+def goes_on_with_the_batch_in_hand(training: Training) -> None:
+    training.prepare()
+    batches = iter(training.batches)
+    inputs, targets = next(batches)
+    while True:
+        try:
+            with training.trainer.step():
+                inputs, targets = next(batches)
+                raise OSError("a disk that was full")
+        except OSError:
+            with training.trainer.step():
+                training.learn(inputs, targets)

@@ -154,3 +154,35 @@ def begins_at_zero_after_a_resume(training: Training) -> None:
         with training.trainer.epoch(epoch):
             training.next_loop()
             training.go_on()
+
+
+@EPOCHS.cause(
+    "model.eval() is left on by a validation",
+    says="the model is trained in evaluation mode (model.training is False): dropout is off, and batch norms use what "
+    "they have gathered. Call model.train() before the loop and after each validation, unless it is meant",
+    comes_as="warning",
+    found="sampled",
+    num_ranks=(1, 2),
+)
+def trains_in_evaluation_mode(training: Training) -> None:
+    training.prepare()
+    training.model.eval()
+    training.go_on()
+
+
+@EPOCHS.cause(
+    "a validation within the step makes graphs",
+    says="the model was called 2 times in evaluation mode within a micro-step, with gradients, and no backward() came "
+    "of it: such a validation makes a graph in each pass. Put it between two steps, or under torch.no_grad()",
+    comes_as="warning",
+    found="sampled",
+)
+def validates_within_the_step(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            training.model.eval()
+            for _ in range(2):
+                training.loss(inputs, targets)
+            training.model.train()
+            training.learn(inputs, targets)

@@ -68,6 +68,7 @@ def steps_through_a_bare_scaler(training: Training) -> None:
             scaler.scale(training.loss(inputs, targets)).backward()
             scaler.step(training.optimizer)
             scaler.update()
+            training.optimizer.zero_grad()
 
 
 @GRADIENTS.cause(
@@ -300,4 +301,142 @@ def divides_gradients_by_hand(training: Training) -> None:
     for inputs, targets in training.batches:
         with training.trainer.step():
             training.trainer.backward(training.loss(inputs, targets), num_items=len(inputs))
+            training.finish()
+
+
+@GRADIENTS.cause(
+    "zero_grad() is forgotten",
+    says="gradients of the step before are still there as a step begins its backward pass: zero_grad() was not called, "
+    "and gradients add up from step to step, as torch has them. Call optimizer.zero_grad() once in the loop, unless it "
+    "is meant",
+    comes_as="warning",
+    found="first steps",
+    num_ranks=(1, 2),
+)
+def forgets_zero_grad(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            training.loss(inputs, targets).backward()
+            training.optimizer.step()
+
+
+@GRADIENTS.cause(
+    "zero_grad() stands between backward and step",
+    says="optimizer.step() was called, and no parameter of the optimizer has a gradient: zero_grad() was called "
+    "between backward() and step(), and cleared them; call it after optimizer.step(), or before the forward pass. ",
+    comes_as="StepError",
+    found="at once",
+    num_ranks=(1, 2),
+)
+def clears_before_it_steps(training: Training) -> None:
+    training.prepare(global_batch_size=4 * training.num_ranks)
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            training.loss(inputs, targets).backward()
+            training.optimizer.zero_grad()
+            training.optimizer.step()
+
+
+@GRADIENTS.cause(
+    "the loss is still divided by the number of micro-batches",
+    says=re.compile(
+        r"the loss is multiplied by 0\.(25|5) before backward\(\), and a step has (4|2) micro-batches, each of which "
+        r"counts by its part of the step already: gradients are (4|2) times too small\. .* unless it is meant.*"
+    ),
+    comes_as="warning",
+    found="first steps",
+    num_ranks=(1, 2),
+)
+def divides_the_loss(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            (training.loss(inputs, targets) / training.trainer.num_micro_steps).backward()
+            training.finish()
+
+
+@GRADIENTS.cause(
+    "the loss is a sum over its micro-batch",
+    says=re.compile(
+        r"the loss is a sum over the 4 samples of its micro-batch, and a step of (4|2) micro-batches weighs them as "
+        r"means: .* or trainer\.backward\(loss, num_items=4\), which divides by the items of the whole step.*"
+    ),
+    comes_as="warning",
+    found="first steps",
+    num_ranks=(1, 2),
+)
+def sums_its_losses(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            loss: Any = nn.functional.cross_entropy(training.model(inputs), targets, reduction="sum")
+            loss.backward()
+            training.finish()
+
+
+@GRADIENTS.cause(
+    "backward() is forgotten",
+    says="optimizer.step() was called, and no parameter of the optimizer has a gradient: no backward() came to them in "
+    "this step; call loss.backward() before optimizer.step(). The step was taken back",
+    comes_as="StepError",
+    found="at once",
+)
+def forgets_backward(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            training.loss(inputs, targets)
+            training.finish()
+
+
+@GRADIENTS.cause(
+    "backward() is left out in some micro-steps",
+    says="1 of the 4 micro-steps of a step called the model and had no backward(): their samples count as trained on, "
+    "and the gradient is that of 3 micro-batches divided by 4. Call loss.backward() in every micro-step; where a batch "
+    "is not to count, trainer.backward(loss * 0, num_items=0)",
+    comes_as="warning",
+    found="sampled",
+)
+def leaves_backward_out(training: Training) -> None:
+    training.prepare()
+    for number, (inputs, targets) in enumerate(training.batches):
+        with training.trainer.step():
+            loss = training.loss(inputs, targets)
+            if number % 4:
+                loss.backward()
+            training.finish()
+
+
+@GRADIENTS.cause(
+    "no_grad() is left on by a validation",
+    says="gradients are switched off here (torch.no_grad(), torch.inference_mode() or torch.set_grad_enabled(False), "
+    "left on by a validation, maybe); switch them on for training",
+    comes_as="StepError",
+    found="at once",
+    num_ranks=(1, 2),
+)
+def leaves_gradients_off(training: Training) -> None:
+    training.prepare()
+    with torch.no_grad():
+        for inputs, targets in training.batches:
+            with training.trainer.step():
+                training.learn(inputs, targets)
+
+
+@GRADIENTS.cause(
+    "losses are kept with their graphs",
+    says="the graphs of 2 steps in a row are still held: something keeps losses or outputs together with what they "
+    "were computed from, and memory grows with every step. Keep loss.item() or loss.detach() instead",
+    comes_as="warning",
+    found="first steps",
+    num_ranks=(1, 2),
+)
+def keeps_its_losses(training: Training) -> None:
+    training.prepare()
+    kept = []
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            kept.append(training.loss(inputs, targets))
+            kept[-1].backward()
             training.finish()

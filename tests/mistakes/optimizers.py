@@ -236,3 +236,57 @@ def rolls_back_too_late(training: Training) -> None:
             training.learn(inputs, targets)
             if training.trainer.sync_gradients:
                 training.trainer.rollback()
+
+
+@OPTIMIZERS.cause(
+    "the optimizer never steps",
+    says="3 steps have ended, and no optimizer has stepped: nothing was trained. Call optimizer.step(), of the "
+    "optimizer that trainer.prepare() returned, within trainer.step()",
+    comes_as="warning",
+    found="first steps",
+    num_ranks=(1, 2),
+    is_mended=False,
+)
+def never_steps(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            training.loss(inputs, targets).backward()
+
+
+@OPTIMIZERS.cause(
+    "the optimizer steps in every third micro-step, as where gradients are gathered by hand",
+    says="4 steps have ended, and optimizer.step() was called in 1 of them: the gradients of the others were dropped, ",
+    comes_as="warning",
+    found="first steps",
+    is_mended=False,
+)
+def steps_in_every_third_micro_step(training: Training) -> None:
+    training.prepare(global_batch_size=8)
+    for number, (inputs, targets) in enumerate(training.batches):
+        with training.trainer.step():
+            training.loss(inputs, targets).backward()
+            if number % 3 == 0:
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+
+
+@OPTIMIZERS.cause(
+    "two optimizers step in different rhythms",
+    says="the optimizers step in different steps (5, 2 of 5), and a step counts as one where all have stepped: ",
+    comes_as="warning",
+    found="first steps",
+    num_ranks=(1,),
+    is_mended=False,
+)
+def steps_in_two_rhythms(training: Training) -> None:
+    model = training.model
+    training.prepare([torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])], global_batch_size=4)
+    first, second = training.optimizer
+    for number, (inputs, targets) in enumerate(training.batches):
+        with training.trainer.step():
+            training.loss(inputs, targets).backward()
+            for optimizer in (first, second) if number % 2 else (first,):
+                optimizer.step()
+            for optimizer in (first, second):
+                optimizer.zero_grad()

@@ -79,7 +79,7 @@ def test_a_peers_loop_that_is_stopped_within_an_epoch_goes_on_with_the_next_samp
 
 
 @each_way
-@each_peer
+@pytest.mark.parametrize("name", [name for name in PEERS if name != "Lightning"])  # whose schedules step after it
 @pytest.mark.parametrize("loader", ["ours", "torchs"])
 def test_a_peers_loop_that_is_stopped_with_an_epochs_last_step_goes_on_with_the_next_epoch(
     ranks: RankPool, tmp_path: Path, name: str, loader: LoaderKind, num_ranks: int
@@ -97,6 +97,16 @@ def test_schedules_that_step_between_epochs_are_not_behind_after_a_resume(
     expected = ranks.run(num_ranks, by_hand, num_ranks, "Lightning", **options)
     came = ranks.run(num_ranks, ended_after_an_epoch, num_ranks, loader, tmp_path, **options)
     assert [bits for bits, _, _ in came] == [bits for bits, _, _ in expected]
+
+
+@each_way
+def test_a_loop_that_is_stopped_before_its_schedules_step_is_told_so(
+    ranks: RankPool, tmp_path: Path, num_ranks: int
+) -> None:
+    options: dict[str, Any] = {"process_group": num_ranks > 1, "deadline_seconds": DEADLINE_SECONDS}
+    came = ranks.run(num_ranks, with_library, num_ranks, "Lightning", "ours", tmp_path, (4, None), **options)
+    (said,) = came[0][2]
+    assert "StepLR has never stepped within a step: if it is to step after each epoch, call its step() once" in said
 
 
 def ended_after_an_epoch(rank: int, num_ranks: int, loader: LoaderKind, folder: Path) -> Came:

@@ -53,6 +53,9 @@ class Training:
     def torch_loader(self, **options: Any) -> Any:
         return DataLoader(self.dataset, batch_size=MICRO_BATCH, **options)
 
+    def dataset_in_twos(self) -> Any:
+        return DataLoader(self.dataset, batch_size=2)
+
     def make(self, loader: Any = None, *, model: Any = None, **arguments: Any) -> Any:
         """A trainer, by default over an ElasticDataLoader."""
         self.loader = self.elastic_loader() if loader is None else loader
