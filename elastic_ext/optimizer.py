@@ -135,7 +135,7 @@ class ElasticOptimizer(Optimizer):
         self._begin(state)
         self._is_called = True
         try:
-            result = self.inner.step() if self.rates.factor == 1.0 else self._step_scaled(None)
+            result = self._step_scaled(None)
         finally:
             self._is_called = False
         self._end(state)
@@ -233,6 +233,7 @@ class ElasticOptimizer(Optimizer):
     def _follow(self, config_file: str | Path, options: dict[str, Any]) -> None:
         settings = OptimizerSettings([self])
         self._follower = follow_config(config_file, startup=settings.startup_values(), **options)
+        settings.tells = self._follower.ranks.rank == 0
         self._follower.add(settings)
         self._follower.start()
 
@@ -279,11 +280,12 @@ class ElasticOptimizer(Optimizer):
             state.num_stepped += 1
 
     def _step_scaled(self, closure: Closure | None) -> Any:
-        step = self.inner.step if closure is None else lambda: self.inner.step(closure)
-        if self.rates.factor == 1.0:
-            return step()
-        with self.rates.scaled():
-            return step()
+        rates = self.rates
+        rates.look()
+        if rates.factor == 1.0:
+            return self.inner.step() if closure is None else self.inner.step(closure)
+        with rates.scaled():
+            return self.inner.step() if closure is None else self.inner.step(closure)
 
     def _step_with(self, closure: Closure, state: StepState) -> Any:
         """A closure's first evaluation is still before the optimizer begins; a further one needs a step to itself."""

@@ -119,6 +119,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     raise_on_all(follower, problem, "preparing a trainer")
     assert parts is not None
     assert settings is not None
+    settings.tells = follower.ranks.rank == 0
     gradients.optimizers = list(parts.optimizers)
     ranks, registered, state = follower.ranks, setup.registered, setup.state
     recorder, analyzer = None, None
