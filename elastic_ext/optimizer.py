@@ -129,6 +129,8 @@ class ElasticOptimizer(Optimizer):
             state.before_optimizer()
         if _is_left_out(self.inner):
             return None
+        if state.number >= state.looks_from and not state.may_step(self._trained()):
+            return None
         if state.on_gradients is not None:
             self._show_gradients(state)
         self._wait_to_change()
@@ -266,8 +268,10 @@ class ElasticOptimizer(Optimizer):
     def _show_gradients(self, state: StepState) -> None:
         """To whoever looks at them in this step; a fused optimizer divides them by a GradScaler's scale by itself."""
         assert state.on_gradients is not None
-        trained = [part for group in self.param_groups for part in group["params"]]
-        state.on_gradients(trained, vars(self.inner).get("grad_scale"))
+        state.on_gradients(self._trained(), vars(self.inner).get("grad_scale"))
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [part for group in self.param_groups for part in group["params"]]
 
     def _begin(self, state: StepState) -> None:
         if self._begun_in != state.number:
@@ -290,9 +294,10 @@ class ElasticOptimizer(Optimizer):
     def _step_with(self, closure: Closure, state: StepState) -> Any:
         """A closure's first evaluation is still before the optimizer begins; a further one needs a step to itself."""
         num_evaluations = 0
+        loss: Any = None
 
         def evaluate() -> Any:
-            nonlocal num_evaluations
+            nonlocal loss, num_evaluations
             num_evaluations += 1
             if num_evaluations > 1 and state.num_micro_steps > 1:
                 raise StepError(
@@ -303,6 +308,8 @@ class ElasticOptimizer(Optimizer):
             if num_evaluations == 1:
                 if state.before_optimizer is not None:
                     state.before_optimizer()
+                if state.number >= state.looks_from and not state.may_step(self._trained()):
+                    raise _Unfit
                 if state.on_gradients is not None:
                     self._show_gradients(state)
                 self._begin(state)
@@ -312,10 +319,16 @@ class ElasticOptimizer(Optimizer):
         self._is_called = True
         try:
             result = self._step_scaled(evaluate)
+        except _Unfit:
+            return loss
         finally:
             self._is_called = False
         self._end(state)
         return result
+
+
+class _Unfit(Exception):
+    """Leaves the step of an optimizer whose closure has given gradients that it is not to use; no user sees it."""
 
 
 def _is_idle(groups: list[dict[str, Any]]) -> bool:

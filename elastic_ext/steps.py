@@ -85,6 +85,7 @@ class Steps:
         self._batches = parts.batches
         self._counted = parts.batches.counted
         self._optimizers = parts.optimizers
+        self._finite = parts.finite
         self._kept, self._keeps_all = parts.snapshot, parts.keeps_all
         self._scaler = parts.scaler
         self._undoing = Undoing(parts)
@@ -396,11 +397,15 @@ class Steps:
         if state.num_stepped == state.num_optimizers:
             counts.global_step += 1
             counts.num_steps += 1
+        elif self._finite.leaves_out:
+            self._undoing.leave_out(restores=self._keeps_all and state.num_begun == 0)
         else:
             if state.keeps_batch:
                 self._gradients.drop()
             if self._tells_of_infinities:
                 self._tell_of_infinities()
+        if state.number >= state.looks_from:
+            self._finite.end_step()
         if self._guarding.is_watching:
             self._guarding.note(self._step.largest)
         if state.is_guarded:
