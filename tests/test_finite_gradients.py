@@ -242,7 +242,7 @@ def test_what_is_told_of_clipped_gradients_is_what_they_were_before(
     """A norm that is infinite makes zeros of what was finite, one that is no number makes none of everything."""
     model = make_model()
     run = Run(tmp_path, model=model, clips=True)
-    model[2].bias.register_hook(lambda gradient: gradient * NAN)  # type: ignore[no-untyped-call]
+    model[2].bias.register_hook(lambda gradient: gradient * NAN)  # type: ignore[operator]
     with run.trainer:
         run.take(1)
     assert said_in(caplog)[0].startswith("the gradients of 1 of 4 parameters were not finite")
@@ -367,7 +367,7 @@ def test_gradients_that_a_closure_gives_are_looked_at_too(tmp_path: Path) -> Non
             def closure(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets, number: int = number) -> Any:
                 run.optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(run.model(inputs), targets) * (NAN if number == 1 else 1.0)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 return loss
 
             before.append(bits_of(run.model))
@@ -418,7 +418,8 @@ def test_gradients_that_come_after_another_optimizer_has_stepped_keep_their_own_
                 for each, optimizer in zip((model[0], model[2]), optimizers, strict=True):
                     each.requires_grad_(True)
                     loss = nn.functional.cross_entropy(model(inputs), targets)
-                    (loss * (NAN if each is model[2] else 1.0)).backward(inputs=list(each.parameters()))
+                    loss = loss * (NAN if each is model[2] else 1.0)
+                    loss.backward(inputs=list(each.parameters()))  # type: ignore[no-untyped-call]
                     optimizer.step()
                     optimizer.zero_grad()
             break
