@@ -133,11 +133,13 @@ class ElasticOptimizer(Optimizer):
             return None
         if state.on_gradients is not None:
             self._show_gradients(state)
+        rates = self.rates
+        rates.look()
         self._wait_to_change()
         self._begin(state)
         self._is_called = True
         try:
-            result = self._step_scaled(None)
+            result = self.inner.step() if rates.factor == 1.0 else self._step_scaled(None)
         finally:
             self._is_called = False
         self._end(state)
@@ -240,6 +242,7 @@ class ElasticOptimizer(Optimizer):
         self._follower.start()
 
     def _step_alone(self, closure: Closure | None) -> Any:
+        self.rates.look()
         result = self._step_scaled(closure)
         if self._follower is not None:
             self._follower.boundary()
@@ -284,12 +287,11 @@ class ElasticOptimizer(Optimizer):
             state.num_stepped += 1
 
     def _step_scaled(self, closure: Closure | None) -> Any:
-        rates = self.rates
-        rates.look()
-        if rates.factor == 1.0:
-            return self.inner.step() if closure is None else self.inner.step(closure)
-        with rates.scaled():
-            return self.inner.step() if closure is None else self.inner.step(closure)
+        step = self.inner.step if closure is None else lambda: self.inner.step(closure)
+        if self.rates.factor == 1.0:
+            return step()
+        with self.rates.scaled():
+            return step()
 
     def _step_with(self, closure: Closure, state: StepState) -> Any:
         """A closure's first evaluation is still before the optimizer begins; a further one needs a step to itself."""
@@ -316,6 +318,7 @@ class ElasticOptimizer(Optimizer):
             return loss
 
         self._wait_to_change()
+        self.rates.look()
         self._is_called = True
         try:
             result = self._step_scaled(evaluate)

@@ -187,7 +187,7 @@ class Rates:
 
     def _is_as_shown(self) -> bool:
         """Whether the groups' rates and decays are the objects that they were; called in every step, so it is brief."""
-        groups = self._optimizer.param_groups
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
         if self._shown_rates is None:
             for group, decay in zip(groups, self._shown_decays, strict=False):
                 if group.get("weight_decay") is not decay:

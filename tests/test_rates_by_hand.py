@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticOptimizer
 from elastic_ext.scaling import rate_factor
 from tests.loops import put
 from tests.ranks import RankPool
+from tests.test_accelerate import accelerate_forgotten
 from tests.test_rewind import Rewindable
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 
@@ -510,3 +513,45 @@ def test_alone_an_optimizer_takes_the_file_as_a_factor_too(tmp_path: Path, caplo
     optimizer.close()
     assert used == [cosine(step) * (0.2 / RATE) for step in range(4)]
     assert len(said_in(caplog)) == 1
+
+
+# ---- under accelerate ----
+
+
+def test_under_accelerate_a_milestone_survives_its_own_checkpoints_while_the_config_says_another_rate(
+    tmp_path: Path,
+) -> None:
+    """accelerator.load_state() loads the bare optimizer, behind the back of the one that prepare() has returned."""
+
+    def train(folder: Path, num_steps: int, write: Write, *, loads: bool) -> list[float]:
+        folder.mkdir(exist_ok=True)
+        with accelerate_forgotten():
+            accelerator = Accelerator(cpu=True)
+            data = DataLoader(TensorDataset(*make_data(48)), batch_size=BATCH)
+            bare = make_model()
+            model, optimizer, batches = accelerator.prepare(bare, SGD(bare.parameters(), lr=RATE), data)
+            trainer = trainer_of(folder, model, batches, global_batch_size=BATCH, accelerator=accelerator)
+            put(folder, 0, {"version": 1, "optimizer": {"learning_rate": 0.2}})
+            elastic = trainer.prepare(optimizer)
+            used: list[float] = []
+            elastic.register_step_pre_hook(lambda seen, *ignored: used.append(seen.param_groups[0]["lr"]))
+            with trainer:
+                if loads:
+                    trainer.load_state_dict(torch.load(tmp_path / "trainer.pt"))
+                    accelerator.load_state(str(tmp_path / "state"))
+                for inputs, targets in batches:
+                    write(elastic, trainer.global_step)
+                    with trainer.step():
+                        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+                        elastic.step()
+                        elastic.zero_grad()
+                    if trainer.global_step == num_steps:
+                        break
+                if not loads:
+                    torch.save(trainer.state_dict(), tmp_path / "trainer.pt")
+                    accelerator.save_state(str(tmp_path / "state"))
+        return used
+
+    first = train(tmp_path / "a", 3, milestone_at(1), loads=False)
+    second = train(tmp_path / "b", 5, nothing, loads=True)
+    assert first == pytest.approx([0.2, 0.02, 0.02]) and second == pytest.approx([0.02, 0.02])
