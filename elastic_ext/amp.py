@@ -59,6 +59,8 @@ class ElasticScaler:
             result = self.inner.step(optimizer if prepared is None else prepared, *arguments, **options)
             if self._state.num_stepped == num_stepped:
                 self._left_out_in = self._state.number
+                if self._is_enabled and self._state.is_inside and self._state.on_left_out is not None:
+                    self._state.on_left_out()
             return result
         finally:
             if prepared is not None:  # after an exception torch leaves them, and would divide by their product next

@@ -13,7 +13,7 @@ __all__ = ["Counts"]
 
 @dataclass(slots=True)
 class Counts:
-    """The same on every rank."""
+    """The same on every rank, but for what each has seen by itself."""
 
     global_step: int = 0
     num_steps: int = 0
@@ -31,6 +31,10 @@ class Counts:
     """Steps that ended since this run began, whether they committed or not."""
     num_samples: int = 0
     """Of those steps, over all ranks, as far as they are known."""
+    num_not_finite: int = 0
+    """Steps in which this rank has seen gradients or a loss that are not finite, since this run began,"""
+    num_skipped: int = 0
+    """... and those of them that were left out for it."""
 
     @property
     def epoch_to_resume(self) -> int:

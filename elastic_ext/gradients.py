@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from .clipping import as_parameters, clip_norm
 from .engine import after_pass, current_pass
 from .errors import StepError
+from .finite_gradients import FiniteGradients
 from .hooks import Hook
 from .sharing import Sharing
 from .sharing_ways import sharing_of
@@ -94,6 +95,8 @@ class Gradients:
         """Called after the passes of a guarded step's last micro-step, on all ranks."""
         self._sharing_pass = -1  # gradients are shared when this one has ended
         self.optimizers: list[ElasticOptimizer] = []
+        self.finite: FiniteGradients | None = None
+        """Who is told of losses and norms; None before ``prepare``."""
         self._tampering = Tampering()
         self._num_items: torch.Tensor | None = None
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients of the step before, by parameters
@@ -193,6 +196,8 @@ class Gradients:
             if self._num_items is None:
                 self._set_left_aside()
             self._count(loss, num_items)
+        if state.number >= state.looks_from and self.finite is not None:
+            self.finite.note_loss(loss)
         weighing.is_exact = state.is_exact = True
         try:
             if weight == 1.0:
@@ -218,8 +223,14 @@ class Gradients:
         parts = as_parameters(parameters)
         if self._state.on_gradients is not None:
             self._state.on_gradients(parts, None)
+        if self.finite is not None and self._state.number >= self._state.looks_from:
+            self.finite.note_clipping(parts)
         norm = self.sharing.clip(parts, most, norm_type, error_if_nonfinite=error_if_nonfinite)
-        return clip_norm(parts, most, norm_type, error_if_nonfinite, foreach) if norm is None else norm
+        if norm is None:
+            norm = clip_norm(parts, most, norm_type, error_if_nonfinite, foreach)
+        if self.finite is not None:
+            self.finite.note_norm(norm)
+        return norm
 
     @property
     def can_wait_for_weights(self) -> bool:

@@ -21,17 +21,15 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from .hooks import Hook, is_compiled, num_graphs_compiled
 from .loss_graph import BackwardLook, factor_of, is_sum_over, reads_graphs
 from .outputs import replaced
+from .remarks import NUM_FIRST_LOOKS
 from .step_state import StepState
 from .weighing import callable_parts
 
 if TYPE_CHECKING:
     from .optimizer import ElasticOptimizer
 
-__all__ = ["BETWEEN_LOOKS", "FEWER_BATCHES", "LoopChecks", "Rhythm", "is_looked_at"]
+__all__ = ["FEWER_BATCHES", "LoopChecks", "Rhythm"]
 
-_FIRST = 4
-BETWEEN_LOOKS = 63
-"""Steps between two looks; a number of a step has none of its bits where one is due."""
 
 _DIVIDED = (
     "the loss is multiplied by {factor:g} before backward(), and a step has {num} micro-batches, each of which counts "
@@ -90,11 +88,6 @@ FEWER_BATCHES = (
     "on more than once, or come from elsewhere, count as the dataloader's. For such a loop give ElasticTrainer no "
     "dataloader, and micro_batch_size="
 )
-
-
-def is_looked_at(number: int) -> bool:
-    """Whether the step of that number is looked at."""
-    return number > 0 and (number < _FIRST or not number & BETWEEN_LOOKS)
 
 
 @dataclass(slots=True)
@@ -166,7 +159,7 @@ class LoopChecks:
         """A micro-step of such a step begins."""
         self._seen, self.is_inside = _Seen(), True
         state = self._state
-        if not self._handles or state.num_micro_steps == 1 or state.index > 0 or state.number >= _FIRST:
+        if not self._handles or state.num_micro_steps == 1 or state.index > 0 or state.number >= NUM_FIRST_LOOKS:
             return
         if self._reads_graphs is None:
             self._reads_graphs = reads_graphs()
@@ -280,12 +273,12 @@ class Rhythm:
         num_committed = num_ended - self._num_uncounted
         if state.num_stepped:
             self._num_partial += 1
-            if self._num_partial >= _FIRST - 1:
+            if self._num_partial >= NUM_FIRST_LOOKS - 1:
                 rhythms = ", ".join(str(each.num_steps) for each in optimizers)
                 self._checks.say(_RHYTHMS, rhythms=rhythms, num=num_ended, all=num_committed)
         elif not is_known:
             self._num_left_out += 1
-            if state.keeps_batch and self._num_left_out >= max(_FIRST - 1, num_committed):
+            if state.keeps_batch and self._num_left_out >= max(NUM_FIRST_LOOKS - 1, num_committed):
                 sentence = _NO_STEP if num_committed else _NEVER_STEPPED
                 self._checks.say(sentence, num=num_ended, stepped=num_committed)
 

@@ -48,6 +48,10 @@ class Measures:
     """Of the model, each of which takes samples of its own."""
     waits_in_passes: bool = False
     """Whether passes wait for parameters of other ranks."""
+    num_not_finite: int | None = None
+    """Steps in which the rank has seen gradients or a loss that are not finite, since this run began,"""
+    num_skipped: int | None = None
+    """... and those of them that were left out for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

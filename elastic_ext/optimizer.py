@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,15 +165,19 @@ class ElasticOptimizer(Optimizer):
             return None
         if state.num_optimizers == 1 and self._stepped_in != state.number:
             self._make_sure_of_gradients()
+        if state.number >= state.looks_from and not state.may_step(self._trained()):
+            return None
         if state.on_gradients is not None:
             self._show_gradients(state)
         if self._num_looks > 0:
             self._look_twice(state)
+        rates = self.rates
+        rates.look()
         self._wait_to_change()
         self._begin(state)
         self._is_called = True
         try:
-            result = self.inner.step() if self.rates.factor == 1.0 else self._step_scaled(None)
+            result = self.inner.step() if rates.factor == 1.0 else self._step_scaled(None)
         finally:
             self._is_called = False
         self._end(state)
@@ -266,7 +270,7 @@ class ElasticOptimizer(Optimizer):
         state = self._state
         if state is None or not self._may_zero or self._stepped_in != state.number - 1:
             return False
-        return any(part.grad is not None and bool(part.grad.any()) for part in self._parameters())
+        return any(part.grad is not None and bool(part.grad.any()) for part in self._trained())
 
     @property
     def may_have_left_gradients(self) -> bool:
@@ -297,20 +301,18 @@ class ElasticOptimizer(Optimizer):
     def _follow(self, config_file: str | Path, options: dict[str, Any]) -> None:
         settings = OptimizerSettings([self])
         self._follower = follow_config(config_file, startup=settings.startup_values(), **options)
+        settings.tells = self._follower.ranks.rank == 0
         self._follower.add(settings)
         self._follower.start()
 
     def _step_alone(self, closure: Closure | None) -> Any:
+        self.rates.look()
         result = self._step_scaled(closure)
         if self._follower is not None:
             self._follower.boundary()
         return result
 
     # ---- a step ----
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.inner.param_groups:
-            yield from group["params"]
 
     def _has_gradient(self) -> bool:
         for group in self.inner.param_groups:  # asked in each step: most often of the first parameter alone
@@ -321,7 +323,7 @@ class ElasticOptimizer(Optimizer):
 
     def _make_sure_of_gradients(self) -> None:
         """Raise where there is nothing to step by, which torch passes over in silence."""
-        if self._has_gradient() or not any(part.requires_grad and part.numel() for part in self._parameters()):
+        if self._has_gradient() or not any(part.requires_grad and part.numel() for part in self._trained()):
             return
         state = self._state
         is_cleared = state is not None and self._cleared_in == state.number
@@ -359,8 +361,10 @@ class ElasticOptimizer(Optimizer):
     def _show_gradients(self, state: StepState) -> None:
         """To whoever looks at them in this step; a fused optimizer divides them by a GradScaler's scale by itself."""
         assert state.on_gradients is not None
-        trained = [part for group in self.param_groups for part in group["params"]]
-        state.on_gradients(trained, vars(self.inner).get("grad_scale"))
+        state.on_gradients(self._trained(), vars(self.inner).get("grad_scale"))
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [part for group in self.param_groups for part in group["params"]]
 
     def _begin(self, state: StepState) -> None:
         if self._begun_in != state.number:
@@ -383,9 +387,10 @@ class ElasticOptimizer(Optimizer):
     def _step_with(self, closure: Closure, state: StepState) -> Any:
         """A closure's first evaluation is still before the optimizer begins; a further one needs a step to itself."""
         num_evaluations = 0
+        loss: Any = None
 
         def evaluate() -> Any:
-            nonlocal num_evaluations
+            nonlocal loss, num_evaluations
             num_evaluations += 1
             if num_evaluations > 1 and state.num_micro_steps > 1:
                 raise StepError(
@@ -396,19 +401,28 @@ class ElasticOptimizer(Optimizer):
             if num_evaluations == 1:
                 if state.before_optimizer is not None:
                     state.before_optimizer()
+                if state.number >= state.looks_from and not state.may_step(self._trained()):
+                    raise _Unfit
                 if state.on_gradients is not None:
                     self._show_gradients(state)
                 self._begin(state)
             return loss
 
         self._wait_to_change()
+        self.rates.look()
         self._is_called = True
         try:
             result = self._step_scaled(evaluate)
+        except _Unfit:
+            return loss
         finally:
             self._is_called = False
         self._end(state)
         return result
+
+
+class _Unfit(Exception):
+    """Leaves the step of an optimizer whose closure has given gradients that it is not to use; no user sees it."""
 
 
 def _is_idle(groups: list[dict[str, Any]]) -> bool:

@@ -19,6 +19,7 @@ from .checkpoints import checkpoints_for
 from .counts import Counts
 from .device_memory import DeviceMemory
 from .facts import FactsOfJob
+from .finite_gradients import FiniteGradients, WhenNotFinite
 from .follow import ConfigFollower, follow_config
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.spread import Spread
@@ -67,6 +68,7 @@ class Setup:
     rule: BatchRule
     rolls_back_fully: bool
     guard: GuardMode
+    when_not_finite: WhenNotFinite
     shares_always: bool
     shows_progress: bool | None
     following: Mapping[str, Any]
@@ -126,6 +128,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     raise_on_all(follower, problem, "preparing a trainer")
     assert parts is not None
     assert settings is not None
+    settings.tells = follower.ranks.rank == 0
     gradients.optimizers = list(parts.optimizers)
     ranks, registered, state = follower.ranks, setup.registered, setup.state
     state.remarks.are_logged = ranks.rank == 0
@@ -206,8 +209,14 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     counted = batches.counted
     if counted is not None:
         follower.compare_ahead(lambda: counted.num_handed)
-    compared = {"guard": setup.guard, "sync_every_micro_step": setup.shares_always, "learning_rate_rule": setup.rule}
-    follower.compare_at_start(compared)
+    follower.compare_at_start(
+        {
+            "guard": setup.guard,
+            "sync_every_micro_step": setup.shares_always,
+            "learning_rate_rule": setup.rule,
+            "when_not_finite": setup.when_not_finite,
+        }
+    )
     why_not_reshard = spread.why_not or (None if spread.plan else NOT_SPREAD)
     growing = Growing(follower, batches, setup.counts, memory, plan=lambda: spread.plan)
     inner = [each.inner for each in parts.optimizers]
@@ -246,12 +255,23 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         facts=facts,
         remarks=state.remarks,
     )
+    finite = gradients.finite = FiniteGradients(
+        setup.when_not_finite,
+        state,
+        setup.counts,
+        inner,
+        lambda: gradients.sharing,
+        has_scaler=parts.scaler is not None and parts.scaler.is_enabled(),
+        tells=ranks.rank == 0,
+        report=lambda text, step, details: follower.reports.tell("not-finite", step=step, text=text, details=details),
+    )
     pass_boundary = session.pass_boundary if recorder is None else recorder.around_boundary(session.pass_boundary)
     kind_of_steps = PulsingSteps if follower.pulse.is_seen else Steps
     steps = kind_of_steps(
         StepParts(
             state=setup.state,
             gradients=gradients,
+            finite=finite,
             batches=batches,
             optimizers=parts.optimizers,
             snapshot=Snapshot(setup.model, setup.registered),

@@ -1,13 +1,29 @@
-"""Remarks: what is said once about a loop, where it may be meant, and mostly is a mistake."""
+"""Remarks: what is said once about a loop, since it may be meant and mostly is a mistake; and when it is looked for."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
-__all__ = ["Remarks"]
+__all__ = ["BETWEEN_LOOKS", "NUM_FIRST_LOOKS", "Remarks", "is_looked_at", "next_look"]
 
 _logger = logging.getLogger(__name__)
+
+NUM_FIRST_LOOKS = 4
+"""So many first steps are looked at, and one of many after them."""
+BETWEEN_LOOKS = 63
+"""A step's number has none of these bits where a further look is due."""
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether the step of that number is looked at."""
+    return number < NUM_FIRST_LOOKS or not number & BETWEEN_LOOKS
+
+
+def next_look(number: int) -> int:
+    """The first step after that of this number that is looked at."""
+    following = number + 1
+    return following if following < NUM_FIRST_LOOKS else (following + BETWEEN_LOOKS) & ~BETWEEN_LOOKS
 
 
 class Remarks:

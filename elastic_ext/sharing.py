@@ -130,6 +130,16 @@ class Sharing:
         for group in self.groups:
             dist.all_reduce(number, group=group)
 
+    def total(self, number: torch.Tensor) -> float:
+        """The sum over all ranks, those of one replica too."""
+        for group in self.groups + self._spread_groups:
+            dist.all_reduce(number, group=group)
+        return float(number.item())
+
+    def has_alike(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether every rank has the same gradients of these, once they are shared."""
+        return not self.has_others
+
     def hooks(self) -> list[RemovableHandle]:
         """What the model calls while steps are taken; to be removed by the caller."""
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -44,6 +44,7 @@ class _Replicated(Sharing):
         averaged = [list(internals.averaged(replica)) for replica in replicas]
         self._averaged = list(dict.fromkeys(part for parts in averaged for part in parts))
         self._num_now, self._num_made = list(map(len, averaged)), list(map(internals.num_averaged, replicas))
+        self._are_averaged = frozenset(map(id, self._averaged))
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -101,6 +102,12 @@ class _Replicated(Sharing):
 
     def averaged(self) -> Sequence[torch.Tensor]:
         return self._averaged
+
+    def has_alike(self, parameters: Iterable[torch.Tensor]) -> bool:
+        if not self.has_others:
+            return True
+        learning = (id(part) for part in parameters if part.requires_grad)
+        return not self._spread_groups and self._are_averaged.issuperset(learning)
 
     def share_buffers(self) -> None:
         for replica in self._replicas:

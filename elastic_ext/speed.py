@@ -32,4 +32,6 @@ class Speed:
             memory_bytes=held.process,
             accelerator_bytes=held.accelerator,
             accelerator_peak_bytes=held.accelerator_peak,
+            num_not_finite=counts.num_not_finite,
+            num_skipped=counts.num_skipped,
         )

@@ -5,6 +5,7 @@ What these words mean is said in trainer.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,6 +56,12 @@ class StepState:
     on_gradients: Callable[[Iterable[torch.Tensor], torch.Tensor | None], None] | None = None
     """Told of parameters whose gradients are those of the step, before these are clipped or used, and of what they are
     still multiplied with; None where nobody looks at them."""
+    looks_from: int = sys.maxsize
+    """In steps with this number and later ones it is looked for gradients that are not finite."""
+    may_step: Callable[[Iterable[torch.Tensor]], bool] = lambda parameters: True
+    """Asked in those steps, before an optimizer uses the gradients of its parameters."""
+    on_left_out: Callable[[], None] | None = None
+    """Called when a scaler has kept an optimizer from the step."""
     num_optimizers: int = 1
     num_begun: int = 0
     """Optimizers that have begun to change parameters in this step."""

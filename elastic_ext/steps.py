@@ -17,9 +17,10 @@ from .batches import RankStep
 from .control_word import Purpose
 from .errors import StepError, TornStepError
 from .guarding import Guarding, StepFailure
-from .loop_checks import BETWEEN_LOOKS, FEWER_BATCHES, LoopChecks, Rhythm, is_looked_at
+from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
 from .optimizer import NO_GRADIENTS_HERE
 from .out_of_memory import advise, is_out_of_memory
+from .remarks import BETWEEN_LOOKS, is_looked_at
 from .undoing import Retry, StepParts, Undoing
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Steps:
         self._counted = parts.batches.counted
         self._optimizers = parts.optimizers
         self._schedules = [schedule for optimizer in parts.optimizers for schedule in optimizer.schedules]
+        self._finite = parts.finite
         self._kept, self._keeps_all = parts.snapshot, parts.keeps_all
         self._scaler = parts.scaler
         self._undoing = Undoing(parts)
@@ -421,15 +423,15 @@ class Steps:
             self._guarding.watch()
         snapshot = self._undoing.snapshot = self._kept if self._keeps_all or state.is_guarded else None
         is_looked_at_now = is_looked_at(state.number)
-        if is_looked_at_now:
+        if is_looked_at_now and state.number > 0:  # in the first one compilers make their graphs
             self._checks.begin_step(step.sizes)
         is_watched = gradients.are_exchanged or step.weights != (1.0,)
         gradients.watch(needed=is_watched)
         state.before_optimizer = gradients.check if is_watched else None
         if step.num_micro_steps > 1:
-            gradients.begin_gathering(is_looked_at=is_looked_at_now or state.number == 0)
+            gradients.begin_gathering(is_looked_at=is_looked_at_now)
         self._num_own_backwards = 0
-        is_plain = not (is_watched or is_watching or is_looked_at(state.number) or is_looked_at(state.number + 1))
+        is_plain = not (is_watched or is_watching or is_looked_at_now or is_looked_at(state.number + 1))
         self._is_like_before = keep_batch and is_plain and snapshot is None
         if gradients.are_exchanged:
             self._num_exchanges = gradients.sharing.num_exchanges
@@ -515,6 +517,8 @@ class Steps:
         if has_committed:
             counts.global_step += 1
             counts.num_steps += 1
+        elif self._finite.leaves_out:
+            self._undoing.leave_out(restores=self._keeps_all and state.num_begun == 0)
         else:
             self._rhythm.note(self._optimizers, state, num_ended=counts.num_boundaries + 1, is_known=self._leaves_out)
             if state.keeps_batch:
@@ -525,6 +529,8 @@ class Steps:
                 self._tell_of_infinities()
         if self._checks.is_looking:
             self._checks.end_step(has_committed=has_committed)
+        if state.number >= state.looks_from:
+            self._finite.end_step()
         if self._guarding.is_watching:
             self._guarding.note(self._step.largest)
         if state.is_guarded:

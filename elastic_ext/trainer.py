@@ -48,6 +48,7 @@ from .checkpoints import Resume, WhenSaveFails, WhenSaving
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
 from .errors import ElasticError, StepError
+from .finite_gradients import WHEN_NOT_FINITE, WhenNotFinite
 from .fsdp.blocks import Units
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.plan import ParallelPlan
@@ -89,9 +90,11 @@ class ElasticTrainer:
     which measures for it how noisy gradients are. With ``rollback="full"`` a step that is rolled back gives back random
     states and buffers too. ``sync_every_micro_step`` shares gradients in every micro-step instead of the last.
     ``guard`` says in which steps taken with ``run()`` memory may run out: "auto", after a start, a larger micro-batch
-    or another plan; "always"; "never". ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar;
-    by default on rank 0, if it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with
-    a checkpoint, unless ``save_on_signals`` is False or the script handles them.
+    or another plan; "always"; "never". ``when_not_finite`` says what becomes of a step whose gradients are not finite:
+    "warn" says so, of steps that are looked at; "skip" leaves each of them out; "stop" takes it back and raises
+    StepError. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by default on rank 0, if
+    it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a checkpoint, unless
+    ``save_on_signals`` is False or the script handles them.
 
     ``model_factory`` makes a model like this one, and ``loss_fn(outputs, batch)`` its loss, where that is not what it
     gives: functions at the top of a module, which another process calls to tell what other micro-batches would take of
@@ -110,6 +113,7 @@ class ElasticTrainer:
         rollback: Literal["gradients", "full"] = "gradients",
         sync_every_micro_step: bool = False,
         guard: GuardMode = "auto",
+        when_not_finite: WhenNotFinite = "warn",
         checkpoint_interval: CheckpointInterval | None = None,
         use_fsdp: bool = False,
         shared_storage_path: str | Path | None = None,
@@ -135,6 +139,7 @@ class ElasticTrainer:
         check_choice("rollback", rollback, ("gradients", "full"))
         check_choice("learning_rate_rule", learning_rate_rule, BATCH_RULES)
         check_choice("guard", guard, ("auto", "always", "never"))
+        check_choice("when_not_finite", when_not_finite, WHEN_NOT_FINITE)
         check_choice("resume", resume, ("auto", "strict", "never"))
         check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
         check_choice("when_saving", when_saving, ("wait", "skip", "error"))
@@ -166,6 +171,7 @@ class ElasticTrainer:
             rule=learning_rate_rule,
             rolls_back_fully=rollback == "full",
             guard=guard,
+            when_not_finite=when_not_finite,
             shares_always=sync_every_micro_step,
             shows_progress=progress,
             following={

@@ -16,6 +16,7 @@ from .step_state import StepState
 
 if TYPE_CHECKING:
     from .amp import ElasticScaler
+    from .finite_gradients import FiniteGradients
     from .gradients import Gradients
     from .optimizer import ElasticOptimizer
     from .snapshot import Snapshot
@@ -43,6 +44,7 @@ class StepParts:
 
     state: StepState
     gradients: Gradients
+    finite: FiniteGradients
     batches: Batches
     optimizers: Sequence[ElasticOptimizer]
     snapshot: Snapshot
@@ -90,6 +92,12 @@ class Undoing:
                 "a step was rolled back, and its samples do not come again: this dataloader cannot hand them out "
                 "twice; an ElasticDataLoader can"
             )
+
+    def leave_out(self, *, restores: bool) -> None:
+        """Optimizers were kept from the step, whose samples are consumed: nothing else stays, with ``restores``."""
+        self._gradients.drop()
+        if restores and self.snapshot is not None:
+            self.snapshot.restore()
 
     def start_over(self, num_torn: int, *, passes_over: bool) -> None:
         """Nothing of a step is under way, nor left of the last one, of which ``num_torn`` micro-steps were torn.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from elastic_ext.metrics import Measures, ModelProfile, RankMetrics
-from elastic_ext.wording import age_in_words
+from elastic_ext.wording import age_in_words, not_finite_in_words
 
 from .records import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
 from .status_files import EventSeen, RunFiles
@@ -64,6 +64,10 @@ class RankStatus:
     slow_step_seconds: float | None
     tokens_per_second: float | None
     """Of all ranks together."""
+    num_not_finite: int | None
+    """Steps with gradients or a loss that were not finite, since its process began to train,"""
+    num_skipped: int | None
+    """... and those of them that were left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +129,8 @@ def status_of(files: RunFiles) -> NodeStatus:
     troubles = [f"{words}; left out here" for words in files.damaged]
     troubles += _agent_troubles(files)
     troubles += [words for each in ranks for words in _rank_troubles(each, files, is_running=is_running)]
+    for is_trouble, words in _not_finite_words(ranks):
+        (troubles if is_trouble else notes).append(words)
     if is_running:
         for is_trouble, words in _config_words(files, config, step=newest.step if newest else 0):
             (troubles if is_trouble else notes).append(words)
@@ -231,6 +237,8 @@ def _of_worker(worker: WorkerSeen, metrics: RankMetrics | None, files: RunFiles)
         step_seconds=measures.step_seconds,
         slow_step_seconds=measures.slow_step_seconds,
         tokens_per_second=measures.tokens_per_second,
+        num_not_finite=measures.num_not_finite,
+        num_skipped=measures.num_skipped,
     )
 
 
@@ -261,6 +269,8 @@ def _of_metrics(metrics: RankMetrics, files: RunFiles) -> RankStatus:
         step_seconds=measures.step_seconds,
         slow_step_seconds=measures.slow_step_seconds,
         tokens_per_second=measures.tokens_per_second,
+        num_not_finite=measures.num_not_finite,
+        num_skipped=measures.num_skipped,
     )
 
 
@@ -293,6 +303,17 @@ def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool) -> It
         yield f"{name} has ended, and others of the job have not"
     elif rank.state == "unknown" or rank.seen_seconds > _patience_with(rank.steps_per_second):
         yield f"{name} has said nothing for {age_in_words(rank.seen_seconds)}; it was at step {rank.step}"
+
+
+def _not_finite_words(ranks: Sequence[RankStatus]) -> Iterator[tuple[bool, str]]:
+    """What is to be said of steps that were not finite: whether it is a trouble, as they committed, and the words."""
+    worst = max(ranks, key=lambda each: each.num_not_finite or 0, default=None)
+    if worst is None or not worst.num_not_finite:
+        return
+    num_skipped = worst.num_skipped or 0
+    is_trouble = worst.num_not_finite > num_skipped
+    words = f"rank {worst.rank}: {not_finite_in_words(worst.num_not_finite, num_skipped)}"
+    yield is_trouble, words + ("; parameters may not be finite any more: look at its events" if is_trouble else "")
 
 
 def _patience_with(steps_per_second: float | None) -> float:

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from elastic_ext.metrics import ModelProfile
 from elastic_ext.profile.line import number_in_words
-from elastic_ext.wording import age_in_words, on_one_line, size_in_words
+from elastic_ext.wording import age_in_words, not_finite_in_words, on_one_line, size_in_words
 
 from .records import AgentRecord, MembershipPlan
 from .status import ConfigStatus, NodeStatus, RankStatus
@@ -142,6 +142,7 @@ def _row(rank: RankStatus) -> tuple[str, ...]:
         "" if rank.memory_bytes is None else size_in_words(rank.memory_bytes),
         "" if rank.accelerator_bytes is None else f"{size_in_words(rank.accelerator_bytes)} on its accelerator",
         "" if rank.cpu_percent is None else f"{rank.cpu_percent:.0f}% of a core",
+        not_finite_in_words(rank.num_not_finite, rank.num_skipped or 0) if rank.num_not_finite else "",
         version + (f", revision {rank.config_revision}" if version and rank.config_revision else ""),
         doing,
         _largest_in_words(rank.shares),

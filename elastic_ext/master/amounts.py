@@ -49,6 +49,8 @@ _MOST_OF: Mapping[str, float] = {
     "activity_seconds": _MOST_SECONDS,
     "step_seconds": _MOST_SECONDS,
     "slow_step_seconds": _MOST_SECONDS,
+    "num_not_finite": _MOST_COUNT,
+    "num_skipped": _MOST_COUNT,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from elastic_ext.wording import age_in_words, counted, on_one_line, size_in_words
+from elastic_ext.wording import age_in_words, counted, not_finite_in_words, on_one_line, size_in_words
 
 from .wire import master_pb2 as wire
 
@@ -137,6 +137,8 @@ def _worker(worker: wire.Worker) -> str:
         parts.append(size_in_words(worker.memory_bytes))
     if worker.HasField("accelerator_bytes"):
         parts.append(f"{size_in_words(worker.accelerator_bytes)} on its accelerator")
+    if worker.num_not_finite:
+        parts.append(not_finite_in_words(worker.num_not_finite, worker.num_skipped))
     if worker.HasField("config_version"):
         parts.append(f"config {worker.config_version}")
     if worker.activity:

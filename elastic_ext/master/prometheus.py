@@ -176,6 +176,13 @@ def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, mos
             if (value := _known(worker, field)) is not None
         ]
         yield _Family(name=f"rank_{name}", kind="gauge", help=text, samples=values)
+    for name, text, field in _RANK_COUNTERS:
+        counted = [
+            (label, value)
+            for label, worker in zip(labels, workers, strict=True)
+            if (value := _known(worker, field)) is not None
+        ]
+        yield _Family(name=f"rank_{name}_total", kind="counter", help=text, samples=counted)
     durations = [
         ({**label, "quantile": quantile}, value)
         for label, worker in zip(labels, workers, strict=True)
@@ -193,6 +200,11 @@ _RANK_GAUGES: tuple[tuple[str, str, str, float], ...] = (
     ("cpu_ratio", "Processors that it keeps busy.", "cpu_percent", 0.01),
     ("accelerator_busy_ratio", "How busy its accelerator is.", "gpu_percent", 0.01),
     ("config_version", "Which version is in force.", "config_version", 1),
+)
+
+_RANK_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("steps_not_finite", "Steps with gradients or a loss that were not finite.", "num_not_finite"),
+    ("steps_skipped", "Those of them that were left out.", "num_skipped"),
 )
 
 

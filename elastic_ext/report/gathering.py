@@ -19,7 +19,7 @@ from .bins import Bins
 from .effects import in_step_seconds, periods_of, spread_of
 from .happenings import happened_of, happenings_of, last_word, launches_of, within
 from .judging import Judging
-from .known import known_of, speeds_of
+from .known import known_of, not_finite_of, speeds_of
 from .lines import Broken, events_in, windows_in
 from .places import RunPlaces
 from .ranks import MOST_BINS, rank_record
@@ -114,7 +114,7 @@ class _Gathering:
         is_in_last = lives[-1].end >= self.chosen.last_life_begin
         slices = slices_of(lives, self.chosen.happened, until=self.chosen.last_word if is_in_last else 0.0)
         speeds = self._speeds(rank)
-        self.ranks.append(rank_record(rank, lives, slices, speeds))
+        self.ranks.append(rank_record(rank, lives, slices, speeds, self._not_finite(rank)))
         self.judging.take(rank, [each.piece.window for each in slices if each.piece is not None])
         self._num_shifted += sum(each.shift_seconds > 0 for each in lives)
         for each in slices:
@@ -170,6 +170,14 @@ class _Gathering:
             if (found := speeds_of(path.parent, rank)) is not None:
                 return found
         return Speeds()
+
+    def _not_finite(self, rank: int) -> tuple[int, int] | None:
+        """As the rank's last process told; None for a training before the last."""
+        assert self.chosen is not None
+        if self.chosen.number < self.chosen.num_trainings:
+            return None
+        found = (not_finite_of(path.parent, rank) for path in reversed(self.places.profiles[rank]))
+        return next((each for each in found if each is not None), None)
 
     def _lives(self, rank: int) -> list[Life]:
         paths = self.places.profiles[rank]

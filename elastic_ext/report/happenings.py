@@ -15,8 +15,18 @@ from elastic_ext.profile.ledger import Happened
 
 __all__ = ["GROUPS", "Group", "Happening", "happened_of", "happenings_of", "last_word", "launches_of", "within"]
 
-Group = Literal["failure", "hang", "restart", "membership", "memory", "config", "checkpoint", "other"]
-GROUPS: tuple[Group, ...] = ("failure", "hang", "restart", "membership", "memory", "config", "checkpoint", "other")
+Group = Literal["failure", "hang", "restart", "membership", "memory", "numbers", "config", "checkpoint", "other"]
+GROUPS: tuple[Group, ...] = (
+    "failure",
+    "hang",
+    "restart",
+    "membership",
+    "memory",
+    "numbers",
+    "config",
+    "checkpoint",
+    "other",
+)
 _GROUP_OF: dict[str, Group] = {
     "worker-failed": "failure",
     "failed": "failure",
@@ -39,6 +49,7 @@ _GROUP_OF: dict[str, Group] = {
     "left-out": "membership",
     "leaving": "membership",
     "out-of-memory": "memory",
+    "not-finite": "numbers",
     "config-applied": "config",
     "config-refused": "config",
     "config-foreign": "config",

@@ -11,7 +11,7 @@ from elastic_ext.profile.weighed import RankView
 
 from .speeds import Speeds
 
-__all__ = ["known_of", "speeds_of"]
+__all__ = ["known_of", "not_finite_of", "speeds_of"]
 
 _MOST_JSON_BYTES = 1 << 16
 
@@ -45,6 +45,15 @@ def speeds_of(folder: Path, rank: int) -> Speeds | None:
         census=read_census(folder, rank),
         best=best if best is not None and best.host == metrics.host else None,
     )
+
+
+def not_finite_of(folder: Path, rank: int) -> tuple[int, int] | None:
+    """Steps that were not finite since the rank's last process began, and those left out; None where nobody says."""
+    metrics = _metrics_of(folder, rank)
+    if metrics is None or metrics.measures.num_not_finite is None:
+        return None
+    number = max(metrics.measures.num_not_finite, 0)
+    return number, min(max(metrics.measures.num_skipped or 0, 0), number)
 
 
 def _metrics_of(folder: Path, rank: int) -> RankMetrics | None:

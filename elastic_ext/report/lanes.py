@@ -20,6 +20,7 @@ GROUP_NAMES: dict[Group, str] = {
     "restart": "start or end",
     "membership": "nodes come or go",
     "memory": "out of memory",
+    "numbers": "not finite",
     "config": "config",
     "checkpoint": "checkpoints",
     "other": "other",
@@ -30,6 +31,7 @@ _LANE_NAMES: dict[Group, str] = {
     "restart": "starts",
     "membership": "nodes",
     "memory": "memory",
+    "numbers": "not finite",
     "config": "configs",
     "checkpoint": "checkpoints",
     "other": "other",
@@ -149,4 +151,6 @@ def _shape(group: Group, x: float, y: float) -> str:
         return tag("path", class_=name, d=path_of([(x, y - 6), (x + 6, y), (x, y + 6), (x - 6, y)], is_closed=True))
     if group == "memory":
         return tag("rect", class_=name, x=x - 4, y=y - 5, width=8, height=10)
+    if group == "numbers":
+        return tag("path", class_=name, d=path_of([(x - 6, y - 5), (x + 6, y - 5), (x, y + 6)], is_closed=True))
     return tag("circle", class_=name, cx=x, cy=y, r=4)

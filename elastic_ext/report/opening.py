@@ -41,6 +41,7 @@ def tiles(record: RunRecord) -> str:
         *_of_arithmetic(record),
         ("Step time", seconds_in_words(step.middle) if step else "?", spread),
         ("Restarts", str(record.num_restarts), failures),
+        *_of_numbers(record),
     )
     return tag(
         "dl",
@@ -62,6 +63,12 @@ def _of_tokens(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     if tokens is not None:
         small = f"{number_in_words(tokens.low)} to {number_in_words(tokens.high)}, all ranks"
         yield "Tokens/s", number_in_words(tokens.middle), small
+
+
+def _of_numbers(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    number, num_skipped = record.not_finite
+    if number:
+        yield "Not finite", counted(number, "step"), f"{num_skipped:,} left out, since the last start"
 
 
 def _of_arithmetic(record: RunRecord) -> Iterator[tuple[str, str, str]]:

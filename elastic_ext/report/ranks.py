@@ -29,8 +29,14 @@ def busy_seconds(window: StepWindow) -> float | None:
     return found if found > 0 else None
 
 
-def rank_record(rank: int, lives: Sequence[Life], slices: Sequence[Slice], speeds: Speeds) -> RankRecord:
-    """What is shown of a rank, whose time ``slices`` are."""
+def rank_record(
+    rank: int,
+    lives: Sequence[Life],
+    slices: Sequence[Slice],
+    speeds: Speeds,
+    not_finite: tuple[int, int] | None = None,
+) -> RankRecord:
+    """What is shown of a rank, whose time ``slices`` are, and whose last process told of steps ``not_finite``."""
     windows = [each.piece.window for each in slices if each.piece is not None]
     bins = Bins(len(RankSums._fields), MOST_BINS)
     steps: list[float] = []
@@ -56,6 +62,7 @@ def rank_record(rank: int, lives: Sequence[Life], slices: Sequence[Slice], speed
         mfu=spread_of(map(speeds.mfu, windows)),
         most_host_bytes=_most(each.memory_bytes for each in windows),
         most_accelerator_bytes=_most(each.accelerator_peak_bytes or each.accelerator_bytes for each in windows),
+        not_finite=not_finite,
         bins=bins,
     )
 

@@ -65,6 +65,8 @@ class RankRecord:
     """The part that the model did of what its device could have done at best; of its windows."""
     most_host_bytes: int | None
     most_accelerator_bytes: int | None
+    not_finite: tuple[int, int] | None
+    """Steps that were not finite since its last process began, and those of them that were left out."""
     bins: Bins
     """Of ``RankSums``."""
 
@@ -109,6 +111,11 @@ class RunRecord:
         known = sorted((each.mfu for each in self.ranks if each.mfu is not None), key=lambda each: each.middle)
         return known[(len(known) - 1) // 2] if known else None
 
+    @property
+    def not_finite(self) -> tuple[int, int]:
+        """Those of the rank that has seen the most."""
+        return max((each.not_finite for each in self.ranks if each.not_finite is not None), default=(0, 0))
+
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
         return {
@@ -130,6 +137,8 @@ class RunRecord:
             "step_seconds": self.step_seconds and self.step_seconds.to_dict(),
             "restarts": self.num_restarts,
             "failures": self.num_failures,
+            "steps_not_finite": self.not_finite[0],
+            "steps_skipped": self.not_finite[1],
             "ledger": self.ledger.to_dict(),
             "ranks": [_of_rank(each) for each in self.ranks],
             "config": [
@@ -154,5 +163,7 @@ def _of_rank(rank: RankRecord) -> dict[str, object]:
         "mfu": rank.mfu and rank.mfu.to_dict(),
         "most_host_bytes": rank.most_host_bytes,
         "most_accelerator_bytes": rank.most_accelerator_bytes,
+        "steps_not_finite": None if rank.not_finite is None else rank.not_finite[0],
+        "steps_skipped": None if rank.not_finite is None else rank.not_finite[1],
         "ledger": rank.ledger.to_dict(),
     }

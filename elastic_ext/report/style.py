@@ -76,7 +76,7 @@ p{margin:4px 0 10px;max-width:96ch}
 .remark-0{fill:var(--remark-0)}.remark-1{fill:var(--remark-1)}
 .mark{fill:var(--soft);stroke:none}
 .mark-failure{fill:none;stroke:var(--failure);stroke-width:2.6}
-.mark-hang{fill:var(--failure)}
+.mark-hang,.mark-numbers{fill:var(--failure)}
 .mark-restart{fill:var(--accent)}
 .mark-membership{fill:#7f63b8}
 .mark-memory{fill:#c2571a}

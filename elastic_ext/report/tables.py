@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from elastic_ext.profile.ledger import USEFUL, Entry
 from elastic_ext.profile.line import number_in_words
-from elastic_ext.wording import size_in_words
+from elastic_ext.wording import not_finite_in_words, size_in_words
 
 from .effects import Spread
 from .entries import LABELS, MEANINGS, ORDER
@@ -86,7 +86,8 @@ def rank_table(record: RunRecord) -> str:
     ordered = sorted(
         record.ranks, key=lambda each: each.busy_seconds.middle if each.busy_seconds else 0.0, reverse=True
     )
-    rows = [_rank_row(each) for each in ordered[:_MOST_RANKS]]
+    has_not_finite = record.not_finite[0] > 0
+    rows = [_rank_row(each, has_not_finite=has_not_finite) for each in ordered[:_MOST_RANKS]]
     head = (
         "rank",
         "busy for a step",
@@ -96,6 +97,7 @@ def rank_table(record: RunRecord) -> str:
         "waiting for data",
         "exposed communication",
         "processes",
+        *(("not finite",) if has_not_finite else ()),
         "memory",
         "on the accelerator",
     )
@@ -133,7 +135,8 @@ def _sum_row(name: str, spent: float, record: RunRecord) -> str:
     )
 
 
-def _rank_row(rank: RankRecord) -> str:
+def _rank_row(rank: RankRecord, *, has_not_finite: bool) -> str:
+    number, num_skipped = rank.not_finite or (0, 0)
     return _row(
         str(rank.rank),
         _spread(rank.busy_seconds, seconds_in_words),
@@ -143,6 +146,7 @@ def _rank_row(rank: RankRecord) -> str:
         percent(_share_of(rank, Entry.DATA)),
         percent(_share_of(rank, Entry.COMMUNICATION)),
         str(rank.num_processes),
+        *((not_finite_in_words(number, num_skipped) if number else "",) if has_not_finite else ()),
         "" if rank.most_host_bytes is None else size_in_words(rank.most_host_bytes),
         "" if rank.most_accelerator_bytes is None else size_in_words(rank.most_accelerator_bytes),
     )
