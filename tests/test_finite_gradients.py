@@ -209,13 +209,13 @@ def test_by_default_a_loss_that_is_not_a_number_commits_and_is_said_once_and_cou
     with run.trainer:
         run.take(4)
         assert run.trainer.global_step == 4
-    assert run.counts == (2, 0), "of the three steps that were looked at"
+    assert run.counts == (3, 0), "of the four steps that were looked at"
     (said,) = said_in(caplog)
     assert said.startswith("the gradients of 4 of 4 parameters were not finite in the step after step 1")
     assert "when_not_finite" in said and "trainer.rewind()" in said
     (event,) = run.events
     assert event["text"] == said and event["step"] == 1
-    assert (run.metrics["num_not_finite"], run.metrics["num_skipped"]) == (2, 0)
+    assert (run.metrics["num_not_finite"], run.metrics["num_skipped"]) == (3, 0)
 
 
 def test_behind_the_first_steps_it_is_found_in_the_64th(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

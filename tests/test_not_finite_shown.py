@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(params=["warn", "skip"])
 def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     """A training of which two steps were not finite: committed, or left out."""
-    run = Run(tmp_path, at(1, 2), when_not_finite=request.param)
+    run = Run(tmp_path, at(2, 3), when_not_finite=request.param)
     with run.trainer:
         run.take(5)
     return request.param, tmp_path / "0"
@@ -43,7 +43,7 @@ def test_the_status_of_a_run_says_how_many_there_were(
     assert ("2 steps not finite" if when == "warn" else "2 steps not finite, 2 left out") in told
     trouble = "rank 0: 2 steps not finite; parameters may not be finite any more"
     assert (trouble in told) is (when == "warn") and status == (1 if when == "warn" else 0)
-    assert "were not finite in the step after step 1" in told, "the event"
+    assert "were not finite in the step after step 2" in told, "the event"
     main(["status", "--json", str(folder)])
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert (rank["num_not_finite"], rank["num_skipped"]) == (2, 0 if when == "warn" else 2)
@@ -57,7 +57,7 @@ def test_the_report_page_of_a_run_says_how_many_there_were_and_when(run_dir: tup
     told = record.to_dict()
     assert (told["steps_not_finite"], told["steps_skipped"]) == (2, skipped)
     (event,) = [each for each in record.happenings if each.kind == "not-finite"]
-    assert (event.group, event.step, event.ranks) == ("numbers", 1, (0,))
+    assert (event.group, event.step, event.ranks) == ("numbers", 2, (0,))
     shown = page(record, made_at=time.time(), version="1.2.3")
     assert "Not finite" in shown and f"{skipped} left out, since the last start" in shown
     assert not_finite_in_words(2, skipped) in shown and "mark-numbers" in shown
