@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -290,3 +292,74 @@ def steps_in_two_rhythms(training: Training) -> None:
                 optimizer.step()
             for optimizer in (first, second):
                 optimizer.zero_grad()
+
+
+@OPTIMIZERS.cause(
+    "the loop writes its rates by hand, and the config says another",
+    says=re.compile(
+        r"the loop writes learning rates into param_groups by itself, 0\.1 for the first group: "
+        r"optimizer\.learning_rate 0\.05 of the config acts on them as a factor of 0\.5 \(over 0\.1\), so that 0\.05 "
+        r"is used; this is said once"
+    ),
+    comes_as="warning",
+    found="at once",
+    num_ranks=(1, 2),
+)
+def writes_its_rates(training: Training) -> None:
+    training.prepare(global_batch_size=4 * training.num_ranks)
+    training.trainer.propose({"optimizer.learning_rate": 0.05}, "to see")
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            for group in training.optimizer.param_groups:
+                group["lr"] = 0.1
+            training.learn(inputs, targets)
+
+
+@OPTIMIZERS.cause(
+    "the loop writes its weight decay by hand, and the config says another",
+    says=re.compile(
+        r"a revision \(to see\) was refused, version 0 stays in force: rank 0: optimizer: the loop writes weight decay "
+        r"into param_groups by itself, 0\.01 of late, so that a value of the config would not act; .*"
+    ),
+    comes_as="warning",
+    found="at once",
+)
+def writes_its_weight_decay(training: Training) -> None:
+    training.prepare(training.sgd(weight_decay=0.1), global_batch_size=4)
+    training.trainer.propose({"optimizer.weight_decay": 0.2}, "to see")
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            for group in training.optimizer.param_groups:
+                group["weight_decay"] = 0.01
+            training.learn(inputs, targets)
+
+
+@OPTIMIZERS.cause(
+    "the gradients are not finite",
+    says="the gradients of 4 of 4 parameters were not finite in the step after step 1, and optimizers have used them: ",
+    comes_as="warning",
+    found="sampled",
+    num_ranks=(1, 2),
+)
+def steps_by_what_is_not_finite(training: Training) -> None:
+    training.prepare()
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            (training.loss(inputs, targets) * (float("nan") if training.trainer.global_step == 1 else 1.0)).backward()
+            training.finish()
+
+
+@OPTIMIZERS.cause(
+    "the gradients are not finite where such a step is not to be",
+    says="the gradients of 4 of 4 parameters were not finite in the step after step 1; the step was taken back, and ",
+    comes_as="StepError",
+    found="at once",
+    num_ranks=(1, 2),
+    num_committed=1,
+)
+def may_not_step_by_what_is_not_finite(training: Training) -> None:
+    training.prepare(when_not_finite="stop")
+    for inputs, targets in training.batches:
+        with training.trainer.step():
+            (training.loss(inputs, targets) * (float("nan") if training.trainer.global_step == 1 else 1.0)).backward()
+            training.finish()
