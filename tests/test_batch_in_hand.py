@@ -3,17 +3,21 @@ boundary passes what was trained on, and the batch in hand begins the next step,
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import IterableDataset
 
-from elastic_ext import CheckpointInterval, ElasticError, StepError
+from elastic_ext import CheckpointInterval, ElasticConfig, ElasticError, StepError
+from elastic_ext.batches import Batches
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.ranks import RankPool
 from tests.training import shared, trainer_of
@@ -208,6 +212,82 @@ def test_a_batch_in_hand_is_not_trained_on_after_its_step_was_taken_back(tmp_pat
             loop.held = next(loop._batches)
         loop.take_steps(1)
     assert loop.steps == [list(map(float, range(16))), list(map(float, range(16, 32)))]
+
+
+class Rank:
+    """One rank's loop over its loader, of which steps are cut for several ranks in one process."""
+
+    def __init__(self, rank: int, num_ranks: int, num_samples: int, config: ElasticConfig) -> None:
+        self.loader = ElasticDataLoader(range(num_samples), 4)
+        self.batches = Batches(self.loader, global_batch_size=config.global_batch_size)
+        self._rank, self._num_ranks = rank, num_ranks
+        self.begin(config)
+        self.loop: Iterator[Any] | None = iter(self.loader)
+        self._held: list[int] | None = None
+
+    def begin(self, config: ElasticConfig) -> None:
+        self.batches.begin(config, num_ranks=self._num_ranks, rank=self._rank)
+
+    def fetch(self) -> None:
+        batch = None if self.loop is None else next(self.loop, None)
+        self._held = None if batch is None else batch.tolist()
+        if batch is None:
+            self.loop = None
+
+    def take(self) -> list[int]:
+        """The batch that is trained on."""
+        if self._held is None:
+            self.fetch()
+        taken, self._held = self._held, None
+        assert taken is not None
+        return taken
+
+    def roll_back(self) -> None:
+        self.batches.rollback(1)
+        self._held = None
+
+
+@given(
+    draw=st.builds(random.Random, st.integers(0, 2**32)), num_ranks=st.integers(1, 3), num_samples=st.integers(6, 150)
+)
+@settings(max_examples=200, deadline=None)
+def test_every_sample_comes_once_in_the_sizes_that_steps_are_weighed_by(
+    draw: random.Random, num_ranks: int, num_samples: int
+) -> None:
+    """Whatever is fetched ahead, changed, and taken back."""
+
+    def drawn() -> ElasticConfig:
+        sizes = {"global_batch_size": draw.randint(num_ranks, 40), "dataloader.batch_size": draw.randint(1, 12)}
+        return ElasticConfig.from_values(sizes)
+
+    config = drawn()
+    everyone = [Rank(rank, num_ranks, num_samples, config) for rank in range(num_ranks)]
+    trained: list[int] = []
+    while None not in (steps := [one.batches.next_step() for one in everyone]):
+        taken: list[int] = []
+        (num,) = {step.num_micro_steps for step in steps if step is not None}
+        is_ahead = draw.random() < 0.7
+        for index in range(num):
+            batches = [one.take() for one in everyone]
+            assert [step.sizes[index] for step in steps if step is not None and step.sizes] == list(map(len, batches))
+            taken += [sample for batch in batches for sample in batch]
+            if index < num - 1 or is_ahead:
+                for one in everyone:
+                    one.fetch()
+        assert sum(sum(step.weights) for step in steps if step is not None) == pytest.approx(num_ranks)
+        assert {step.num_samples for step in steps if step is not None} == {len(taken)}
+        if all(one.loop is not None for one in everyone) and draw.random() < 0.2:
+            for one in everyone:
+                one.roll_back()
+            continue
+        trained += taken
+        for one in everyone:
+            one.batches.commit(num)
+        if draw.random() < 0.5:
+            config = drawn()
+            for one in everyone:
+                one.begin(config)
+    assert sorted(trained) == list(range(len(trained))) and num_samples - len(trained) < num_ranks
 
 
 def of_rank(rank: int, folder: Path, num_ranks: int, dataset: Any) -> list[Any]:
