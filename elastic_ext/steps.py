@@ -63,7 +63,10 @@ _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
 class Steps:
-    """This rank's steps."""
+    """This rank's steps, from the first micro-step of one to its boundary.
+
+    One class, though a long one: whatever enters, leaves or undoes a micro-step changes the same few fields.
+    """
 
     def __init__(
         self,
