@@ -116,7 +116,7 @@ def leaves_an_epoch_in_a_step(training: Training) -> None:
     "was 0 in both; "
     "call dataloader.sampler.set_epoch(epoch) before each loop, or use an ElasticDataLoader, which needs no such call",
     comes_as="warning",
-    found="first steps",
+    found="at once",
     num_ranks=(1, 2),
     is_mended=False,
 )

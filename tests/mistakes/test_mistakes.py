@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tests.ranks import RankPool
 CAUSES = [*BATCHES, *GRADIENTS, *OPTIMIZERS, *SCHEDULES, *EPOCHS, *RANKS]
 BY_NAME = {cause.name: cause for cause in CAUSES}
 DEADLINE_SECONDS = 60.0
+NUM_FIRST_STEPS = 5
 
 
 @dataclass(slots=True)
@@ -38,6 +39,8 @@ class Came:
     """Of the error, if there was one."""
     text: str = ""
     warnings: list[str] = field(default_factory=list)
+    warned_after: list[int] = field(default_factory=list)
+    """Steps that had committed when each of them came."""
     num_committed: int = 0
     """Steps, when the sentence came."""
     num_in_all: int = 0
@@ -47,17 +50,17 @@ class Came:
 
 
 class _Warnings(logging.Handler):
-    def __init__(self, texts: list[str]) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._texts = texts
+        self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._texts.append(record.getMessage())
+        self._note(record.getMessage())
 
 
 @contextlib.contextmanager
-def warnings_in(texts: list[str]) -> Iterator[None]:
-    logger, handler = logging.getLogger("elastic_ext"), _Warnings(texts)
+def warnings_to(note: Callable[[str], None]) -> Iterator[None]:
+    logger, handler = logging.getLogger("elastic_ext"), _Warnings(note)
     logger.addHandler(handler)
     try:
         yield
@@ -69,7 +72,12 @@ def make_the_mistake(rank: int, name: str, num_ranks: int, folder: Path) -> Came
     """Run one loop of the table, and what goes on after it."""
     cause, came = BY_NAME[name], Came()
     training = Training(rank, num_ranks, folder)
-    with warnings_in(came.warnings):
+
+    def note(text: str) -> None:
+        came.warnings.append(text)
+        came.warned_after.append(0 if training.trainer is None else training.trainer.global_step)
+
+    with warnings_to(note):
         try:
             cause.loop(training)
         except Exception as error:
@@ -109,6 +117,9 @@ def test_no_mistake_passes_in_silence(ranks: RankPool, tmp_path: Path, cause: Ca
     if cause.comes_as == "warning":
         assert [(came.kind, came.text) for came in everyone] == [("", "")] * num_ranks
         assert list(map(len, said)) == [1] + [0] * (num_ranks - 1), everyone
+        if cause.found != "at once":
+            (text,) = said[0]
+            assert everyone[0].warned_after[everyone[0].warnings.index(text)] <= NUM_FIRST_STEPS
     else:
         assert {came.kind for came in everyone} == {cause.comes_as}, everyone
         assert len({came.text for came in everyone}) == 1, everyone
@@ -140,7 +151,7 @@ def loop_without_a_mistake(rank: int, num_ranks: int, folder: Path, with_torchs_
     """What is said of it."""
     texts: list[str] = []
     training = Training(rank, num_ranks, folder)
-    with warnings_in(texts):
+    with warnings_to(texts.append):
         sampler: Any = DistributedSampler(training.dataset, num_ranks, rank) if with_torchs_loader else None
         training.prepare(loader=None if sampler is None else training.torch_loader(sampler=sampler))
         for epoch in range(3):

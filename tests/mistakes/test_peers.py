@@ -11,7 +11,7 @@ import pytest
 from elastic_ext import CheckpointInterval
 from tests.mistakes.jobs import ByHand, Job, LoaderKind, Made, WithLibrary
 from tests.mistakes.peers import dlrover_like, lightning_like, nano_gpt_like
-from tests.mistakes.test_mistakes import warnings_in
+from tests.mistakes.test_mistakes import warnings_to
 from tests.ranks import RankPool
 
 DEADLINE_SECONDS = 60.0
@@ -38,7 +38,7 @@ def with_library(
     loop, kind = PEERS[name]
     rates: list[float] = []
     said: list[str] = []
-    with warnings_in(said):
+    with warnings_to(said.append):
         for stop_at in stops:
             made = Made(kind, rank, num_ranks)
             job = WithLibrary(made, folder, loader, stop_at)
