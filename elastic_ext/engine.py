@@ -7,13 +7,13 @@ for one that adds to gradients, as nearly all do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Engine", "after_pass", "at_end_of_pass", "current_pass", "is_running", "tells_of_passes"]
+__all__ = ["Engine", "above", "after_pass", "at_end_of_pass", "current_pass", "is_running", "tells_of_passes"]
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +31,12 @@ def current_pass() -> int:
     return _NONE if number is None else int(number())
 
 
+def above(node: Any) -> list[Any]:
+    """The nodes that a pass comes to after this one. A hook of the node may keep them, and not the node itself: that
+    would keep the graph until garbage is collected."""
+    return [edge[0] for edge in node.next_functions]
+
+
 class Engine:
     """Tells passes that add to parameters' ``grad`` from those of ``torch.autograd.grad``."""
 
@@ -38,11 +44,11 @@ class Engine:
         self._leaf: Any = None  # the node of a parameter whose gradient was added to
         self._answers = _engine_answers()
 
-    def is_adding(self, above: Any) -> bool:
-        """Ask from within a hook: does what is above this node come to a leaf's gradient?"""
+    def is_adding(self, above: Sequence[Any]) -> bool:
+        """Ask from within a hook: does what is above come to a leaf's gradient? ``above`` are nodes, or None."""
         if not self._answers or (self._leaf is not None and _will_execute(self._leaf)):
             return True
-        waiting: list[Any] = [above]
+        waiting: list[Any] = list(above)
         seen: set[Any] = set()
         while waiting:
             node = waiting.pop()

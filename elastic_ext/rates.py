@@ -100,6 +100,10 @@ class Rates:
             self._notice()
             self._is_fresh = False
 
+    def note_written(self) -> None:
+        """See the same between two steps, before the groups are saved."""
+        self._notice()
+
     def set_rate(self, rate: float) -> None:
         """Have the first group's base rate be ``rate``; other groups keep their ratio to it, schedules go on."""
         self._notice()

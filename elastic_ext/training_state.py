@@ -132,6 +132,8 @@ class TrainingState:
     def collect(self, moment: Moment | None = None) -> Contents:
         """All that this rank has: as it is now, and the rest as it was at ``moment``."""
         moment = moment or self.moment()
+        for optimizer in self._parts.optimizers:
+            optimizer.rates.note_written()
         tensors = named_registered(self._unclaimed | self._registered) | dict(moment.tensors)
         scaler = self._parts.scaler
         state = {

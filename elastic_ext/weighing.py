@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from . import pipelines
-from .engine import Engine
+from .engine import Engine, above
 from .errors import StepError
 from .hooks import Hook
 from .outputs import Same, is_made_of_marked, mark, mark_end, needs_look, origins, replaced
@@ -144,14 +144,14 @@ class Weighing:
             and self._is_called_once
             and self._num_calls == 1
         ):
-            self._hook(output, output.grad_fn)  # nothing else is made of it within the model
+            self._hook(output, above(output.grad_fn))  # nothing else is made of it within the model
             return None
         return replaced(output, self._weighed, self._cannot_look_into)
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself; a backward pass that comes to it is noticed."""
         if tensor.grad_fn is not None:
-            self._hook(tensor, tensor.grad_fn)
+            self._hook(tensor, above(tensor.grad_fn))
         return tensor
 
     def _weighed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -164,11 +164,11 @@ class Weighing:
         except RuntimeError:  # within torch.func's transforms, which would need more of it
             self._needs_exact = "it was called within a transform of torch.func"
             return tensor
-        self._hook(same, get_gradient_edge(tensor).node)
+        self._hook(same, [get_gradient_edge(tensor).node])
         return same
 
-    def _hook(self, output: torch.Tensor, above: Any) -> None:
-        output.register_hook(lambda gradient: self._weigh(gradient, above))  # type: ignore[no-untyped-call]
+    def _hook(self, output: torch.Tensor, before: Sequence[Any]) -> None:
+        output.register_hook(lambda gradient: self._weigh(gradient, before))  # type: ignore[no-untyped-call]
         if self._state.weight != 1.0:
             mark(output)
         self._on_output(output)
@@ -182,17 +182,17 @@ class Weighing:
             self._needs_exact = "it was called with something made from its own parameters and from others"
         self._given.append((tensor, tensor._version))
         same = tensor.view_as(tensor)  # a view, so that changes in place are known to both
-        above = get_gradient_edge(tensor).node
-        same.register_hook(lambda gradient: self._unweigh(gradient, above))  # type: ignore[no-untyped-call]
+        before = [get_gradient_edge(tensor).node]
+        same.register_hook(lambda gradient: self._unweigh(gradient, before))  # type: ignore[no-untyped-call]
         mark_end(same)
         return same
 
-    def _weigh(self, gradient: torch.Tensor, above: Any) -> torch.Tensor | None:
+    def _weigh(self, gradient: torch.Tensor, before: Sequence[Any]) -> torch.Tensor | None:
         state = self._state
         if torch.is_grad_enabled():  # a gradient that is itself to be differentiated
             self._needs_exact = self._needs_exact or "its gradient was differentiated"
             return None
-        if not self._engine.is_adding(above):
+        if not self._engine.is_adding(before):
             return None
         if self.is_exact or state.weight == 1.0:
             self._on_backward()
@@ -202,8 +202,8 @@ class Weighing:
         self._on_backward()
         return gradient * state.weight
 
-    def _unweigh(self, gradient: torch.Tensor, above: Any) -> torch.Tensor | None:
-        if self.is_exact or torch.is_grad_enabled() or not self._engine.is_adding(above):
+    def _unweigh(self, gradient: torch.Tensor, before: Sequence[Any]) -> torch.Tensor | None:
+        if self.is_exact or torch.is_grad_enabled() or not self._engine.is_adding(before):
             return None
         return gradient / self._state.weight
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -437,6 +439,37 @@ def test_of_a_loop_that_does_nothing_wrong_nothing_is_said(
                 mean_loss(loop.model, INPUTS, TARGETS)
             loop.model.train()
     assert not said(caplog)
+
+
+class Marked(torch.autograd.Function):
+    """Keeps something in its place of the graph, as long as there is one."""
+
+    kept: ClassVar[list[weakref.ref[Any]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        ctx.marker = nn.Identity()
+        Marked.kept.append(weakref.ref(ctx.marker))
+        return inputs * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_graphs_go_with_the_losses_and_wait_for_no_garbage_collection(tmp_path: Path, kind: str, batch: int) -> None:
+    def of_marked(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        assert not any(each() is not None for each in Marked.kept)
+        marked: Any = Marked
+        return mean_loss(model, marked.apply(inputs.requires_grad_()), targets)
+
+    Marked.kept.clear()
+    gc.disable()
+    try:
+        Loop(tmp_path, loader_of(kind), batch=batch).run(of_marked)
+    finally:
+        gc.enable()
 
 
 # ---- ranks ----
