@@ -163,8 +163,8 @@ class ElasticOptimizer(Optimizer):
             state.before_optimizer()
         if _is_left_out(self.inner):
             return None
-        if state.num_optimizers == 1 and self._stepped_in != state.number:
-            self._make_sure_of_gradients()
+        if state.num_optimizers == 1 and not self._has_gradient():
+            self._refuse_without_gradients(state)
         if state.number >= state.looks_from and not state.may_step(self._trained()):
             return None
         if state.on_gradients is not None:
@@ -321,12 +321,11 @@ class ElasticOptimizer(Optimizer):
                     return True
         return False
 
-    def _make_sure_of_gradients(self) -> None:
+    def _refuse_without_gradients(self, state: StepState) -> None:
         """Raise where there is nothing to step by, which torch passes over in silence."""
-        if self._has_gradient() or not any(part.requires_grad and part.numel() for part in self._trained()):
+        if self._stepped_in == state.number or not any(part.requires_grad and part.numel() for part in self._trained()):
             return
-        state = self._state
-        is_cleared = state is not None and self._cleared_in == state.number
+        is_cleared = self._cleared_in == state.number
         why = NO_GRADIENTS_HERE if not torch.is_grad_enabled() else _CLEARED if is_cleared else _NO_BACKWARD
         raise StepError(_NO_GRADIENT.format(why))
 

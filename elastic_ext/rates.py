@@ -192,17 +192,19 @@ class Rates:
     def _is_as_shown(self) -> bool:
         """Whether the groups' rates and decays are the objects that they were; called in every step, so it is brief."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        if self._shown_rates is None:
-            for group, decay in zip(groups, self._shown_decays, strict=False):
-                if group.get("weight_decay") is not decay:
-                    return False
-        else:
-            for group, rate, decay in zip(groups, self._rates, self._shown_decays, strict=False):
-                if group.get("lr") is not rate or group.get("weight_decay") is not decay:
-                    return False
-            if self._has_tensors and any(shown.version != _version_of(shown.rate) for shown in self._shown_rates):
+        shown_decays, shown_rates = self._shown_decays, self._shown_rates
+        if len(groups) != len(shown_decays):
+            return False
+        for number, group in enumerate(groups):
+            if group.get("weight_decay") is not shown_decays[number]:
                 return False
-        return len(groups) == len(self._shown_decays)
+            if shown_rates is not None and group.get("lr") is not self._rates[number]:
+                return False
+        return not (
+            self._has_tensors
+            and shown_rates is not None
+            and any(shown.version != _version_of(shown.rate) for shown in shown_rates)
+        )
 
     def _notice(self) -> None:
         """Take for the loop's what it has written since ``_watch``."""
