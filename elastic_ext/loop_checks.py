@@ -226,16 +226,19 @@ class LoopChecks:
         self._graphs.setdefault(number, weakref.ref(come))
 
     def _see_sizes(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Two micro-batches of another size than the dataloader's are one too many for an epoch's last one."""
+        """See micro-batches smaller than the dataloader's: two of them are one too many for an epoch's last one.
+
+        More rows than samples may be nodes of graphs or tokens, and one may be many samples in a row.
+        """
         index = self._state.index
         if self._sizes is None or index >= len(self._sizes):
             return
         size, shapes = self._sizes[index], list(_shapes((given, named)))
-        if not shapes or any(size in shape or (shape and shape[0] % size == 0) for shape in shapes):
+        if not shapes or any(size in shape or not shape or not 1 < shape[0] < size for shape in shapes):
             return
         self._num_others += 1
         if self._num_others > 1:
-            self.say(_OTHER_SIZE, found=max(shape[0] if shape else 1 for shape in shapes), size=size)
+            self.say(_OTHER_SIZE, found=max(shape[0] for shape in shapes), size=size)
 
     def _see_backward(self, seen: _Seen, *, is_training: bool) -> None:
         is_first = not seen.has_backward

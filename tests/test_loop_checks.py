@@ -219,6 +219,20 @@ def test_the_batches_of_two_models_that_are_called_together_are_nobodys_mistake(
     assert not said(caplog)
 
 
+@pytest.mark.parametrize("shape", [(13, 6), (1, 24), (6, 4)], ids=["nodes of graphs", "one row", "samples second"])
+def test_what_the_model_is_given_need_not_be_rows_of_samples(
+    tmp_path: Path, shape: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    def reshaped(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return model(inputs.new_zeros(*shape)).square().mean()
+
+    loop = Loop(tmp_path, loader_of("torch"))
+    loop.model[0] = nn.LazyLinear(16, dtype=torch.float64)
+    loop.model[0](torch.zeros(shape, dtype=torch.float64))
+    loop.run(reshaped)
+    assert not [text for text in said(caplog) if "was given" in text]
+
+
 # ---- what the loss is ----
 
 
