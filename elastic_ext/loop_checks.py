@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from .hooks import Hook, is_compiled, num_graphs_compiled
-from .loss_graph import BackwardLook, factor_of, is_sum_over, reads_graphs
+from .loss_graph import BackwardLook, factor_of, is_addition, is_sum_over, reads_graphs
 from .outputs import replaced
 from .remarks import NUM_FIRST_LOOKS
 from .step_state import StepState
@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FEWER_BATCHES", "LoopChecks", "Rhythm"]
 
+_NUM_ALIKE = 3
+"""So many micro-batches of one other size are no chance."""
+_NUM_COLLECTIONS = 4
+"""What refers to itself by way of DDP's hooks takes more than one."""
 
 _DIVIDED = (
     "the loss is multiplied by {factor:g} before backward(), and a step has {num} micro-batches, each of which counts "
-    "by its part of the step already: gradients are {num} times too small. Take the division by {num} out of the loop, "
-    "unless it is meant"
+    "by its part of the step already: a mean over them would be {num} times as large. Take the division by {num} out "
+    "of the loop, unless it is meant"
 )
 _SUMMED = (
     "the loss is a sum over the {size} samples of its micro-batch, and a step of {num} micro-batches weighs them as "
@@ -95,12 +99,16 @@ class _Seen:
     """What was seen of one micro-step."""
 
     num_training: int = 0
-    """Calls of the model in training mode, with gradients."""
+    """Calls of the model in training mode, with gradients, whose outputs need some."""
     num_evaluating: int = 0
     """The same in evaluation mode."""
     came_to_training: bool = False
     came_to_evaluating: bool = False
     """A backward pass came to what such a call gave."""
+    has_whole_batch: bool = False
+    """A call was given as many samples as the dataloader's batch has."""
+    other_sizes: tuple[tuple[int, ...], ...] | None = None
+    """The shapes that a call was given that has other samples than these, where one has."""
 
     @property
     def has_forward(self) -> bool:
@@ -120,8 +128,12 @@ class LoopChecks:
         parts: Callable[[], Sequence[nn.Module]],
         state: StepState,
         optimizers: Sequence[ElasticOptimizer],
+        scale_of_losses: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """``parts`` are what the loop calls of the model, or what holds that."""
+        """``parts`` are what the loop calls of the model, or what holds that.
+
+        ``scale_of_losses`` gives what a GradScaler that takes part multiplies losses with.
+        """
         self.is_looking = False
         """At the step under way."""
         self.is_inside = False
@@ -131,10 +143,13 @@ class LoopChecks:
         self._num_compiled = num_graphs_compiled()
         self._state = state
         self._optimizers = optimizers
+        self._scale_of_losses = scale_of_losses
         self._handles: list[RemovableHandle] = []
         self._sizes: Sequence[int] | None = None
         self._seen = _Seen()
-        self._num_missing = self._num_others = 0
+        self._num_missing = 0
+        self._other_sizes: list[tuple[tuple[int, ...], ...]] = []  # of the first micro-steps without a whole batch
+        self._left: list[_LeftOver] = []  # of the step before, where several optimizers clear their own in turn
         self._graphs: dict[int, weakref.ref[Any]] = {}  # one of each step looked at, by its number
         self._look: ExitStack | None = None
         self._reads_graphs: bool | None = None
@@ -176,6 +191,11 @@ class LoopChecks:
         seen = self._seen
         if seen.has_forward and not seen.has_backward:
             self._num_missing += 1
+        if seen.other_sizes is not None and not seen.has_whole_batch:
+            self._note_other_sizes(seen.other_sizes)
+        left, self._left = self._left, []
+        if any(each.is_there for each in left):
+            self.say(_LEFT_OVER)
         if seen.came_to_evaluating and not seen.num_training:
             self.say(_EVAL)
         elif seen.num_evaluating and seen.num_training and not seen.came_to_evaluating:
@@ -197,9 +217,12 @@ class LoopChecks:
     def _look_for_graphs(self) -> None:
         number = self._state.number
         before = [each for step, each in self._graphs.items() if step in (number - 1, number - 2)]
-        if len(before) == 2 and all(each() is not None for each in before):
-            gc.collect()  # what only refers to itself is no loop's
-            if all(each() is not None for each in before):
+        if len(before) == 2:
+            for _ in range(_NUM_COLLECTIONS):
+                if any(each() is None for each in before):
+                    break
+                gc.collect()  # what only refers to itself is no loop's
+            else:
                 self.say(_KEPT, num=2)
         self._graphs = {step: each for step, each in self._graphs.items() if step >= number - 1}
 
@@ -211,10 +234,6 @@ class LoopChecks:
         if not self._state.is_inside or not torch.is_grad_enabled():
             return
         seen = self._seen
-        if module.training:
-            seen.num_training += 1
-        else:
-            seen.num_evaluating += 1
         self._see_sizes(given, named)
         number, is_training = self._state.number, module.training
 
@@ -222,23 +241,44 @@ class LoopChecks:
         def come(gradient: torch.Tensor) -> None:
             self._see_backward(seen, is_training=is_training)
 
-        replaced(output, lambda tensor: _hooked(tensor, come))
+        made: list[torch.Tensor] = []
+        replaced(output, lambda tensor: _noted(tensor, made))
+        if not made:  # of a frozen part, for one: no backward pass can come
+            return
+        if is_training:
+            seen.num_training += 1
+        else:
+            seen.num_evaluating += 1
+        for tensor in made:
+            tensor.register_hook(come)  # type: ignore[no-untyped-call]
         self._graphs.setdefault(number, weakref.ref(come))
 
     def _see_sizes(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """See micro-batches smaller than the dataloader's: two of them are one too many for an epoch's last one.
-
-        More rows than samples may be nodes of graphs or tokens, and one may be many samples in a row.
-        """
+        """See batches smaller than the dataloader's. More rows than samples may be nodes of graphs or tokens, and one
+        may be many samples in a row."""
         index = self._state.index
         if self._sizes is None or index >= len(self._sizes):
             return
-        size, shapes = self._sizes[index], list(_shapes((given, named)))
-        if not shapes or any(size in shape or not shape or not 1 < shape[0] < size for shape in shapes):
+        size = self._sizes[index]
+        shapes = tuple(shape for value in (*given, *named.values()) for shape in _shapes(value, size))
+        if any(size in shape or (shape and shape[0] % size == 0) for shape in shapes):
+            self._seen.has_whole_batch = True
+        elif shapes and all(shape and 1 < shape[0] < size for shape in shapes):
+            self._seen.other_sizes = shapes
+
+    def _note_other_sizes(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """A micro-batch of another size than the dataloader's may be an epoch's last one; several alike are none.
+
+        Where they differ their first dimensions count something else than samples: the nodes of graphs, or the tokens
+        of sequences that are packed.
+        """
+        if len(self._other_sizes) == _NUM_ALIKE:
             return
-        self._num_others += 1
-        if self._num_others > 1:
-            self.say(_OTHER_SIZE, found=max(shape[0] for shape in shapes), size=size)
+        found = max(shape[0] for shape in shapes)
+        self._other_sizes.append(tuple(shape[:1] for shape in shapes))
+        if len(self._other_sizes) == _NUM_ALIKE and len(set(self._other_sizes)) == 1:
+            assert self._sizes is not None
+            self.say(_OTHER_SIZE, found=found, size=self._sizes[self._state.index])
 
     def _see_backward(self, seen: _Seen, *, is_training: bool) -> None:
         is_first = not seen.has_backward
@@ -246,17 +286,25 @@ class LoopChecks:
             seen.came_to_training = True
         else:
             seen.came_to_evaluating = True
-        if is_first and self._state.index == 0 and any(each.has_left_gradients for each in self._optimizers):
-            self.say(_LEFT_OVER)
+        if is_first and self._state.index == 0:
+            left = [each for each in self._optimizers if each.has_left_gradients]
+            if left and len(self._optimizers) == 1:
+                self.say(_LEFT_OVER)
+            else:  # as in a GAN, each optimizer may be cleared before its own pass
+                self._left = [_LeftOver(each) for each in left]
 
     def _see_loss(self, loss: torch.Tensor) -> None:
         state = self._state
-        factor, node = factor_of(loss)
+        product, node = factor_of(loss)
+        factor = product / self._scale_of_losses()
         num, size = state.num_micro_steps, None if self._sizes is None else self._sizes[0]
-        if abs(factor * num - 1.0) < 1e-6:
-            self.say(_DIVIDED, factor=factor, num=num)
-        if size is not None and size > 1 and factor == 1.0 and is_sum_over(node, size):
+        is_sum = size is not None and size > 1 and is_sum_over(node, size)
+        if is_sum and factor == 1.0:
             self.say(_SUMMED, size=size, num=num)
+        elif is_sum and size is not None and abs(factor * size * num - 1.0) < 1e-6:  # a mean, and that divided
+            self.say(_DIVIDED, factor=factor * size, num=num)
+        elif abs(factor * num - 1.0) < 1e-6 and not (size == num and (is_sum or is_addition(node))):  # that is a mean
+            self.say(_DIVIDED, factor=factor, num=num)
 
 
 class Rhythm:
@@ -291,20 +339,38 @@ class Rhythm:
             self._checks.say(_NEVER_STEPPED, num=num_ended)
 
 
-def _hooked(tensor: torch.Tensor, come: Callable[[torch.Tensor], None]) -> torch.Tensor:
+class _LeftOver:
+    """What one optimizer's step has left in the first of its gradients, looked at within the next step."""
+
+    def __init__(self, optimizer: ElasticOptimizer) -> None:
+        self._optimizer, self._num_zeroed = optimizer, optimizer.num_zeroed
+        gradient = optimizer.first_gradient
+        assert gradient is not None  # it has left some
+        self._gradient = weakref.ref(gradient)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nothing has cleared it since, neither the optimizer's ``zero_grad()`` nor a module's."""
+        optimizer = self._optimizer
+        return optimizer.num_zeroed == self._num_zeroed and optimizer.first_gradient is self._gradient()
+
+
+def _noted(tensor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
     if tensor.grad_fn is not None:
-        tensor.register_hook(come)  # type: ignore[no-untyped-call]
+        made.append(tensor)
     return tensor
 
 
-def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    """Of the tensors in nested containers."""
+def _shapes(value: Any, size: int) -> Iterator[tuple[int, ...]]:
+    """Of the tensors in nested containers; of a list that has one for each of ``size`` samples, that length."""
     if isinstance(value, torch.Tensor):
         if not value.is_nested:
             yield tuple(value.shape)
     elif isinstance(value, (tuple, list)):
+        if len(value) == size and all(type(each) is type(value[0]) for each in value):
+            yield (size,)
         for each in value:
-            yield from _shapes(each)
+            yield from _shapes(each, size)
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _shapes(each)
+            yield from _shapes(each, size)

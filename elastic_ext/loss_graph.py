@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["BackwardLook", "factor_of", "is_sum_over", "reads_graphs"]
+__all__ = ["BackwardLook", "factor_of", "is_addition", "is_sum_over", "reads_graphs"]
 
 _SCALING = {"MulBackward0": 1, "DivBackward0": -1}
 _SUM = 2  # as torch's losses note reduction="sum"
@@ -56,6 +56,11 @@ def is_sum_over(node: Any, num_samples: int) -> bool:
         return True
     sizes: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ())
     return node.name() == "SumBackward0" and len(sizes) > 0 and int(sizes[0]) == num_samples
+
+
+def is_addition(node: Any) -> bool:
+    """Whether the node adds up losses, as those of single samples that a loop has gathered."""
+    return node is not None and node.name() == "AddBackward0"
 
 
 def reads_graphs() -> bool:

@@ -30,6 +30,10 @@ _GATHERED = (
 _NO_GRADIENT = (
     "optimizer.step() was called, and no parameter of the optimizer has a gradient: {}. The step was taken back"
 )
+_NO_GRADIENT_LATER = (
+    "optimizer.step() was called, and no parameter of the optimizer has a gradient, other than in steps before: {}. "
+    "Nothing was changed, and the step counts; where that is meant, leave optimizer.step() out as well"
+)
 _NO_BACKWARD = "no backward() came to them in this step; call loss.backward() before optimizer.step()"
 _CLEARED = (
     "zero_grad() was called between backward() and step(), and cleared them; call it after optimizer.step(), or before "
@@ -102,6 +106,8 @@ class ElasticOptimizer(Optimizer):
         self._cleared_in = _NEVER  # the number of the step whose own gradients zero_grad() has cleared
         self.num_steps = 0
         """In how many steps of a trainer it has stepped."""
+        self.num_zeroed = 0
+        """How often ``zero_grad()`` has cleared its gradients."""
         self.rates = Rates(optimizer)
         self._is_called = False  # the step under way came through this object
         self.scaled_by: Callable[..., Any] | None = None
@@ -201,6 +207,7 @@ class ElasticOptimizer(Optimizer):
             if state is not None and state.is_inside and not self._may_zero and self._has_gradient():
                 self._cleared_in = state.number
             self.inner.zero_grad(set_to_none)
+            self.num_zeroed += 1
             self._may_zero = False
             if state is not None and state.on_cleared is not None:
                 state.on_cleared()
@@ -273,6 +280,12 @@ class ElasticOptimizer(Optimizer):
         return any(part.grad is not None and bool(part.grad.any()) for part in self._trained())
 
     @property
+    def first_gradient(self) -> torch.Tensor | None:
+        """That of the first parameter that has one."""
+        gradients = (part.grad for group in self.param_groups for part in group["params"])
+        return next((each for each in gradients if each is not None), None)
+
+    @property
     def may_have_left_gradients(self) -> bool:
         """Whether ``zero_grad()`` was not called since the step before."""
         return self._may_zero
@@ -327,16 +340,17 @@ class ElasticOptimizer(Optimizer):
             return
         is_cleared = self._cleared_in == state.number
         why = NO_GRADIENTS_HERE if not torch.is_grad_enabled() else _CLEARED if is_cleared else _NO_BACKWARD
-        raise StepError(_NO_GRADIENT.format(why))
+        if self.num_steps == 0:
+            raise StepError(_NO_GRADIENT.format(why))
+        state.remarks.say("no gradient", _NO_GRADIENT_LATER.format(why))  # as where a bad batch has no backward pass
 
     def _witness(self) -> tuple[int, int] | None:
-        gradients = (part.grad for group in self.param_groups for part in group["params"])
-        return next(((id(each), each._version) for each in gradients if each is not None), None)
+        first = self.first_gradient
+        return None if first is None else (id(first), first._version)
 
     def _look_twice(self, state: StepState) -> None:
         """Say so where this call uses the gradients that one before it has used, in the same step."""
-        gradients = (part.grad for group in self.param_groups for part in group["params"])
-        now = next((each for each in gradients if each is not None), None)
+        now = self.first_gradient
         used, self._used = self._used, None if now is None else (weakref.ref(now), now._version)
         if self._stepped_in != state.number:
             self._num_looks -= 1

@@ -284,6 +284,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             lambda: gradients.sharing.parts,
             state,
             parts.optimizers,
+            (lambda: 1.0) if parts.scaler is None else parts.scaler.get_scale,
         ),
         shares_always=setup.shares_always,
         counts=setup.counts,

@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -321,6 +322,22 @@ def test_a_step_without_any_gradient_is_refused(tmp_path: Path, kind: str) -> No
     assert loop.trainer.global_step == 0
 
 
+def test_a_later_step_without_any_gradient_is_torchs_and_is_said(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path, loader_of(kind), batch=4)
+    with loop.trainer, loop.trainer.epoch():
+        for index, (inputs, targets) in enumerate(loop.loader):
+            with loop.trainer.step():
+                loss = mean_loss(loop.model, inputs, targets)
+                if index != 5:  # a bad batch
+                    loss.backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+    assert loop.trainer.global_step == 16
+    assert len(said(caplog)) == 1 and "has a gradient, other than in steps before: no backward()" in said(caplog)[0]
+
+
 def test_gradients_that_are_cleared_before_they_are_used_are_named(tmp_path: Path, kind: str) -> None:
     loop = Loop(tmp_path, loader_of(kind), batch=4)
 
@@ -486,6 +503,146 @@ def test_graphs_go_with_the_losses_and_wait_for_no_garbage_collection(tmp_path: 
         gc.enable()
 
 
+class OfParts(nn.Module):
+    """A model that is given the rows of all its samples one after another, and of which sample each is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5).double()
+
+    def forward(self, rows: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(int(owners[-1]) + 1, 5, dtype=rows.dtype)
+        return sums.index_add(0, owners, self.layer(rows))
+
+
+def test_rows_of_graphs_and_packed_sequences_are_no_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, loader = OfParts(), loader_of("ours")
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=16)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    with trainer, trainer.epoch():
+        for number, (inputs, targets) in enumerate(loader):
+            repeats = torch.arange(len(inputs)) + number + 2
+            with trainer.step():
+                owners = torch.arange(len(inputs)).repeat_interleave(repeats)
+                cross_entropy(model(inputs[owners], owners), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not said(caplog)
+
+
+class OfLists(nn.Module):
+    """A model that is given a list of tensors of different sizes, as detectors are, and makes their mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5).double()
+
+    def forward(self, images: list[torch.Tensor], targets: torch.Tensor) -> Any:
+        losses = [cross_entropy(self.layer(each.mean(0)), target) for each, target in zip(images, targets, strict=True)]
+        return sum(losses) / len(losses)
+
+
+def test_lists_of_images_are_batches_and_their_mean_is_no_division(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loader = OfLists(), loader_of("ours")
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=16)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    with trainer, trainer.epoch():
+        for inputs, targets in loader:
+            with trainer.step():
+                model([each.expand(5 + index, 6) for index, each in enumerate(inputs)], list(targets)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not said(caplog)
+
+
+def test_a_part_of_a_batch_beside_all_of_it_is_no_other_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def both(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return mean_loss(model, inputs, targets) + mean_loss(model, inputs[:3], targets[:3])
+
+    Loop(tmp_path, loader_of("ours")).run(both)
+    assert not said(caplog)
+
+
+def test_a_mean_by_hand_is_no_division_and_one_that_is_divided_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mean_by_hand(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return summed(model, inputs, targets) / len(inputs)
+
+    def divided_mean(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return mean_by_hand(model, inputs, targets) / 4
+
+    Loop(tmp_path, loader_of("ours")).run(mean_by_hand)
+    assert not said(caplog)
+    Loop(tmp_path, loader_of("ours")).run(divided_mean)
+    assert len(said(caplog)) == 1 and "multiplied by 0.25 before backward()" in said(caplog)[0]
+
+
+def test_a_divided_loss_is_noticed_under_a_scaler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, loader = make_model(torch.float32), loader_of("ours")
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=16)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer, scaler = trainer.prepare(SGD(model.parameters(), lr=0.1), None, scaler)
+    with trainer, trainer.epoch():
+        for inputs, targets in loader:
+            with trainer.step():
+                scaler.scale(divided(model, inputs.float(), targets)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert len(said(caplog)) == 1 and "multiplied by 0.25 before backward()" in said(caplog)[0]
+
+
+def test_a_frozen_part_in_evaluation_mode_is_no_validation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"encoder": nn.Linear(6, 6).double(), "head": nn.Linear(6, 5).double()})
+    model["encoder"].requires_grad_(False).eval()
+    loader = loader_of("ours")
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=16)
+    optimizer = trainer.prepare(SGD(model["head"].parameters(), lr=0.1))
+    with trainer, trainer.epoch():
+        for inputs, targets in loader:
+            with trainer.step():
+                cross_entropy(model["head"](model["encoder"](inputs)), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not said(caplog)
+
+
+def train_two(trainer: Any, loader: Any, model: Any, optimizers: Any, zeroes: str) -> None:
+    """As a GAN is trained: each optimizer clears its gradients, and those that the other's pass has left, first."""
+    first, second = optimizers
+    one, two = model["first"], model["second"]
+    with trainer, trainer.epoch():
+        for inputs, _ in loader:
+            with trainer.step():
+                for part, optimizer, other in ((two, second, one), (one, first, two)):
+                    if zeroes != "neither":
+                        (optimizer if zeroes == "optimizer" else part).zero_grad()
+                    other.requires_grad_(False)
+                    two(one(inputs)).square().mean().backward()
+                    other.requires_grad_(True)
+                    optimizer.step()
+
+
+def two_parts() -> Any:
+    torch.manual_seed(0)
+    return nn.Linear(6, 6).double(), nn.Linear(6, 1).double()
+
+
+@pytest.mark.parametrize(("zeroes", "num_said"), [("optimizer", 0), ("module", 0), ("neither", 1)])
+def test_gradients_that_each_optimizer_clears_before_its_own_pass_are_not_left_over(
+    tmp_path: Path, zeroes: str, num_said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = two_parts()
+    model, loader = nn.ModuleDict({"first": first, "second": second}), loader_of("ours", 16)
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=16)
+    optimizers = trainer.prepare([SGD(first.parameters(), lr=0.01), SGD(second.parameters(), lr=0.01)])
+    train_two(trainer, loader, model, optimizers, zeroes)
+    assert ["zero_grad() was not called" in each for each in said(caplog)] == [True] * num_said
+
+
 # ---- ranks ----
 
 
@@ -564,3 +721,48 @@ def weights_left_over(rank: int, folder: Path) -> list[torch.Tensor]:
                 mean_loss(model, inputs, targets).backward()
                 optimizer.step()
     return [part.detach() for part in model.parameters()]
+
+
+def test_graphs_that_ddp_holds_until_they_are_collected_are_not_kept(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, remarks_on_two, tmp_path, process_group=True) == [[], []]
+
+
+def remarks_on_two(rank: int, folder: Path) -> list[str]:
+    first, second = two_parts()
+    model = nn.ModuleDict({"first": shared(first, 2), "second": shared(second, 2)})
+    loader = loader_of("ours", 8)
+    trainer = trainer_of(folder, model, loader, rank=rank, global_batch_size=16)
+    optimizers = trainer.prepare([SGD(first.parameters(), lr=0.01), SGD(second.parameters(), lr=0.01)])
+    with noted_remarks() as found:
+        train_gan(trainer, loader, model, optimizers)
+    return found
+
+
+@contextmanager
+def noted_remarks() -> Iterator[list[str]]:
+    """What is said once, in a process that has no caplog."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("elastic_ext.remarks")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def train_gan(trainer: Any, loader: Any, model: Any, optimizers: Any) -> None:
+    (first, second), generator, critic = optimizers, model["first"], model["second"]
+    with trainer, trainer.epoch():
+        for inputs, _ in loader:
+            with trainer.step():
+                second.zero_grad()
+                made = generator(inputs)
+                (critic(made.detach()).mean() - critic(inputs).mean()).backward()
+                second.step()
+                first.zero_grad()
+                critic.requires_grad_(False)
+                (-critic(made).mean()).backward()
+                first.step()
+                critic.requires_grad_(True)

@@ -342,7 +342,8 @@ def clears_before_it_steps(training: Training) -> None:
     "the loss is still divided by the number of micro-batches",
     says=re.compile(
         r"the loss is multiplied by 0\.(25|5) before backward\(\), and a step has (4|2) micro-batches, each of which "
-        r"counts by its part of the step already: gradients are (4|2) times too small\. .* unless it is meant.*"
+        r"counts by its part of the step already: a mean over them would be (4|2) times as large\. .* unless it is "
+        r"meant.*"
     ),
     comes_as="warning",
     found="first steps",
