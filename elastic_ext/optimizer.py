@@ -16,6 +16,7 @@ from .errors import StepError
 from .follow import ConfigFollower, follow_config
 from .rates import OptimizerSettings, Rates
 from .step_state import StepState
+from .tampering import local_part
 
 if TYPE_CHECKING:
     from .scheduler import ElasticLRScheduler
@@ -277,7 +278,7 @@ class ElasticOptimizer(Optimizer):
         state = self._state
         if state is None or not self._may_zero or self._stepped_in != state.number - 1:
             return False
-        return any(part.grad is not None and bool(part.grad.any()) for part in self._trained())
+        return any(part.grad is not None and bool(local_part(part.grad).any()) for part in self._trained())
 
     @property
     def first_gradient(self) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Tampering"]
+__all__ = ["Tampering", "local_part"]
 
 _SOME = 256
 
@@ -34,24 +34,25 @@ class Tampering:
         for part in parameters:
             gradient = part.grad
             if gradient is not None and not gradient.is_sparse:
-                self._seen[part] = _local(gradient)._version, _some(gradient).clone()
+                self._seen[part] = local_part(gradient)._version, _some(gradient).clone()
 
     def has_seen_change(self) -> bool:
         """Whether a gradient is another than the last backward pass has left it, or gone."""
         seen = ((part.grad, version, values) for part, (version, values) in self._seen.items())
         return any(
-            gradient is None or _local(gradient)._version != version or not _are_alike(_some(gradient), values)
+            gradient is None or local_part(gradient)._version != version or not _are_alike(_some(gradient), values)
             for gradient, version, values in seen
         )
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
+def local_part(gradient: torch.Tensor) -> torch.Tensor:
+    """What of a gradient lies on this rank: to look at it takes no other."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _some(gradient: torch.Tensor) -> torch.Tensor:
     """Enough to see a change that leaves the version as it is, as a GradScaler's do."""
-    return _local(gradient).detach().reshape(-1)[:_SOME]
+    return local_part(gradient).detach().reshape(-1)[:_SOME]
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
