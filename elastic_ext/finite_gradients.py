@@ -75,7 +75,7 @@ class Finding:
     losses: tuple[tuple[int, float], ...] = ()
     """Micro-steps, from 1 on, and what their losses were."""
     norm: float | None = None
-    """Of all gradients, as they were clipped."""
+    """The norm of all gradients, where clipping found one that is not finite."""
     num_by_scaler: int = 0
     """Steps in a row that a scaler has left out."""
 

@@ -256,7 +256,7 @@ class ConfigFollower:
         self._agreement.count_schedules = count
 
     def compare_ahead(self, count: Callable[[], int]) -> None:
-        """The same of ``count()``, how many batches were taken ahead of the step that comes."""
+        """Have ranks raise where ``count()``, the batches taken ahead of the next step, is not the same on all."""
         self._agreement.count_ahead = count
 
     def pass_quietly(self, step: int, backwards: int) -> bool:

@@ -101,7 +101,7 @@ class _Seen:
     num_training: int = 0
     """Calls of the model in training mode, with gradients, whose outputs need some."""
     num_evaluating: int = 0
-    """The same in evaluation mode."""
+    """Calls of the model in evaluation mode, with gradients, whose outputs need some."""
     came_to_training: bool = False
     came_to_evaluating: bool = False
     """A backward pass came to what such a call gave."""
@@ -120,7 +120,7 @@ class _Seen:
 
 
 class LoopChecks:
-    """One rank's looks at its own loop."""
+    """What one rank sees of its training loop in the steps that are looked at."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class LoopChecks:
             self._look.enter_context(BackwardLook(self._see_loss))
 
     def end_micro_step(self) -> None:
-        """It ends, or failed."""
+        """A micro-step of a step that is looked at ends, or has failed."""
         self.is_inside = False
         if self._look is not None:
             self._look.close()
@@ -308,7 +308,7 @@ class LoopChecks:
 
 
 class Rhythm:
-    """In which steps the optimizers step; told of those in which not all did."""
+    """Notes steps in which not every optimizer stepped, and says so where that is a pattern."""
 
     def __init__(self, checks: LoopChecks) -> None:
         self._checks = checks
@@ -362,7 +362,7 @@ def _noted(tensor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _shapes(value: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """Of the tensors in nested containers; of a list that has one for each of ``size`` samples, that length."""
+    """The shapes of tensors in nested containers; a list of one for each of ``size`` samples counts by its length."""
     if isinstance(value, torch.Tensor):
         if not value.is_nested:
             yield tuple(value.shape)

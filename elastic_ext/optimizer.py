@@ -264,7 +264,7 @@ class ElasticOptimizer(Optimizer):
 
     @property
     def schedules(self) -> Sequence[ElasticLRScheduler]:
-        """Those that set its rates."""
+        """The prepared schedulers that set this optimizer's rates."""
         return self._schedulers
 
     @property

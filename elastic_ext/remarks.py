@@ -27,7 +27,7 @@ def next_look(number: int) -> int:
 
 
 class Remarks:
-    """Those of one training: each is said once, by the first rank."""
+    """Warnings about a training loop, each said once, by the first rank."""
 
     def __init__(self) -> None:
         self.are_logged = True

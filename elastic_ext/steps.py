@@ -465,7 +465,7 @@ class Steps:
             self._checks.say(FEWER_BATCHES, num=state.num_micro_steps, handed=num_handed)
 
     def _check_at_end(self, check: Callable[[], None]) -> None:
-        """The same where a micro-step ends in which no optimizer has asked."""
+        """Check the batch of a micro-step that ends and in which no optimizer has asked for that."""
         try:
             check()
         except StepError:

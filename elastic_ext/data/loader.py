@@ -402,7 +402,7 @@ class _StepBefore:
     """A step whose first batches came from a loop that has ended since."""
 
     state: Mapping[str, Any]
-    """Of the loader, where the step began."""
+    """The loader's state where the step began."""
     num_handed: int
 
 
