@@ -179,7 +179,8 @@ class ElasticOptimizer(Optimizer):
         if self._num_looks > 0:
             self._look_twice(state)
         rates = self.rates
-        rates.look()
+        if rates.must_look:
+            rates.look()
         self._wait_to_change()
         self._begin(state)
         self._is_called = True

@@ -60,6 +60,9 @@ class Rates:
         self._given_rate = self._base = self.base_rate or 0.0
         self._decays = [_decay_of(group) for group in self._groups]
         self._is_fresh = True  # no step was taken with the groups' rates
+        self.must_look = True
+        """Whether ``look()`` has to be called before the next step; what the loop writes while the config says nothing
+        else is seen in time when the config does, or when the groups are saved."""
         self._is_loading = False
         self._is_loaded = False  # by the optimizer itself, and the config was not put over it so far
         self._shown_rates: list[_Shown] | None = None  # what the groups held last; None where nobody is to look
@@ -95,10 +98,11 @@ class Rates:
         return _RATE_BY_HAND in group and "initial_lr" not in group
 
     def look(self) -> None:
-        """See whether the loop has written rates or decays; called before every step."""
+        """See whether the loop has written rates or decays; called before every step for which ``must_look`` is set."""
         if self._is_fresh or not self._is_as_shown():
             self._notice()
             self._is_fresh = False
+        self.must_look = self._rate is not None or self._decay is not None
 
     def note_written(self) -> None:
         """See the same between two steps, before the groups are saved."""
@@ -107,7 +111,7 @@ class Rates:
     def set_rate(self, rate: float) -> None:
         """Have the first group's base rate be ``rate``; other groups keep their ratio to it, schedules go on."""
         self._notice()
-        self._rate = rate
+        self._rate, self.must_look = rate, True
         self._put_rate(rate)
 
     def set_decay(self, decay: float) -> None:
@@ -190,7 +194,7 @@ class Rates:
     # ---- what the loop writes ----
 
     def _is_as_shown(self) -> bool:
-        """Whether the groups' rates and decays are the objects that they were; called in every step, so it is brief."""
+        """Whether the groups' rates and decays are the objects that they were; called in most steps, so it is brief."""
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         shown_decays, shown_rates = self._shown_decays, self._shown_rates
         if len(groups) != len(shown_decays):
@@ -271,7 +275,7 @@ class Rates:
                 self._base = self._base * (loaded / float(base)) if base else loaded
             if "initial_lr" not in self._groups[0]:
                 self._rate_factor, self.factor = 1.0, self._batch_factor
-        self._is_fresh, self._is_loaded = True, False
+        self._is_fresh, self._is_loaded, self.must_look = True, False, True
         self._watch()
 
     # ---- what the config says ----
@@ -302,7 +306,7 @@ class Rates:
         self._watch()
 
     def _put_decay(self, decay: float) -> None:
-        self._decay = decay
+        self._decay, self.must_look = decay, True
         groups = self._groups
         self._decays += [_decay_of(group) for group in groups[len(self._decays) :]]  # groups that were added since
         for group, given in zip(groups, self._decays, strict=True):

@@ -11,8 +11,9 @@ _logger = logging.getLogger(__name__)
 
 NUM_FIRST_LOOKS = 4
 """So many first steps are looked at, and one of many after them."""
-BETWEEN_LOOKS = 63
-"""A step's number has none of these bits where a further look is due."""
+BETWEEN_LOOKS = 255
+"""A step's number has none of these bits where a further look is due. A look takes a few hundred microseconds: spread
+over so many steps, one or two of each."""
 
 
 def is_looked_at(number: int) -> bool:

@@ -33,12 +33,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---- what is pure ----
 
 
-def test_the_first_steps_are_looked_at_and_one_of_64_after_them() -> None:
+def test_the_first_steps_are_looked_at_and_one_of_256_after_them() -> None:
     looked_at = [0]
-    while looked_at[-1] < 200:
+    while looked_at[-1] < 500:
         looked_at.append(next_look(looked_at[-1]))
-    assert looked_at == [0, 1, 2, 3, 64, 128, 192, 256] == [step for step in range(257) if is_looked_at(step)]
-    assert next_look(3) == next_look(63) == 64 and next_look(64) == 128
+    assert looked_at == [0, 1, 2, 3, 256, 512] == [step for step in range(513) if is_looked_at(step)]
+    assert next_look(3) == next_look(255) == 256 and next_look(256) == 512
 
 
 @pytest.mark.parametrize(
@@ -218,13 +218,13 @@ def test_by_default_a_loss_that_is_not_a_number_commits_and_is_said_once_and_cou
     assert (run.metrics["num_not_finite"], run.metrics["num_skipped"]) == (3, 0)
 
 
-def test_behind_the_first_steps_it_is_found_in_the_64th(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_behind_the_first_steps_it_is_found_in_the_256th(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path, at(10))
     with run.trainer:
-        run.take(64)
+        run.take(256)
         assert run.counts == (0, 0)
         run.take(1)
-    assert run.counts == (1, 0) and "after step 64" in said_in(caplog)[0]
+    assert run.counts == (1, 0) and "after step 256" in said_in(caplog)[0]
 
 
 def test_a_norm_that_clipping_has_come_to_is_found_in_every_step(

@@ -451,7 +451,7 @@ def test_of_a_loop_that_does_nothing_wrong_nothing_is_said(
     loop = Loop(tmp_path, loader_of(kind), batch=batch)
     losses: list[float] = []
     with loop.trainer:
-        for epoch in range(8):  # further looks are at steps 64 and 128
+        for epoch in range(17):  # a further look is at step 256
             with loop.trainer.epoch(epoch):
                 for inputs, targets in loop.loader:
                     with loop.trainer.step():
