@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from elastic_ext.data.child import is_readable
+from elastic_ext.data.child import GONE_SECONDS, is_readable
+from elastic_ext.data.nursery import Nurseries
 from elastic_ext.data.pool import Pool
+from elastic_ext.data.process import Seat
+from elastic_ext.data.worker import Worker
 from elastic_ext.errors import WorkerDiedError
 from tests import pools
 from tests.pools import FORK, Both, Once, batches_made, child_pids, warnings_in, work, worker_pids
@@ -78,6 +83,85 @@ def test_workers_of_other_start_methods_have_none() -> None:
     with Pool(made, context=multiprocessing.get_context("spawn")) as pool:
         (((_, parent),),) = batches_made(pool, 1, [[0]])
     assert parent == os.getpid()
+
+
+# --- much happens while it does something else ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """In here this child of ours does nothing; it sees all that has happened at once when it goes on."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def is_ready(worker: Worker) -> bool:
+    """Whether a worker's first message comes before it ends, if it does."""
+    assert is_readable(worker.results_descriptor, 30)
+    try:
+        ((_, payload),) = worker.inbox.read()
+    except EOFError:
+        return False
+    worker.note_ready(payload)
+    return True
+
+
+class Workers:
+    """Workers of a nursery, without a pool; ``with`` it, and none is left."""
+
+    def __init__(self) -> None:
+        self._starter = Nurseries(work(), FORK, contextlib.nullcontext())
+        self._workers: list[Worker] = []
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._workers:
+            self.give_back(self._workers[-1])
+        self._starter.close()
+
+    def start(self, slot: int) -> Worker:
+        worker = Worker(Seat(slot=slot, num_workers=2, base_seed=0), self._starter)
+        self._workers.append(worker)
+        return worker
+
+    def give_back(self, worker: Worker) -> None:
+        self._workers.remove(worker)
+        worker.ask_to_end()
+        worker.end(GONE_SECONDS)
+        worker.close()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_worker_that_is_forked_as_another_is_given_back_is_not_taken_for_that_one() -> None:
+    with Workers() as workers:
+        first = workers.start(0)
+        assert is_ready(first) and first.pid is not None
+        with stopped(psutil.Process(first.pid).ppid()):
+            pools.kill_for_good(first.pid)
+            workers.give_back(first)  # the nursery's end of its line is ready, and its number is about to be free
+            second = workers.start(1)
+        assert is_ready(second), second.ending().how
+        second.ask_to_end()
+        assert second.has_ended(30)
+        assert "exited with code 0" in second.ending().how
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_nothing_is_forked_after_it_was_told_to_end() -> None:
+    with Workers() as workers:
+        first = workers.start(0)
+        assert is_ready(first) and first.pid is not None
+        nursery = psutil.Process(first.pid).ppid()
+        with stopped(nursery):
+            os.kill(nursery, signal.SIGTERM)
+            second = workers.start(1)
+        assert not is_ready(second)
 
 
 # --- it dies --------------------------------------------------------------------------------------------------------

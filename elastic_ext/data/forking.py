@@ -87,18 +87,19 @@ class _Forking:
         self._workers: dict[int, tuple[Any, socket.socket]] = {}  # by the descriptor of its line
         self._signals = _signals_of({signal.SIGCHLD, signal.SIGTERM})
         self._poll = select.poll()
-        self._poll.register(self._signals, select.POLLIN)  # first: ends are told between two forks
+        self._poll.register(self._signals, select.POLLIN)
         self._poll.register(self._orders, select.POLLIN)
 
     def run(self) -> None:
         while self._is_open or self._workers:
-            for descriptor, _ in self._poll.poll():
-                if descriptor == self._signals.fileno():
-                    self._take_signals()
-                elif descriptor == self._orders.fileno():
-                    self._take_order()
-                elif descriptor in self._workers:
-                    self._kill(descriptor)
+            ready = {descriptor for descriptor, _ in self._poll.poll()}
+            if self._signals.fileno() in ready:  # first: ends are told between two forks
+                self._take_signals()
+            for descriptor in ready & self._workers.keys():
+                self._kill(descriptor)
+            # An order comes last: its line may have the number of one that was closed here, and was ready for its end.
+            if self._is_open and self._orders.fileno() in ready:
+                self._take_order()
 
     def _take_signals(self) -> None:
         while told := self._signals.read(_SIGNAL_BYTES):
