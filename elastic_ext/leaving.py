@@ -20,12 +20,12 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
+from .forks import do_in_forked_processes
 from .loader_workers import spare_loader_workers
 from .peers import DecidingStore
 
@@ -88,15 +88,17 @@ class Leaving:
     def start(self) -> None:
         """Take the signals that nobody else takes, and listen for other ranks that were sent one."""
         if threading.current_thread() is threading.main_thread():
+            # What a forked process is sent, as a loader's worker, ends that one, however early it comes, and no other.
+            do_in_forked_processes(self, Leaving.give_back)
             caught = _caught_outside_python()
             for number in SIGNALS:
                 if _is_a_trainers(handler := signal.getsignal(number)) or (
                     handler is signal.SIG_DFL and number not in caught
                 ):
-                    self._handlers[number] = signal.signal(number, self._take)
+                    self._handlers[number] = handler
+                    signal.signal(number, self._take)
             self._writer.setblocking(False)
             self._have_signals_written()
-            _leave_forks_alone(weakref.ref(self))
             if signal.SIGTERM in self._handlers:
                 spare_loader_workers(self, is_over=self._is_over.is_set)
         for thread in self._threads:
@@ -280,22 +282,3 @@ def _exit_at_once() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_STATUS)
-
-
-def _leave_forks_alone(leaving: weakref.ref[Leaving]) -> None:
-    """What ends a forked process, such as a loader's worker, ends that one, however early it comes, and no other."""
-    own = threading.local()  # of the thread that forks
-
-    def before() -> None:
-        own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-    def in_parent() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, own.mask)
-
-    def in_child() -> None:
-        found = leaving()
-        if found is not None:
-            found.give_back()
-        in_parent()
-
-    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)

@@ -17,7 +17,6 @@ import signal
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from .agent.processes import is_alive, process_of, this_process
 from .files import write_whole
+from .forks import do_in_forked_processes
 from .own_stacks import OwnStacks
 
 __all__ = [
@@ -138,7 +138,7 @@ class FilePulse(Pulse):
         except OSError:
             self._withdraw_stacks()
             raise
-        _leave_to_parent(weakref.ref(self))
+        do_in_forked_processes(self, FilePulse.leave_to_parent)
 
     # Training waits for these two: what they write, and how, is chosen to take little.
 
@@ -199,12 +199,13 @@ class FilePulse(Pulse):
 
     def end(self) -> None:
         self.note(Activity.ENDED)
-        self.leave_to_parent()
         self._withdraw_stacks()
+        self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
         """In a forked process, which is not the rank: what is written from here on goes nowhere."""
         self._numbers = memoryview(bytearray(_SIZE)).cast("q")
+        self._own_stacks = None
 
     def _write(self, values: Mapping[int, int]) -> None:
         odd = (self._sequence + 1) | 1
@@ -372,14 +373,3 @@ def _masks() -> int:
         return -1
     values = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk:", "SigIgn:", "SigCgt:"))]
     return values[0] | values[1] | values[2]
-
-
-def _leave_to_parent(pulse: weakref.ref[FilePulse]) -> None:
-    """Have forked processes, such as a loader's workers, not write it."""
-
-    def in_child() -> None:
-        found = pulse()
-        if found is not None:
-            found.leave_to_parent()
-
-    os.register_at_fork(after_in_child=in_child)

@@ -119,6 +119,7 @@ LAYERS: Mapping[str, int] = {
     "exchange": 1,
     "files": 1,
     "folder_events": 1,
+    "forks": 1,
     "fixed_sharding": 1,
     "follow": 1,
     "history": 1,

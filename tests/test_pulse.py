@@ -29,6 +29,7 @@ from elastic_ext.pulse import (
     pulse_file,
     read_pulse,
     stacks_file,
+    stacks_pipe,
 )
 from elastic_ext.steps import Steps
 from tests.beating import reading_of, until, worker
@@ -170,6 +171,7 @@ os.waitpid(child, 0)
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, cwd=ROOT)
     assert (reading_of(tmp_path).activity, reading_of(tmp_path).micro_step) == (Activity.STEP, 2)
+    assert stacks_pipe(tmp_path, 0).is_fifo()
 
 
 def test_the_pulse_of_a_process_that_is_alive_is_left_to_it(tmp_path: Path) -> None:

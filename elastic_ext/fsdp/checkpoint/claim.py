@@ -10,20 +10,19 @@ Who only tidies the folder holds the lock too, and says in RUN.lock itself who i
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import logging
 import os
 import socket
 import threading
 import time
-import weakref
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
 from elastic_ext.files import read_at_most, try_lock, write_whole
+from elastic_ext.forks import do_in_forked_processes
 
 from .lineage import check_id
 
@@ -115,6 +114,9 @@ class Claim:
         check_id("a run's id", run_id)
         self.folder = folder
         self.run_id = run_id
+        self._descriptor: int | None = None
+        # A loader's worker may outlive this process, and must not hold its lock.
+        do_in_forked_processes(self, Claim.release)
         self._descriptor = _lock(folder, patience_seconds, visit_seconds)
         try:
             if takes_over:
@@ -125,8 +127,6 @@ class Claim:
         except (OSError, CheckpointError):
             self.release()
             raise
-        if hasattr(os, "register_at_fork"):  # a loader's worker may outlive this process, and must not hold its lock
-            os.register_at_fork(after_in_child=functools.partial(_release, weakref.ref(self)))
 
     def check(self) -> None:
         """CheckpointFenced if another run has come since. Asked before anything is renamed, removed or committed."""
@@ -197,9 +197,3 @@ def _refusal(folder: Path) -> str:
         f"{folder} is in use by another run of this job ({holder or 'which has not said who it is'}). "
         "Wait until that has ended, end it, or give this one another name with job="
     )
-
-
-def _release(reference: weakref.ref[Claim]) -> None:
-    claim = reference()
-    if claim is not None:
-        claim.release()
