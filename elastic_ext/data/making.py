@@ -120,9 +120,12 @@ class Making:
 
     def _makes_here(self) -> bool:
         """Whether this process makes what is asked for now."""
-        if self._fills_in and self._pool is not None and self._pool.num_ready > 0:
-            self._fills_in = False
-        return self._pool is None or self._num_workers == 0 or self._fills_in
+        if self._pool is None:
+            return True
+        if self._fills_in or (self._num_workers == 0 and not self._is_closed):
+            num_ready = self._pool.num_ready  # asked without workers too: those on their way are not wanted any more
+            self._fills_in = self._num_workers > 0 and num_ready == 0
+        return self._num_workers == 0 or self._fills_in
 
     def _have(self, num_workers: int, *, is_first: bool = False) -> None:
         self._num_workers = num_workers
