@@ -73,8 +73,12 @@ class Changing:
         """Have one worker, who is ready; gives the nursery's pid."""
         changed(self._loader, num_workers=1, prefetch_factor=1)
         self._take()
-        until(lambda: self._loader.is_settled and len(self._workers()) == 1)
+        until(self.is_settled)
         return psutil.Process(self._workers()[0]).ppid()
+
+    def is_settled(self) -> bool:
+        """Whether there is one worker, who is ready; those that become ready are too many, and told to end here."""
+        return self._loader.is_settled and len(self._workers()) == 1
 
     def finish(self) -> None:
         """Come to the end of the epoch."""
@@ -126,7 +130,7 @@ def go_through(num_changes: int, num_between_censuses: int, caplog: pytest.LogCa
         changing.change()
         if (number + 1) % num_between_censuses == 0:
             assert changing.settle() == nursery
-            until(lambda: census(nursery).is_within(first))  # the last that were told to end are given back
+            until(lambda: changing.is_settled() and census(nursery).is_within(first))  # the last are given back
     last, bytes_after = census(nursery), memory(nursery)
     changing.finish()
     assert changing.deaths_by_others(warnings_in(caplog)) == []
