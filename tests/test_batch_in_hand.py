@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +336,40 @@ def one_rank_ahead(rank: int, folder: Path) -> str:
 def test_ranks_that_are_ahead_by_other_numbers_of_batches_are_named(ranks: RankPool, tmp_path: Path) -> None:
     said = ranks.run(2, one_rank_ahead, tmp_path, process_group=True)
     assert all("batches taken ahead" in text for text in said), said
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loop_whose_end_was_seen_in_a_step_that_was_taken_back_goes_on(
+    tmp_path: Path, dataset: Any, num_workers: int
+) -> None:
+    loader = ElasticDataLoader(dataset, 8, num_workers=num_workers)
+    model = nn.Linear(1, 1, bias=False)
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=16)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.0))
+    for_epoch: list[list[float]] = []
+    with trainer:
+        for epoch in range(2):
+            step: list[float] = []
+            for_epoch.append([])
+            may_fail = True
+            with trainer.epoch(epoch):
+                batches = iter(loader)
+                held = next(batches, None)
+                while held is not None:
+                    with suppress(KeyError), trainer.step():
+                        loss = model(held).mean()
+                        step += held.flatten().tolist()
+                        held = next(batches, None)
+                        if held is None and may_fail:
+                            may_fail, step, held = False, [], next(batches, held)
+                            raise KeyError
+                        loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if held is None and not step:
+                        held = next(batches)  # as after every step that failed
+                    elif trainer.sync_gradients:
+                        for_epoch[-1] += step
+                        step = []
+                assert next(batches, None) is None
+    assert for_epoch == [NUMBERS.flatten().tolist()] * 2

@@ -91,6 +91,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._making: Making | None = None  # that is kept from epoch to epoch
         self._kept_for: Running | None = None  # the last loop that it was used by
         self._finished: Running | None = None  # the last loop that came to its end
+        self._ending: _Loop | None = None  # which came to it within a step: if that is taken back, it has samples again
         self._step_before: _StepBefore | None = None
         self._makings: weakref.WeakSet[Making] = weakref.WeakSet()
         self._following: Following | None = None
@@ -136,6 +137,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
             "_making": None,
             "_kept_for": None,
             "_finished": None,
+            "_ending": None,
             "_step_before": None,
             "_makings": None,
             "_following": None,
@@ -226,6 +228,9 @@ class ElasticDataLoader(DataLoader[_Sample]):
     def commit(self, num_micro_batches: int | None = None) -> None:
         """The first so many batches that were handed out are consumed, or all; the others begin the next step."""
         before, running = self._step_before, self._epochs.running
+        if self._ending is not None:
+            self._ending.close()
+            self._ending = None
         if before is not None:
             self._step_before = None
             if num_micro_batches is not None:
@@ -235,6 +240,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
 
     def rollback(self) -> None:
         """Hand out again what was handed out since the last commit, in the loop that is under way."""
+        self._ending = None
         before, self._step_before = self._step_before, None
         if self._epochs.running is not None:
             self._epochs.running.rollback()
@@ -438,7 +444,10 @@ class _Loop:
             batch = next(running)
         except StopIteration:
             loader._finished = running
-            self.close()
+            if loader.is_in_step():
+                loader._ending = self
+            else:
+                self.close()
             raise
         finally:
             if timeline is not None and before is not None:

@@ -142,6 +142,7 @@ class Turns:
         """What was handed out and is not consumed comes again; whether that is something."""
         has_moved = any(slot.handed != slot.passed for slot in self.slots)
         if has_moved:
+            self.is_over = False
             for slot in self.slots:
                 slot.handed = slot.passed
             self.handed = self._passed
