@@ -193,9 +193,10 @@ class LoopChecks:
             self._num_missing += 1
         if seen.other_sizes is not None and not seen.has_whole_batch:
             self._note_other_sizes(seen.other_sizes)
-        left, self._left = self._left, []
-        if any(each.is_there for each in left):
-            self.say(_LEFT_OVER)
+        if self._left and self._state.is_last:
+            left, self._left = self._left, []
+            if any(each.is_used for each in left):
+                self.say(_LEFT_OVER)
         if seen.came_to_evaluating and not seen.num_training:
             self.say(_EVAL)
         elif seen.num_evaluating and seen.num_training and not seen.came_to_evaluating:
@@ -204,6 +205,7 @@ class LoopChecks:
     def end_step(self, *, has_committed: bool) -> None:
         """The step ends, or was rolled back."""
         self.is_looking = False
+        self._left = []
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -349,10 +351,17 @@ class _LeftOver:
         self._gradient = weakref.ref(gradient)
 
     @property
-    def is_there(self) -> bool:
-        """Whether nothing has cleared it since, neither the optimizer's ``zero_grad()`` nor a module's."""
+    def is_used(self) -> bool:
+        """Whether the optimizer has stepped by it, and neither its ``zero_grad()`` nor a module's has cleared it.
+
+        One that does not step in every step may clear it when it does.
+        """
         optimizer = self._optimizer
-        return optimizer.num_zeroed == self._num_zeroed and optimizer.first_gradient is self._gradient()
+        return (
+            optimizer.has_stepped
+            and optimizer.num_zeroed == self._num_zeroed
+            and optimizer.first_gradient is self._gradient()
+        )
 
 
 def _noted(tensor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:

@@ -643,6 +643,30 @@ def test_gradients_that_each_optimizer_clears_before_its_own_pass_are_not_left_o
     assert ["zero_grad() was not called" in each for each in said(caplog)] == [True] * num_said
 
 
+@pytest.mark.parametrize("is_polluted", [False, True])
+def test_an_optimizer_that_steps_in_every_third_step_clears_its_gradients_there(
+    tmp_path: Path, is_polluted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a generator whose critic takes more steps, whose passes may come to it too."""
+    first, second = two_parts()
+    model, loader = nn.ModuleDict({"first": first, "second": second}), loader_of("ours")
+    trainer = trainer_of(tmp_path, model, loader, global_batch_size=4)
+    seldom, often = trainer.prepare([SGD(first.parameters(), lr=0.01), SGD(second.parameters(), lr=0.01)])
+    with trainer, trainer.epoch():
+        for number, (inputs, _) in enumerate(loader):
+            with trainer.step():
+                often.zero_grad()
+                made = first(inputs)
+                second(made if is_polluted else made.detach()).square().mean().backward()
+                often.step()
+                if number % 3 == 0:
+                    seldom.zero_grad()
+                    second(first(inputs)).mean().backward()
+                    seldom.step()
+    (text,) = said(caplog)
+    assert text.startswith("the optimizers step in different steps ")
+
+
 # ---- ranks ----
 
 
