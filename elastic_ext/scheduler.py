@@ -24,6 +24,7 @@ _OWN = (
     "_counted",
     "_num_known",
     "_has_stepped_within",
+    "_steps_after_each",
 )
 _BARE = (
     "the bare {name}'s step() was called within `with trainer.step():`, where it steps in every micro-step; call that "
@@ -53,6 +54,7 @@ class ElasticLRScheduler:
         self.on_first_step: Callable[[], None] | None = None
         """Called when it first steps within a step, and so counts steps."""
         self._has_stepped_within = False  # a step, before this run was resumed
+        self._steps_after_each = False  # of an epoch's steps, as far as the last one has shown
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Step if the optimizer did in this micro-step; between steps, as after an epoch, always."""
@@ -84,6 +86,11 @@ class ElasticLRScheduler:
         """Whether it has ever stepped within a step, and not only between two, as after an epoch."""
         return self._has_stepped_within or self._stepped_in != _NEVER
 
+    @property
+    def may_have_ended_epoch(self) -> bool:
+        """Whether it has stepped since the last step, and does not do so after each step of an epoch."""
+        return not self._steps_after_each and self.bare_steps() is not None
+
     def remember_steps(self, within_steps: bool) -> None:
         """Take up what was saved of ``steps_within_steps``."""
         self._has_stepped_within, self._stepped_in = within_steps, _NEVER
@@ -111,8 +118,16 @@ class ElasticLRScheduler:
     def __repr__(self) -> str:
         return f"ElasticLRScheduler({self.inner!r})"
 
+    def begin_step(self, *, is_epochs_first: bool) -> None:
+        """A step begins: what the schedule counts now is right."""
+        has_stepped = self.bare_steps() is not None
+        if not is_epochs_first:
+            self._steps_after_each = has_stepped
+        if has_stepped:
+            self.note()
+
     def note(self) -> None:
-        """A step begins, or the schedule was stepped as it should be: what it counts now is right."""
+        """The schedule was stepped as it should be: what it counts now is right."""
         counted = self._counted
         now = counted[0].last_epoch if len(counted) == 1 else self._num_counted()
         object.__setattr__(self, "_num_known", now)

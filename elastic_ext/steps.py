@@ -177,8 +177,9 @@ class Steps:
                 raise StepError(_STALE)
         state.has_forward = state.has_backward = state.is_exact = False
         if self._schedules and state.index == 0:
+            is_epochs_first = self._counts.num_steps == 0
             for schedule in self._schedules:
-                schedule.note()
+                schedule.begin_step(is_epochs_first=is_epochs_first)
         is_like_before = self._is_like_before and self.by_function is self._was_by_function
         if (
             is_like_before

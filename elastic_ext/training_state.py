@@ -45,6 +45,11 @@ _logger = logging.getLogger(__name__)
 PASSES_BY_ITSELF = ("counts", "config", "position", "random/", "plain/dataloader")
 """What may become another between two steps, with nothing to be saved: keys and names in ``collect``'s contents."""
 _PLAIN = "plain"  # what the names of tensors in plain values begin with
+_STEPPED = (
+    "{path} was saved after the loop over epoch {epoch} was left before its end and {names} had stepped. A run that "
+    "resumes goes on with the rest of that epoch: if {names} steps after each epoch, it will have done so twice for "
+    "this one. Leave the loop over epochs before scheduler.step() where an epoch is left before its end"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -137,7 +142,7 @@ class TrainingState:
         tensors = named_registered(self._unclaimed | self._registered) | dict(moment.tensors)
         scaler = self._parts.scaler
         state = {
-            "counts": moment.counts,
+            "counts": {**moment.counts, "is_unfinished": self.counts.unfinished_epoch is not None},
             "config": moment.config,
             "position": moment.position,
             "schedulers": [
@@ -145,6 +150,7 @@ class TrainingState:
                     "class": type(scheduler.inner).__name__,
                     "state": pack(scheduler.state_dict(), f"{_PLAIN}/scheduler {place}", tensors),
                     "steps_within_steps": scheduler.steps_within_steps,
+                    "may_have_ended_epoch": scheduler.may_have_ended_epoch,
                 }
                 for place, scheduler in enumerate(self._parts.schedulers)
             ],
@@ -281,18 +287,25 @@ class TrainingState:
         self._restore_random(resumed)
 
     def why_incomplete(self, resumed: Resumed) -> str | None:
-        """What was not done yet, or is not in it, where it was saved between two epochs; None where nothing is missing.
+        """What was not done yet, or is not in it, where it was saved between two epochs; or what comes again, where an
+        epoch was left before its end. None where all is well.
 
         Called after ``load``.
         """
         counts = resumed.state["counts"]
+        saved = resumed.state["schedulers"]
+        ended = [each["class"] if each.get("may_have_ended_epoch", False) else "" for each in saved]
+        if counts.get("is_unfinished", False) and any(ended):
+            names = ", ".join(filter(None, ended))
+            return _STEPPED.format(path=resumed.path, epoch=counts["epoch"], names=names)
         if not counts.get("is_between", False):
             return None
         text = (
             f"{resumed.path} was saved as epoch {counts['epoch'] - 1} ended, before what the loop does between two "
             "epochs: a validation, or a scheduler's step, that comes there is not in it, and does not come again"
         )
-        idle = [type(each.inner).__name__ for each in self._parts.schedulers if not each.steps_within_steps]
+        schedulers = zip(self._parts.schedulers, ended, strict=True)
+        idle = [type(each.inner).__name__ for each, has in schedulers if not (has or each.steps_within_steps)]
         if idle:
             text += (
                 f". {', '.join(idle)} has never stepped within a step: if it is to step after each epoch, call its "

@@ -200,6 +200,33 @@ def test_an_exception_between_two_epochs_leaves_a_checkpoint_of_the_epoch_and_wh
     assert told(caplog, "between two epochs") == []
 
 
+def test_a_schedule_that_has_stepped_as_its_epoch_ended_is_not_to_be_stepped_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs, targets = make_data(BATCH)
+
+    def run() -> int:
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"shared_storage_path": tmp_path / "storage", "checkpoint_interval": BY_EPOCHS}
+        with trainer_of(tmp_path, model, micro_batch_size=BATCH, **options) as trainer:
+            optimizer, scheduler = trainer.prepare(inner, torch.optim.lr_scheduler.StepLR(inner, 1))
+            if trainer.global_step == 0:
+                with trainer.epoch():
+                    with trainer.step():
+                        torch.nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                        optimizer.step()
+                    scheduler.step()
+                raise Crash
+            return int(scheduler.last_epoch)
+
+    with pytest.raises(Crash):
+        run()
+    assert run() == 1
+    (line,) = told(caplog, "between two epochs")
+    assert "StepLR" not in line
+
+
 def test_who_resumes_where_nothing_is_missing_is_told_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, "run", crash_at=STEPS + 1)
     train(tmp_path, "run")

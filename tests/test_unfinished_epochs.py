@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
-from elastic_ext import CheckpointInterval
+from elastic_ext import CheckpointInterval, ElasticDataLoader
 from tests.epochs import BATCH, BY_EPOCHS, BY_STEPS, LOADERS, STEPS, saved_in, train
 from tests.ranks import RankPool
 from tests.sharded import WAYS
 from tests.thinning import the_first
-from tests.training import make_model, trainer_of
+from tests.training import make_data, make_model, trainer_of
 
 AT = STEPS + 1  # the step at which training is left, the first of epoch 1
 GO_ON = [kind for kind in LOADERS if "torch's" not in kind]
@@ -217,3 +218,42 @@ def test_other_steps_than_those_of_an_epoch_leave_it(tmp_path: Path) -> None:
         take(1)
         assert trainer.state_dict()["epoch"] == 1
     assert torch.isfinite(next(model.parameters())).all()
+
+
+@pytest.mark.parametrize("every", [BY_EPOCHS, CheckpointInterval(steps=AT)])
+def test_a_schedule_that_has_stepped_after_such_an_epoch_would_step_twice_for_it_and_who_resumes_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: CheckpointInterval
+) -> None:
+    train(tmp_path, "run", max_steps=AT, every=every)
+    assert "had stepped" not in caplog.text
+    resumed = train(tmp_path, "run", max_steps=2 * STEPS + 1, every=every)
+    assert resumed.started_at == (1, AT)
+    (text,) = [each.getMessage() for each in caplog.records if "had stepped" in each.getMessage()]
+    assert f"step_{AT} was saved after the loop over epoch 1 was left before its end and StepLR had stepped. A " in text
+    assert resumed.steps[0][3] == 0.4 / 4, "once too often"
+
+
+def test_nothing_is_told_of_a_schedule_that_steps_behind_each_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within the epoch, as torch's loops have it, where the last step of all is not the epoch's."""
+    for num_steps in (6, 8):
+        model, (inputs, targets) = make_model(), make_data(32)
+        loader = ElasticDataLoader(TensorDataset(inputs, targets), 8)
+        inner = SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"shared_storage_path": tmp_path / "storage", "checkpoint_interval": BY_EPOCHS}
+        trainer = trainer_of(tmp_path, model, loader, global_batch_size=8, **options)
+        with trainer:
+            optimizer, scheduler = trainer.prepare(inner, torch.optim.lr_scheduler.StepLR(inner, 2))
+            for epoch in range(trainer.start_epoch, 2):
+                with trainer.epoch(epoch):
+                    for batch, classes in loader:
+                        with trainer.step():
+                            torch.nn.functional.cross_entropy(model(batch), classes).backward()  # type: ignore[no-untyped-call]
+                            optimizer.step()
+                            optimizer.zero_grad()
+                        scheduler.step()
+                        if trainer.global_step == num_steps:
+                            break
+        assert trainer.global_step == num_steps
+    assert "had stepped" not in caplog.text
