@@ -138,7 +138,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     for kind, text in remarks_on_optimizers(setup.model, [each.inner for each in parts.optimizers]):
         state.remarks.say(kind, text)
     for schedule in parts.schedulers:
-        schedule.on_first_step = partial(_remark_on_length, schedule.inner, epoch, batches, state.remarks)
+        schedule.look_at_length = partial(_remark_on_length, schedule.inner, epoch, batches, state.remarks)
     recorder, analyzer = None, None
     device = next((part.device for part in setup.model.parameters()), torch.device("cpu"))
     memory = DeviceMemory(device)

@@ -16,7 +16,7 @@ __all__ = ["ElasticLRScheduler"]
 
 _OWN = (
     "inner",
-    "on_first_step",
+    "look_at_length",
     "_optimizer",
     "_state",
     "_stepped_in",
@@ -51,8 +51,8 @@ class ElasticLRScheduler:
         self._stepped_in = self._early_in = _NEVER  # numbers of steps
         self._counted = list(_counted(scheduler))
         self._num_known = 0  # as this object, or what lies between steps, has left the count
-        self.on_first_step: Callable[[], None] | None = None
-        """Called when it first steps within a step, and so counts steps."""
+        self.look_at_length: Callable[[], None] = lambda: None
+        """Called when it first steps within a step, and so counts steps, and when these are of another size later."""
         self._has_stepped_within = False  # a step, before this run was resumed
         self._steps_after_each = False  # of an epoch's steps, as far as the last one has shown
 
@@ -69,10 +69,9 @@ class ElasticLRScheduler:
             state.num_scheduled += 1
         elif self._stepped_in != state.number:
             if self._optimizer.has_stepped:
-                self._stepped_in = state.number
-                if self.on_first_step is not None:
-                    self.on_first_step()
-                    self.on_first_step = None
+                is_first, self._stepped_in = self._stepped_in == _NEVER, state.number
+                if is_first:
+                    self.look_at_length()
                 if (error := self.bare_steps()) is not None:
                     raise error
                 self.inner.step(*arguments, **options)

@@ -143,6 +143,29 @@ def test_a_schedule_that_steps_after_epochs_counts_those(
     assert len(caplog.records) == (steps_where == "within")
 
 
+@pytest.mark.parametrize(("batch", "num_said"), [(16, 1), (5, 0)])
+def test_a_schedule_as_long_as_steps_were_is_told_of_when_they_become_larger(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, num_said: int
+) -> None:
+    model, source = make_model(), Slices(make_data(64), 4)
+    bare = SGD(model.parameters(), lr=0.1)
+    trainer = trainer_of(tmp_path, model, source, global_batch_size=4)
+    optimizer, scheduler = trainer.prepare(bare, lr_scheduler.CosineAnnealingLR(bare, 32))
+    with trainer, trainer.epoch():
+        for inputs, targets in source:
+            with trainer.step():
+                nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if trainer.global_step == 3:
+                assert not caplog.records
+                trainer.propose({"global_batch_size": batch}, "to see")
+        assert trainer.global_batch_size == batch
+    told = "CosineAnnealingLR has T_max 32, 2 times the 16 micro-batches of an epoch, and 2 epochs have 8 steps: "
+    assert [each.message.startswith(told) for each in caplog.records] == [True] * num_said
+
+
 # ---- samplers ----
 
 
