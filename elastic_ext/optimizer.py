@@ -282,6 +282,12 @@ class ElasticOptimizer(Optimizer):
         return any(part.grad is not None and bool(local_part(part.grad).any()) for part in self._trained())
 
     @property
+    def is_gathering(self) -> bool:
+        """Whether there are gradients by which it has not stepped so far; asked between two steps."""
+        state = self._state
+        return state is not None and self._stepped_in != state.number - 1 and self._has_gradient()
+
+    @property
     def first_gradient(self) -> torch.Tensor | None:
         """That of the first parameter that has one."""
         gradients = (part.grad for group in self.param_groups for part in group["params"])

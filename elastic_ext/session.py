@@ -445,7 +445,7 @@ class Session:
             self._guarding.expect_more()
         self._follow_batch(new)
         if new.global_batch_size != old.global_batch_size:
-            for schedule in (each for optimizer in self._settings.optimizers for each in optimizer.schedules):
+            for schedule in (each for optimizer in self._gradients.optimizers for each in optimizer.schedules):
                 if schedule.steps_within_steps:
                     schedule.look_at_length()
         self._learning.take_up(new)

@@ -45,6 +45,11 @@ _logger = logging.getLogger(__name__)
 PASSES_BY_ITSELF = ("counts", "config", "position", "random/", "plain/dataloader")
 """What may become another between two steps, with nothing to be saved: keys and names in ``collect``'s contents."""
 _PLAIN = "plain"  # what the names of tensors in plain values begin with
+_GATHERED = (
+    "{path} was saved while the loop was gathering gradients by itself, and optimizer.step() was not called since: "
+    "these gradients are in no checkpoint, and their samples do not come again. Save where it was just called, "
+    "or start the job with global_batch_size= and call optimizer.step() in every micro-step: then a save waits for it"
+)
 _STEPPED = (
     "{path} was saved after the loop over epoch {epoch} was left before its end and {names} had stepped. A run that "
     "resumes goes on with the rest of that epoch: if {names} steps after each epoch, it will have done so twice for "
@@ -142,7 +147,12 @@ class TrainingState:
         tensors = named_registered(self._unclaimed | self._registered) | dict(moment.tensors)
         scaler = self._parts.scaler
         state = {
-            "counts": {**moment.counts, "is_unfinished": self.counts.unfinished_epoch is not None},
+            "counts": {
+                **moment.counts,
+                "is_unfinished": self.counts.unfinished_epoch is not None,
+                "is_gathering": self._batches.is_gathered_by_hand
+                and any(optimizer.is_gathering for optimizer in self._parts.optimizers),
+            },
             "config": moment.config,
             "position": moment.position,
             "schedulers": [
@@ -294,6 +304,8 @@ class TrainingState:
         """
         counts = resumed.state["counts"]
         saved = resumed.state["schedulers"]
+        if counts.get("is_gathering", False):
+            return _GATHERED.format(path=resumed.path)
         ended = [each["class"] if each.get("may_have_ended_epoch", False) else "" for each in saved]
         if counts.get("is_unfinished", False) and any(ended):
             names = ", ".join(filter(None, ended))

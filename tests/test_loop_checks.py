@@ -179,6 +179,26 @@ def test_micro_batches_of_a_loop_that_gathers_by_itself_do_not_become_parts_of_s
 # ---- what is trained on ----
 
 
+@pytest.mark.parametrize(("num_gathered", "num_told"), [(6, 1), (8, 0)])
+def test_a_checkpoint_of_gathered_gradients_says_that_they_are_not_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_gathered: int, num_told: int
+) -> None:
+    for _run in range(2):
+        loop = Loop(tmp_path, loader_of("ours"), batch=None, shared_storage_path=tmp_path / "storage")
+        with loop.trainer, loop.trainer.epoch():
+            for number, (inputs, targets) in enumerate(loop.loader, start=1):
+                with loop.trainer.step():
+                    mean_loss(loop.model, inputs, targets).backward()
+                    if number % 4 == 0:
+                        loop.optimizer.step()
+                        loop.optimizer.zero_grad()
+                if number == num_gathered:
+                    loop.trainer.save_checkpoint()
+                    break
+    told = [each.message for each in caplog.records if "gathering gradients by itself" in each.message]
+    assert len(told) == num_told
+
+
 def test_a_loop_over_another_loader_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     loop, before = Loop(tmp_path, loader_of("ours")), bits_of(make_model())
     with pytest.raises(StepError, match=r"no batch from the dataloader .*\(ElasticDataLoader\)"):
