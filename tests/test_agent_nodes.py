@@ -58,8 +58,8 @@ class Cluster:
 
     def begun(self) -> list[int]:
         """After which step the processes of each round went on, in the order in which they came."""
-        files = sorted(self.folder.glob("samples-0-*.txt"), key=lambda file: int(file.stem.split("-")[2]))
-        return [int(file.read_text().split()[1]) for file in files]
+        words = [file.read_text().split()[:4] for file in self.folder.glob("samples-0-*.txt")]
+        return [int(step) for _, step, _, _ in sorted(words, key=lambda each: int(each[3]))]  # pids may begin anew
 
     def check_samples(self) -> None:
         """Every step has the samples of one, and every epoch has each once."""
