@@ -351,8 +351,11 @@ class Session:
             if self._saving is not None:
                 self._saving.begin_due_in_step()
 
-    def end(self, error: BaseException | None) -> None:
-        """End training with all ranks; an exception is told to them instead. Twice is allowed."""
+    def end(self, error: BaseException | None, *, by: str = "the trainer could not start") -> None:
+        """End training with all ranks; an exception is told to them instead. Twice is allowed.
+
+        ``by`` is what the user did, for whoever calls something that comes too late.
+        """
         if self._has_ended:
             return
         self._has_ended = True
@@ -370,7 +373,7 @@ class Session:
                 if self._saving is not None:
                     self._saving.end()
         finally:
-            self._let_go()
+            self._let_go(by)
 
     def abandon(self) -> None:
         """End without its trainer, which was dropped and not closed; several ranks end only together."""
@@ -385,13 +388,13 @@ class Session:
             return
         self._has_ended = True
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
-        self._let_go()
+        self._let_go("the trainer was dropped")
 
-    def _let_go(self) -> None:
+    def _let_go(self, by: str) -> None:
         """Of everything, whichever of it fails."""
         with ExitStack() as ending:
             ending.callback(self._showing.close)
-            ending.callback(self.follower.close)  # which ends the last window
+            ending.callback(self.follower.close, by)  # which ends the last window
             if self.checkpoints is not None:
                 ending.callback(self.checkpoints.close)
             if self._accelerated is not None:

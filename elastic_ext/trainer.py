@@ -506,7 +506,7 @@ class ElasticTrainer:
         Called while an exception is handled, it waits for nobody and tells the other ranks of it.
         """
         if self._session is not None:
-            self._session.end(sys.exc_info()[1])
+            self._session.end(sys.exc_info()[1], by="trainer.close() was called")
 
     def __enter__(self) -> ElasticTrainer:
         return self
@@ -515,7 +515,8 @@ class ElasticTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._session is not None:
-            self._session.end(error)
+            by = "`with trainer:` has ended" if error is None else "an exception has left `with trainer:`"
+            self._session.end(error, by=by)
 
     @property
     def _prepared(self) -> Session:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +300,43 @@ def test_closing_ends_every_thread_and_twice_is_allowed(folder: Path) -> None:
     follower.close()
     assert set(threading.enumerate()) == threads
     assert follower.config.version == 0
+
+
+def end_of_with(folder: Path) -> ConfigFollower:
+    with follower_in(folder) as follower:
+        pass
+    return follower
+
+
+def exception_in_with(folder: Path) -> ConfigFollower:
+    with suppress(LookupError), follower_in(folder) as follower:
+        raise LookupError
+    return follower
+
+
+def call_of_close(folder: Path) -> ConfigFollower:
+    follower = follower_in(folder)
+    follower.start()
+    follower.close()
+    return follower
+
+
+@pytest.mark.parametrize(
+    ("closed", "words"),
+    [
+        (end_of_with, "`with follower:` has ended, and"),
+        (exception_in_with, "an exception has left `with follower:`, and"),
+        (call_of_close, r"follower\.close\(\) was called, and"),
+    ],
+)
+def test_what_comes_after_the_end_says_what_the_user_did(
+    folder: Path, closed: Callable[[Path], ConfigFollower], words: str
+) -> None:
+    follower = closed(folder)
+    for _ in range(2):
+        with pytest.raises(ElasticError, match=f"^{words}.* make this call before it, or make a new one on every rank"):
+            follower.boundary()
+        follower.close()  # changes nothing of what it was
 
 
 def test_a_follower_that_was_not_started_says_what_to_do(folder: Path) -> None:
