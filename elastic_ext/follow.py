@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -383,6 +383,9 @@ class ConfigFollower:
             board.post(Trouble(kind="failed", progress=self._ranks.progress(), text="it closed its follower"))
         if self._watcher is not None:
             self._watcher.close()
+            if self._finished:
+                with suppress(ElasticError):  # it has died, and said so
+                    self._agreement.refuse_late_file()
         self._agreement.close()
         self._ranks.close()
         self.pulse.end()

@@ -372,8 +372,22 @@ class Session:
                 self._begin_due()
                 if self._saving is not None:
                     self._saving.end()
+                self._tell_of_nothing_left()
         finally:
             self._let_go(by)
+
+    def _tell_of_nothing_left(self) -> None:
+        """A run that went on from an earlier one has ended well, and has taken no step: that is no training."""
+        counts = self._counts
+        if counts.num_boundaries > 0 or counts.global_step == 0 or self.follower.ranks.rank > 0:
+            return
+        anew = "load no state" if self.checkpoints is None else "give another job="
+        text = (
+            f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, before "
+            f"this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
+        )
+        _logger.warning("%s", text)
+        self.follower.reports.tell("nothing-left", step=counts.global_step, text=text, details={})
 
     def abandon(self) -> None:
         """End without its trainer, which was dropped and not closed; several ranks end only together."""

@@ -302,6 +302,46 @@ def test_closing_ends_every_thread_and_twice_is_allowed(folder: Path) -> None:
     assert follower.config.version == 0
 
 
+def refusals_in(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "0" / "events-0.jsonl").read_text().splitlines()]
+    return [event["text"] for event in events if event["kind"] == "config-refused"]
+
+
+def test_a_version_that_comes_after_the_last_step_is_said_to_be_too_late(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.boundary()
+        follower.finish()
+        put(folder, 0, rate(4, 0.5), seen_by=follower)
+    why = "it came after the last step boundary, of step 1; the next run begins with it"
+    assert [line for line in seen.log if "refused" in line] == [
+        f"WARNING version 4 was refused, version 3 stays in force: {why}"
+    ]
+    assert refusals_in(folder) == [f"version 4 was refused: {why}"]
+
+
+def test_an_old_version_or_one_that_cannot_be_is_said_even_after_the_last_step(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    for contents, words in (
+        (rate(2, 0.5), "holds version 2 and was refused, since version 3 is in force; give it a version of 4 or more"),
+        ({"version": 4, "typo": 1}, "was refused, version 3 stays: typo is not a known key"),
+    ):
+        put(folder, 0, rate(3, 0.25))
+        with seen_by() as seen, follower_in(folder) as follower:
+            follower.boundary()
+            put(folder, 0, contents, seen_by=follower)
+            follower.finish()
+        assert [words in line for line in seen.log if "refused" in line] == [True]
+
+
+def test_of_a_run_that_an_exception_ended_no_version_is_said_to_be_late(folder: Path) -> None:
+    with seen_by() as seen, suppress(LookupError), follower_in(folder) as follower:
+        follower.boundary()
+        put(folder, 0, rate(4, 0.5), seen_by=follower)
+        raise LookupError
+    assert not [line for line in seen.log if "refused" in line]
+
+
 def end_of_with(folder: Path) -> ConfigFollower:
     with follower_in(folder) as follower:
         pass
