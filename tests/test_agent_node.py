@@ -224,3 +224,24 @@ def left_on_machine() -> set[str]:
     }
     files = {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob("*elastic*")}
     return processes | files
+
+
+_UNWRITABLE = """
+import sys, torch
+from elastic_ext import ElasticTrainer
+model = torch.nn.Linear(2, 2)
+with ElasticTrainer(model, micro_batch_size=1, shared_storage_path=sys.argv[1], job="job") as trainer:
+    trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+def test_a_folder_that_cannot_be_used_is_one_sentence_of_the_worker_and_of_the_agent(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "script.py").write_text(_UNWRITABLE)
+    arguments = ["--standalone", "--local-addr=127.0.0.1", str(tmp_path / "script.py"), str(tmp_path / "file" / "below")]
+    with nodes(Node(tmp_path / "node", arguments)) as (node,):
+        assert node.end() == 1
+    words = f"{tmp_path / 'file'} is no folder, and checkpoints are to lie there; move it away"
+    lines = [line for line in node.lines if words in line]
+    assert [line.split()[0] for line in lines] == ["elastic_ext.errors.CheckpointError:", "elastic-run", "elastic-run"]
+    assert "Traceback" not in node.text and len(node.lines) < 20, node.text
