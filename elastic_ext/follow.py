@@ -419,8 +419,8 @@ class ConfigFollower:
     def _raise_if_closed(self) -> None:
         if self._closed_by:
             raise ElasticError(
-                f"{self._closed_by}, and with that the other ranks are not heard of any more; make this call before it, "
-                "or make a new one on every rank"
+                f"{self._closed_by}, and with that the other ranks are not heard of any more; make this call before "
+                "it, or make a new one on every rank"
             )
 
     def _record(self, applied: Applied | None) -> None:

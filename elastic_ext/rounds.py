@@ -189,7 +189,9 @@ class Rounds:
         late = self._newer_file()
         if late is not None:
             self._settled.add(_key(late))
-            self._tell_refusal(late, f"it came after the last step boundary, of step {step}; the next run begins with it")
+            self._tell_refusal(
+                late, f"it came after the last step boundary, of step {step}; the next run begins with it"
+            )
 
     @property
     def _newest_agreed(self) -> ElasticConfig:

@@ -383,8 +383,8 @@ class Session:
             return
         anew = "load no state" if self.checkpoints is None else "give another job="
         text = (
-            f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, before "
-            f"this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
+            f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, "
+            f"before this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
         )
         _logger.warning("%s", text)
         self.follower.reports.tell("nothing-left", step=counts.global_step, text=text, details={})

@@ -33,7 +33,8 @@ class ConfigWatcher:
     """Watches one config file from ``start()`` (or ``with``) to ``close()``.
 
     ``settle_seconds`` is how long bad contents must stay before they are warned of: a file that is written in place
-    is seen half-written in between. What is there at the end is warned of at once. Of several processes that watch one file, one ``warns``.
+    is seen half-written in between. What is there at the end is warned of at once. Of several processes that watch one
+    file, one ``warns``.
     """
 
     def __init__(

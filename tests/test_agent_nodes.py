@@ -393,7 +393,9 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
 
 def test_an_endpoint_at_which_nothing_listens_is_said_to_be_one() -> None:
     launch = meeting_at("127.0.513", free_port(), local_addr=None)
-    with pytest.raises(RendezvousConnectionError, match=r"Nothing listens there.*refused.*--local-addr=127\.0\.513") as why:
+    with pytest.raises(
+        RendezvousConnectionError, match=r"Nothing listens there.*refused.*--local-addr=127\.0\.513"
+    ) as why:
         handler_for(launch)
     assert "Something listens" not in str(why.value)
 

@@ -386,7 +386,7 @@ def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> Non
         (
             None,
             {"global_batch_size": 16, "dataloader__num_workers": 2},
-            "num_workers cannot change: no dataloader was given to the trainer; give it an ElasticDataLoader, which could",
+            "num_workers cannot change: no dataloader was given to the trainer; give it an ElasticDataLoader,",
         ),
         (
             None,

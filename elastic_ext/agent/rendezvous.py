@@ -6,7 +6,6 @@ it and nothing of an earlier round is in it. A node that leaves or falls silent 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading

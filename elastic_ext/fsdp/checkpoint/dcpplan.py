@@ -169,8 +169,8 @@ class _Names:
         if len(chosen) != 1 and own not in self._refused:
             self._refused.add(own)
             self._refusals.add(
-                "trained parameters with several names, of which exactly one is to be in first_names (--first), the one "
-                "that model.named_parameters() has",
+                "trained parameters with several names, of which exactly one is to be in first_names (--first), the "
+                "one that model.named_parameters() has",
                 " = ".join(sorted(names)),
             )
         return chosen[0] if chosen else own

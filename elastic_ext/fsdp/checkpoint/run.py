@@ -208,8 +208,8 @@ def _refusing_unwritable(root: Path) -> Iterator[None]:
         if error.errno not in _UNWRITABLE:
             raise
         raise CheckpointError(
-            f"checkpoints cannot be kept in {root}: {in_words(error)}; give a shared_storage_path in which this process "
-            "may write"
+            f"checkpoints cannot be kept in {root}: {in_words(error)}; give a shared_storage_path in which this "
+            "process may write"
         ) from None
 
 
