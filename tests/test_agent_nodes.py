@@ -41,7 +41,7 @@ class Cluster:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
             "--rdzv-id=job",
-            f"--rdzv-conf=last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=4{conf}",
+            f"--rdzv-conf=last_call_timeout=1,join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=4{conf}",
             f"--max-restarts={max_restarts}",
             "--local-addr=127.0.0.1",
         ]

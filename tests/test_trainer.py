@@ -364,7 +364,7 @@ def test_of_a_dataloader_that_the_trainer_was_not_given_nothing_is_said(
         for number, batch in enumerate(loader_of()):
             if number == 1:
                 with pytest.raises(LookupError):
-                    in_step(trainer, lambda: {}["as if a sample was damaged"])
+                    in_step(trainer, lambda: [][0])
             train_on(trainer, optimizer, batch)
     words = "no dataloader was given to the trainer; give it an ElasticDataLoader, which could change them"
     assert proposal.outcome == "refused" and words in proposal.refusal

@@ -56,7 +56,7 @@ def _write_exceptions(path: str) -> None:
         except Exception:  # the disk is full, say: what Python prints is all there is then
             pass
         if says_all and before is sys.__excepthook__:
-            print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
+            sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {error}\n")
         else:
             before(kind, error, trace)
 
