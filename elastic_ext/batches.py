@@ -30,6 +30,7 @@ _BY_HAND = (
     "of {num} micro-batches would be gathered twice. Start the job with global_batch_size=, and call optimizer.step() "
     "in every micro-step"
 )
+_NO_LOADER = "no dataloader was given to the trainer; give it an ElasticDataLoader"
 _FIXED_KEYS = ("num_workers", "prefetch_factor", "pin_memory")
 
 
@@ -329,6 +330,8 @@ class Batches:
         """Why steps cannot be cut as ``new`` says, None where they can."""
         batch, micro_batch = new.global_batch_size, new.dataloader.batch_size
         settings = [name for name in _FIXED_KEYS if getattr(new.dataloader, name) is not None]
+        if settings and self.loader is None:
+            return f"{', '.join(settings)} cannot change: {_NO_LOADER}, which could change them"
         if settings and self.loader_applier is None:
             return f"{', '.join(settings)} of this dataloader cannot change while it is in use"
         if self.source is not None:
@@ -340,7 +343,9 @@ class Batches:
             return _BY_HAND.format(num=num) if self.is_gathered_by_hand and num > 1 else None
         fixed = self._fixed
         if micro_batch is not None and (fixed is None or micro_batch != fixed.micro_batch):
-            has = "no dataloader was given to the trainer" if fixed is None else f"this one has {fixed.micro_batch}"
+            if self.loader is None:
+                return f"the batch size is the loop's own: {_NO_LOADER}, whose batch size changes"
+            has = "it has no fixed one" if fixed is None else f"this one has {fixed.micro_batch}"
             return f"the batch size of a DataLoader is its own ({has}); that of an ElasticDataLoader changes"
         if batch is not None and batch != self._global_batch:
             if (self._global_batch is None and not self.is_resuming) or fixed is None:

@@ -168,6 +168,11 @@ class Checkpoints:
             )
 
     @property
+    def step(self) -> int:
+        """The global step that training has come to."""
+        return self._counts.global_step
+
+    @property
     def root(self) -> Path:
         """The folder in which the job's are."""
         return self._job.root

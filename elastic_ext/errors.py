@@ -93,6 +93,8 @@ class CheckpointError(ElasticError):
 
     is_in_log = False
     """It was logged where it came about, before it is raised."""
+    says_all = False
+    """It is a refusal in words, on all ranks: where it came about in this library adds nothing."""
 
 
 class CheckpointNotFound(CheckpointError):

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -152,7 +152,8 @@ class ConfigFollower:
         self._knobs = Knobs()
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
-        self._finished = self._closed = False
+        self._finished = False
+        self._closed_by = ""  # what the user did, in words; empty until then
 
     def take_pulse(self, pulse: Pulse) -> None:
         """Tell this one from here on what the rank does; it passes on to the one before what that is to hear."""
@@ -369,16 +370,22 @@ class ConfigFollower:
         self._agreement.step = state["step"]
         self._agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
 
-    def close(self) -> None:
-        """Stop following; what is in force stays readable. Closing twice is allowed."""
-        if self._closed:
+    def close(self, by: str = "follower.close() was called") -> None:
+        """Stop following; what is in force stays readable. Closing twice is allowed.
+
+        ``by`` is what the user did, for whoever calls something that comes too late.
+        """
+        if self._closed_by:
             return
-        self._closed = True
+        self._closed_by = by
         board = self._ranks.board
         if board is not None and not self._finished:
             board.post(Trouble(kind="failed", progress=self._ranks.progress(), text="it closed its follower"))
         if self._watcher is not None:
             self._watcher.close()
+            if self._finished:
+                with suppress(ElasticError):  # it has died, and said so
+                    self._agreement.refuse_late_file()
         self._agreement.close()
         self._ranks.close()
         self.pulse.end()
@@ -388,7 +395,7 @@ class ConfigFollower:
             self.start()
         except BaseException as error:
             self.tell_peers(error)
-            self.close()
+            self.close("the follower could not start")
             raise
         return self
 
@@ -401,7 +408,7 @@ class ConfigFollower:
             else:
                 self.tell_peers(error)
         finally:
-            self.close()
+            self.close("`with follower:` has ended" if error is None else "an exception has left `with follower:`")
 
     @contextmanager
     def _waiting(self, is_doubtful: bool) -> Iterator[None]:
@@ -410,10 +417,10 @@ class ConfigFollower:
             yield
 
     def _raise_if_closed(self) -> None:
-        if self._closed:
+        if self._closed_by:
             raise ElasticError(
-                "this follower was closed (or the trainer that has it), and the other ranks with it; make a new one on "
-                "every rank"
+                f"{self._closed_by}, and with that the other ranks are not heard of any more; make this call before "
+                "it, or make a new one on every rank"
             )
 
     def _record(self, applied: Applied | None) -> None:

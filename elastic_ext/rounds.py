@@ -183,6 +183,16 @@ class Rounds:
             agreed.version + 1,
         )
 
+    def refuse_late_file(self, step: int) -> None:
+        """After the last boundary: say what becomes of a file that ranks have not heard of, or whose version is old."""
+        self.warn_of_stale_file()
+        late = self._newer_file()
+        if late is not None:
+            self._settled.add(_key(late))
+            self._tell_refusal(
+                late, f"it came after the last step boundary, of step {step}; the next run begins with it"
+            )
+
     @property
     def _newest_agreed(self) -> ElasticConfig:
         return self.config if self.scheduled is None else self.scheduled

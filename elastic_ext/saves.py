@@ -45,6 +45,11 @@ class Saves:
         """Of a checkpoint of this very step, if there is one."""
         return self.path if self._saved_at == self._counts.global_step else None
 
+    @property
+    def step(self) -> int | None:
+        """The global step of the last checkpoint that there is, or is being saved."""
+        return self._saved_at
+
     def moment(self, *, is_between: bool = False) -> Moment:
         """What belongs to now: a loader's position, for one, which may take a while to be told.
 

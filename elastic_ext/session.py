@@ -351,8 +351,11 @@ class Session:
             if self._saving is not None:
                 self._saving.begin_due_in_step()
 
-    def end(self, error: BaseException | None) -> None:
-        """End training with all ranks; an exception is told to them instead. Twice is allowed."""
+    def end(self, error: BaseException | None, *, by: str = "the trainer could not start") -> None:
+        """End training with all ranks; an exception is told to them instead. Twice is allowed.
+
+        ``by`` is what the user did, for whoever calls something that comes too late.
+        """
         if self._has_ended:
             return
         self._has_ended = True
@@ -369,8 +372,22 @@ class Session:
                 self._begin_due()
                 if self._saving is not None:
                     self._saving.end()
+                self._tell_of_nothing_left()
         finally:
-            self._let_go()
+            self._let_go(by)
+
+    def _tell_of_nothing_left(self) -> None:
+        """A run that went on from an earlier one has ended well, and has taken no step: that is no training."""
+        counts = self._counts
+        if counts.num_boundaries > 0 or counts.global_step == 0 or self.follower.ranks.rank > 0:
+            return
+        anew = "load no state" if self.checkpoints is None else "give another job="
+        text = (
+            f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, "
+            f"before this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
+        )
+        _logger.warning("%s", text)
+        self.follower.reports.tell("nothing-left", step=counts.global_step, text=text, details={})
 
     def abandon(self) -> None:
         """End without its trainer, which was dropped and not closed; several ranks end only together."""
@@ -385,13 +402,13 @@ class Session:
             return
         self._has_ended = True
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
-        self._let_go()
+        self._let_go("the trainer was dropped")
 
-    def _let_go(self) -> None:
+    def _let_go(self, by: str) -> None:
         """Of everything, whichever of it fails."""
         with ExitStack() as ending:
             ending.callback(self._showing.close)
-            ending.callback(self.follower.close)  # which ends the last window
+            ending.callback(self.follower.close, by)  # which ends the last window
             if self.checkpoints is not None:
                 ending.callback(self.checkpoints.close)
             if self._accelerated is not None:

@@ -47,7 +47,7 @@ from .batches import Batches
 from .checkpoints import Resume, WhenSaveFails, WhenSaving
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
-from .errors import ElasticError, StepError
+from .errors import CheckpointError, ElasticError, StepError
 from .finite_gradients import WHEN_NOT_FINITE, WhenNotFinite
 from .fsdp.blocks import Units
 from .fsdp.checkpoint.launched import Launched
@@ -256,7 +256,12 @@ class ElasticTrainer:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
         check_process_group(LaunchSize.in_environment(os.environ))
         launched = Launched.in_environment(os.environ)
-        made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
+        try:
+            made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
+        except CheckpointError as error:
+            if not error.says_all:
+                raise
+            raise error.with_traceback(None) from None  # what shows is the script's own line, and the sentence
         self._session, self._parallelism = made.session, made.parallelism
         self._attempts, self._growing = made.attempts, made.growing
         weakref.finalize(self, made.session.abandon)  # a notebook's cell, run again, or a script that closes nothing
@@ -506,7 +511,7 @@ class ElasticTrainer:
         Called while an exception is handled, it waits for nobody and tells the other ranks of it.
         """
         if self._session is not None:
-            self._session.end(sys.exc_info()[1])
+            self._session.end(sys.exc_info()[1], by="trainer.close() was called")
 
     def __enter__(self) -> ElasticTrainer:
         return self
@@ -515,7 +520,8 @@ class ElasticTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._session is not None:
-            self._session.end(error)
+            by = "`with trainer:` has ended" if error is None else "an exception has left `with trainer:`"
+            self._session.end(error, by=by)
 
     @property
     def _prepared(self) -> Session:

@@ -20,7 +20,7 @@ from elastic_ext.agent.records import AGENT_FILE, EVENTS_FILE, AgentRecord
 
 __all__ = ["Node", "nodes", "samples_of_steps", "until"]
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 240.0
 _Found = TypeVar("_Found")
 TORCHRUN = ("-m", "torch.distributed.run")
 ELASTIC_RUN = ("-m", "elastic_ext.run")

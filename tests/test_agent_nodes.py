@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_ext.agent.processes import is_alive
 from elastic_ext.agent.records import MEMBERSHIP_FILE, MembershipPlan
+from elastic_ext.agent.rendezvous import handler_for
 from tests.elastic_job import NUM_SAMPLES
 from tests.nodes import Node, last_step, nodes, samples_of_steps, until
 from tests.ports import free_port
@@ -38,7 +41,7 @@ class Cluster:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
             "--rdzv-id=job",
-            f"--rdzv-conf=last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=4{conf}",
+            f"--rdzv-conf=last_call_timeout=1,join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=4{conf}",
             f"--max-restarts={max_restarts}",
             "--local-addr=127.0.0.1",
         ]
@@ -55,8 +58,8 @@ class Cluster:
 
     def begun(self) -> list[int]:
         """After which step the processes of each round went on, in the order in which they came."""
-        files = sorted(self.folder.glob("samples-0-*.txt"), key=lambda file: int(file.stem.split("-")[2]))
-        return [int(file.read_text().split()[1]) for file in files]
+        words = [file.read_text().split()[:4] for file in self.folder.glob("samples-0-*.txt")]
+        return [int(step) for _, step, _, _ in sorted(words, key=lambda each: int(each[3]))]  # pids may begin anew
 
     def check_samples(self) -> None:
         """Every step has the samples of one, and every epoch has each once."""
@@ -385,6 +388,38 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
         with nodes(Node(tmp_path / "node", ["--rdzv-conf=read_timeout=1", *arguments])) as (node,):
             assert node.end() == 1
             assert str(other.getsockname()[1]) in node.text and "could not meet" in node.text
+            assert "Something listens there that is no rendezvous" in node.text
+
+
+def test_an_endpoint_at_which_nothing_listens_is_said_to_be_one() -> None:
+    launch = meeting_at("127.0.513", free_port(), local_addr=None)
+    with pytest.raises(
+        RendezvousConnectionError, match=r"Nothing listens there.*refused.*--local-addr=127\.0\.513"
+    ) as why:
+        handler_for(launch)
+    assert "Something listens" not in str(why.value)
+
+
+@pytest.mark.parametrize("address", ["127.0.2.1", "127.0.513"])
+def test_the_node_whose_address_is_the_endpoint_has_the_rendezvous_by_whatever_name(address: str) -> None:
+    launch = meeting_at("127.0.513", free_port(), local_addr=address)  # 127.0.2.1, as torch does not find out
+    meeting = handler_for(launch)
+    another = handler_for(launch)  # of the same machine: this one comes as a guest
+    assert meeting.get_run_id() == another.get_run_id() == "job"
+    assert meeting.shutdown() and another.shutdown()
+
+
+def meeting_at(host: str, port: int, *, local_addr: str | None) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=2,
+        nproc_per_node=1,
+        run_id="job",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{host}:{port}",
+        rdzv_configs={"read_timeout": 1},
+        local_addr=local_addr,
+    )
 
 
 def _listens(port: int) -> bool:

@@ -334,7 +334,7 @@ def test_a_rank_that_closes_its_follower_before_the_end_is_named(ranks: RankPool
     outcomes = ranks.run_outcomes(2, close_on_one_rank, tmp_path, deadline_seconds=45.0)
     first, second = errors_of(outcomes, but=-1)
     assert "failed after 1 steps, 1 boundaries: it closed its follower" in first
-    assert second.startswith("ElasticError: this follower was closed")
+    assert second.startswith("ElasticError: follower.close() was called, and with that the other ranks")
 
 
 def end_while_a_peer_is_in_a_collective_of_its_own(rank: int, folder: Path) -> None:

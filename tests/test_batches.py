@@ -384,6 +384,16 @@ def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> Non
             "the batch size of a DataLoader is its own (this one has 4); that of an ElasticDataLoader changes",
         ),
         (
+            None,
+            {"global_batch_size": 16, "dataloader__num_workers": 2},
+            "num_workers cannot change: no dataloader was given to the trainer; give it an ElasticDataLoader,",
+        ),
+        (
+            None,
+            {"global_batch_size": 16, "dataloader__batch_size": 8},
+            "the batch size is the loop's own: no dataloader was given to the trainer; give it an ElasticDataLoader",
+        ),
+        (
             loader_of(64),
             {"global_batch_size": 16, "dataloader__pin_memory": True, "dataloader__prefetch_factor": 2},
             "prefetch_factor, pin_memory of this dataloader cannot change while it is in use",
@@ -391,7 +401,7 @@ def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> Non
     ],
 )
 def test_a_live_change_is_refused_with_the_reason(loader: Any, values: dict[str, object], reason: str | None) -> None:
-    batches = begun(loader, global_batch_size=16, num_ranks=2)
+    batches = begun(loader, global_batch_size=16, num_ranks=2, micro_batch_size=None if loader is not None else 4)
     told = batches.check(config_of(**values))
     assert told is None if reason is None else told is not None and reason in told
 

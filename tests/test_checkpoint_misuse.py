@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from elastic_ext.errors import CheckpointError, ElasticError, RanksDisagreeError
 from elastic_ext.fsdp import ShardCheckpointer
@@ -268,3 +269,13 @@ def test_a_file_where_checkpoints_are_to_lie_is_one_error_and_no_traceback(
         ):
             checkpointer.claim()
     assert messages_of(caplog) == []
+
+
+def test_of_a_folder_that_cannot_be_used_a_script_sees_its_own_line_and_the_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = nn.Linear(2, 2)
+    trainer = trainer_of(tmp_path, model, shared_storage_path=tmp_path / "file" / "further")
+    with pytest.raises(CheckpointError, match="file is no folder, and checkpoints are to lie there") as caught:
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+    assert [Path(each.path).name for each in caught.traceback] == ["test_checkpoint_misuse.py", "trainer.py"]
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from elastic_ext.files import write_whole
 from elastic_ext.peers import ended_file
@@ -19,7 +19,7 @@ from .control import Control
 from .folder import NodeFolders
 from .hanging import Hang, find_hang, standings_from_json, standings_to_json
 from .journal import Journal
-from .losses import Begun, Ended, begun_in, cost_in_words
+from .losses import Begun, Ended, begun_in, cost_in_words, left_in
 from .monitor import Monitor, Seen, Watched
 from .records import WORKERS_FILE, WorkersRecord
 from .slow_workers import SlowWorkers
@@ -107,6 +107,11 @@ class Duties:
         if steps and self._ended is None:
             self._ended = Ended(step=max(steps), time=time.time())
         return bool(steps)
+
+    def words_of_leaving(self, ranks: Iterable[int]) -> str:
+        """What workers that were told to end in this round say of where training can go on; empty where none does."""
+        files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
+        return next((words for file in files if (words := left_in(file, since=self._started_at))), "")
 
     def tell_workers(self, ended: Mapping[int, str]) -> None:
         """Tell the workers of this node of ranks that have ended, so that they need not wait to find out."""

@@ -29,6 +29,7 @@ from elastic_ext.doctor.machine import check_node
 from elastic_ext.errors import in_words
 from elastic_ext.files import write_whole
 from elastic_ext.fsdp.checkpoint.complete import rows_in
+from elastic_ext.leaving import EXIT_STATUS
 from elastic_ext.settings import Settings
 from elastic_ext.wording import counted, on_one_line
 
@@ -172,7 +173,7 @@ class _Node:
             status = self._start(link)
         finally:
             if link is not None:
-                link.close("its workers have ended well" if status == 0 else f"it ends with status {status}")
+                link.close(_why_it_leaves(status))
         return status
 
     def _start(self, link: MasterLink | None) -> int:
@@ -195,7 +196,8 @@ class _Node:
         except SignalException as error:
             has_worked = agent is not None and agent.workers is not None
             what = "has ended its workers" if has_worked else "ends before it has started workers,"
-            self._journal.tell("ended", f"this node {what} after {error.sigval.name}")
+            left = "" if agent is None else duties.words_of_leaving(each.rank for each in agent.watched)
+            self._journal.tell("ended", f"this node {what} after {error.sigval.name}{f'; {left}' if left else ''}")
             status = 128 + int(error.sigval)
         except NotStarted as error:
             self._journal.tell("failed", f"workers could not be started: {error}", is_bad=True)
@@ -398,3 +400,10 @@ class _Node:
             ("checkpoints", "said once training has begun"),
         ):
             _logger.info("  %-12s %s", name, on_one_line(value))
+
+
+def _why_it_leaves(status: int) -> str:
+    """What a master is told of a node's end."""
+    if status == 0:
+        return "its workers have ended well"
+    return "it was told to end" if status == EXIT_STATUS else f"it ends with status {status}"

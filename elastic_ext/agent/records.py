@@ -42,7 +42,8 @@ EVENTS_FILE = "events-agent.jsonl"
 MOST_BYTES = 4 << 20
 """More is in none of these files."""
 
-WorkerState = Literal["running", "succeeded", "failed"]
+WorkerState = Literal["running", "succeeded", "failed", "left"]
+"""``left`` where it has ended with the status of those that were told to end, and save first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,11 @@ it and nothing of an earlier round is in it. A node that leaves or falls silent 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -22,6 +24,8 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 from torch.distributed.launcher.api import LaunchConfig
+
+from elastic_ext.errors import in_words
 
 from .board import BoardGone, RoundBoard
 from .internals import leave, participants, stop_heartbeats
@@ -36,10 +40,28 @@ _AGAIN = "meet-again"
 _LOOK_SECONDS = 1.0
 _STORE_SECONDS = 60.0
 _MORE_SECONDS = 5.0
+_LISTENS_SECONDS = 3.0
+_DEFAULT_PORT = 29400  # torch's, for an endpoint without one
 
 
 def handler_for(launch: LaunchConfig) -> RendezvousHandler:
-    """Torch's own, of a launch's rendezvous; Refused for one that cannot be, RendezvousError where none answers."""
+    """Torch's own, of a launch's rendezvous; Refused for one that cannot be, RendezvousError where none answers.
+
+    A node whose ``--local-addr`` is the endpoint has the rendezvous, unless another agent of its machine has it: torch
+    looks at the names and addresses of the machine's hostname alone.
+    """
+    tries = [dict(launch.rdzv_configs)]
+    if launch.rdzv_backend == "c10d" and "is_host" not in tries[0] and _is_at(launch.rdzv_endpoint, launch.local_addr):
+        tries.insert(0, {**tries[0], "is_host": True})
+    for configs in tries:
+        try:
+            return _handler(launch, configs)
+        except RendezvousConnectionError as error:
+            failed = error
+    raise RendezvousConnectionError(f"{failed}. {_why_no_answer(launch)}") from failed
+
+
+def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHandler:
     try:
         parameters = RendezvousParameters(
             backend=launch.rdzv_backend,
@@ -48,7 +70,7 @@ def handler_for(launch: LaunchConfig) -> RendezvousHandler:
             min_nodes=launch.min_nodes,
             max_nodes=launch.max_nodes,
             local_addr=launch.local_addr,
-            **launch.rdzv_configs,
+            **configs,
         )
     except (TypeError, ValueError) as error:  # a name that is its own, or no name of a backend
         raise Refused(f"nodes cannot meet so: {error}") from error
@@ -58,12 +80,11 @@ def handler_for(launch: LaunchConfig) -> RendezvousHandler:
     thread.start()  # which waits for ever where something else listens at the endpoint
     thread.join(limit)
     if not made:
-        raise RendezvousConnectionError(
-            f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds. Something listens there that is "
-            "no rendezvous, or the machine is not reached: choose another port, or look at --rdzv-endpoint"
-        )
+        raise RendezvousConnectionError(f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds")
     if isinstance(made[0], ValueError):
         raise Refused(f"nodes cannot meet so: {made[0]}") from made[0]
+    if isinstance(made[0], RendezvousConnectionError):  # of which torch says that it has failed, and no more
+        raise RendezvousConnectionError(f"{launch.rdzv_endpoint} does not answer") from made[0]
     if isinstance(made[0], BaseException):
         raise made[0]
     return made[0]
@@ -201,3 +222,41 @@ def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler
 def _seconds_to_answer(launch: LaunchConfig) -> float:
     """How long a rendezvous may take to answer: what its own time limit is, and some more."""
     return seconds_in(launch, "read_timeout", 60) + _MORE_SECONDS
+
+
+def _is_at(endpoint: str, address: str | None) -> bool:
+    """Whether an endpoint is at ``address``, by whatever names of one machine."""
+    if not address:
+        return False
+    host, _ = _parted(endpoint)
+    return host == address or not _numbers_of(host).isdisjoint(_numbers_of(address))
+
+
+def _numbers_of(host: str) -> frozenset[str]:
+    """The addresses that a name stands for; none where nobody knows it."""
+    try:
+        return frozenset(str(each[4][0]) for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP))
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def _parted(endpoint: str) -> tuple[str, int | None]:
+    """Host and port; None where there is no such port, or torch has one of its own."""
+    host, colon, port = endpoint.strip().rpartition(":")
+    if not colon or endpoint.strip().endswith("]"):
+        host, port = endpoint.strip(), ""
+    return host.removeprefix("[").removesuffix("]"), int(port) if port.isascii() and port.isdecimal() else None
+
+
+def _why_no_answer(launch: LaunchConfig) -> str:
+    """Whether anything listens at the endpoint, and what to do."""
+    host, port = _parted(launch.rdzv_endpoint)
+    try:
+        socket.create_connection((host, port or _DEFAULT_PORT), timeout=_LISTENS_SECONDS).close()
+    except (OSError, OverflowError, ValueError) as error:
+        why = in_words(error) if isinstance(error, OSError) else str(error)
+        return (
+            f"Nothing listens there, as far as this node sees ({why}): start the node that is {host}, and give "
+            f"--local-addr={host} there, or look at --rdzv-endpoint"
+        )
+    return "Something listens there that is no rendezvous: choose another port, or look at --rdzv-endpoint"

@@ -252,7 +252,7 @@ def mixes_functions_and_blocks(training: Training) -> None:
 @BATCHES.cause(
     "a step with torch's loader fails, and its samples do not come again",
     says="a step was rolled back, and its samples do not come again: this dataloader cannot hand them out twice; an "
-    "ElasticDataLoader can",
+    "ElasticDataLoader can hand them out again",
     comes_as="warning",
     found="at once",
     is_mended=False,

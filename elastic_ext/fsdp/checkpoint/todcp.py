@@ -148,7 +148,7 @@ def _refuse_taken(dest: Path, *, force: bool) -> None:
         if force:
             raise CheckpointError(f"{dest} holds {others[0]} besides what dcp.save has made; remove it by hand")
     raise CheckpointError(
-        f"{dest} is there already; give another name, or --force (force=True), which replaces a folder of DCP's"
+        f"{dest} is there already; give another dest, or force=True (--force), which replaces a folder of DCP's"
     )
 
 
