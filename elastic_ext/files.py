@@ -33,6 +33,7 @@ except ImportError:
     pwd = None  # type: ignore[assignment]
 
 __all__ = [
+    "FILE_MODE",
     "FileStamp",
     "NewFiles",
     "NotRegularError",
@@ -44,6 +45,7 @@ __all__ = [
     "link_or_copy",
     "lock_holders",
     "look_afresh",
+    "make_folder",
     "move_folder",
     "naming",
     "open_regular",
@@ -59,6 +61,10 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
+
+FILE_MODE = 0o664
+"""What new files may be used for, less what the umask takes off: whatever that is, nobody else may write to them."""
+_FOLDER_MODE = 0o775
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
@@ -88,7 +94,7 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
     target = Path(os.path.realpath(path))
     mode = _mode_of(target)
     temporary = temporary_beside(target)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
@@ -142,7 +148,7 @@ class NewFiles:
     def begin(self, path: Path) -> int:
         """A descriptor by which to write what is to be the file ``path``."""
         temporary = temporary_beside(path)
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         self._open.append((path, file))
         self._waiting[path] = temporary
         return file
@@ -273,7 +279,7 @@ def look_afresh(folder: Path) -> None:
     """
     path = temporary_beside(folder / "look")
     with contextlib.suppress(OSError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))
         os.unlink(path)
 
 
@@ -328,6 +334,13 @@ def stamp_of(path: Path) -> FileStamp | None:
     return FileStamp(
         inode=status.st_ino, size=status.st_size, modified_ns=status.st_mtime_ns, changed_ns=status.st_ctime_ns
     )
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, where they are not there: whatever the umask, nobody else may write there."""
+    for each in reversed([path, *path.parents]):
+        if not each.is_dir():
+            each.mkdir(mode=_FOLDER_MODE, exist_ok=True)
 
 
 @contextlib.contextmanager

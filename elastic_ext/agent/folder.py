@@ -146,8 +146,8 @@ def _make_memory_folder_in(parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         try:
-            (folder / STAGING).mkdir()
-            (folder / _PULSES).mkdir()
+            (folder / STAGING).mkdir(mode=0o700)
+            (folder / _PULSES).mkdir(mode=0o700)
             lock = try_lock(folder / _HELD)
         except OSError:
             remove_memory_folder(folder)

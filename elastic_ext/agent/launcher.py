@@ -86,8 +86,11 @@ def launch(
     try:
         check_options(options, environ)
         settings = settings_of(options, environ)
+        this_process()
     except ValueError as error:
         raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(f"processes cannot be told apart here: {in_words(error)}") from None
     with StopSignals(options.signals_to_handle) as signals:
         folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
