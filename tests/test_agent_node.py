@@ -122,6 +122,39 @@ def test_however_often_it_is_told_to_end_no_worker_is_left(tmp_path: Path) -> No
         assert len(workers) == 2 and not any(is_alive(worker) for worker in workers.values())
 
 
+WAITS = """
+import os, signal, sys
+print(os.environ["MASTER_ADDR"], file=open(f"{sys.argv[1]}/address-{os.environ['RANK']}", "w"))
+os.rename(f"{sys.argv[1]}/address-{os.environ['RANK']}", f"{sys.argv[1]}/ready-{os.environ['RANK']}")
+signal.pause()
+"""
+
+
+def addresses_listened_at(node: Node) -> set[str]:
+    """Where other processes can connect to an agent, whatever the port."""
+    connections = psutil.Process(node.process.pid).net_connections(kind="inet")
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("how", ["alone", "two nodes", "two static nodes"])
+def test_nodes_that_meet_on_this_machine_listen_at_its_loopback_address_alone(tmp_path: Path, how: str) -> None:
+    script, port = tmp_path / "waits.py", free_port()
+    script.write_text(WAITS)
+    launches = [["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job"]] * 2
+    if how == "alone":
+        launches = [["--standalone"]]
+    elif how == "two static nodes":
+        launches = [["--nnodes=2", f"--node-rank={rank}", f"--master-port={port}"] for rank in range(2)]
+    made = [
+        Node(tmp_path / f"node-{index}", [*launch, str(script), str(tmp_path)]) for index, launch in enumerate(launches)
+    ]
+    with nodes(*made) as started:
+        until(lambda: len(list(tmp_path.glob("ready-*"))) == len(started) or None)
+        assert {each.read_text().strip() for each in tmp_path.glob("ready-*")} == {"127.0.0.1"}
+        found = [addresses_listened_at(node) for node in started]
+    assert set.union(*found) == {"127.0.0.1"}, found
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_node_that_is_told_to_end_while_it_waits_for_others_says_so(tmp_path: Path, number: signal.Signals) -> None:
     endpoint = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]

@@ -73,6 +73,16 @@ def test_a_sitecustomize_of_the_machines_own_is_run(tmp_path: Path) -> None:
     assert output_of(str(tmp_path), agent_pid=os.getpid())[2] == "5"
 
 
+def test_where_a_sitecustomize_of_the_machines_own_raises_exceptions_are_still_written(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('its own trouble')\n")
+    environ = with_start({**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "e")}, str(tmp_path), os.getpid())
+    done = subprocess.run(
+        [sys.executable, "-c", "raise ValueError('ours')"], env=environ, capture_output=True, text=True
+    )
+    assert "its own trouble" in done.stderr, "Python tells of it as it does without this library"
+    assert json.loads((tmp_path / "e").read_text())["message"]["message"] == "ValueError: ours"
+
+
 def test_virtual_local_ranks_see_one_device_each() -> None:
     assert devices_of(1, visible=None, is_virtual=False) == {}
     assert devices_of(1, visible="4,5", is_virtual=False) == {"CUDA_VISIBLE_DEVICES": "4,5"}

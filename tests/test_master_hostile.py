@@ -147,6 +147,14 @@ def test_messages_that_are_too_large_are_refused(master: MasterProcess) -> None:
     assert_it_goes_on(master)
 
 
+def test_nobody_can_take_a_nodes_place_for_good_by_the_largest_number_there_is(master: MasterProcess) -> None:
+    caller = master.caller()
+    code, words = caller.refusal("Join", join_request(incarnation=2**63 - 1))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and "days ahead of the master's clock; one day is allowed" in words
+    caller.join()
+    caller.beat()
+
+
 def test_connections_that_say_nothing_or_nonsense_are_borne(master: MasterProcess) -> None:
     kept = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(200)]
     for number, each in enumerate(kept):

@@ -10,7 +10,7 @@ from typing import Any
 import torch.numa.binding
 from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
 
-__all__ = ["bound_command", "bound_function", "leave", "participants", "stop_heartbeats"]
+__all__ = ["bound_command", "bound_function", "leave", "participants", "serve_workers_by", "stop_heartbeats"]
 
 _logger = logging.getLogger(__name__)
 
@@ -22,6 +22,12 @@ def participants(handler: RendezvousHandler) -> dict[str, int] | None:
     state = getattr(getattr(handler, "_state_holder", None), "state", None)
     found = getattr(state, "participants", None)
     return None if found is None else {str(node): place for node, place in found.items()}
+
+
+def serve_workers_by(handler: RendezvousHandler, make_store: Callable[[], object]) -> None:
+    """Have a dynamic rendezvous make its store for workers so, and not one that listens on all addresses."""
+    if hasattr(handler, "_create_tcp_store_server"):
+        handler._create_tcp_store_server = lambda address, port: make_store()
 
 
 def stop_heartbeats(handler: RendezvousHandler) -> None:

@@ -51,7 +51,7 @@ from .places import folders_of, is_in_worker, settings_of
 from .processes import this_process
 from .records import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from .refusals import Refused, check_launch, check_options, seconds_in
-from .rendezvous import Meeting, handler_for
+from .rendezvous import Meeting, handler_for, on_loopback
 from .sampling import NvidiaGpus
 from .slow_workers import SlowWorkers
 from .starting import Launch
@@ -87,8 +87,11 @@ def launch(
     try:
         check_options(options, environ)
         settings = settings_of(options, environ)
+        this_process()
     except ValueError as error:
         raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(f"processes cannot be told apart here: {in_words(error)}") from None
     with StopSignals(options.signals_to_handle) as signals:
         folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
@@ -185,8 +188,11 @@ class _Node:
         status = 1
         try:
             self._signals.let_through()
+            launch, loopback = on_loopback(self._launch)
             meeting = Meeting(
-                handler_for(self._launch), is_pending=lambda: agent is not None and agent.is_change_pending
+                handler_for(launch),
+                is_pending=lambda: agent is not None and agent.is_change_pending,
+                loopback=loopback,
             )
             duties.start()
             agent = self._agent(meeting, warden, duties)

@@ -17,7 +17,7 @@ from pathlib import Path
 from elastic_ext.config import ElasticConfig
 from elastic_ext.doctor.mounts import is_network, mount_of, parse_mounts
 from elastic_ext.errors import ConfigError, ElasticError
-from elastic_ext.files import try_lock
+from elastic_ext.files import lock_holders, try_lock
 from elastic_ext.history import Entry
 
 from .configs import Author, Page
@@ -98,7 +98,10 @@ class Store:
         except OSError as error:
             raise StoreError(f"{folder} cannot be used: {error.strerror}; --state-dir names another folder") from error
         if lock is None:
-            raise StoreError(f"another master has {folder}; end it first, or give --state-dir another folder")
+            holders = lock_holders(folder / _LOCK)
+            raise StoreError(
+                f"another master has {folder}, {holders}; end it first, or give --state-dir another folder"
+            )
         self._lock = lock
         self.path = folder / _FILE
         with contextlib.ExitStack() as undone:

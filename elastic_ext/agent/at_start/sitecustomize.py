@@ -70,5 +70,7 @@ def _begin() -> None:
         _write_exceptions(error_file)
 
 
-_step_aside()
-_begin()
+try:
+    _step_aside()
+finally:  # the machine's own may raise, of which Python tells as it does without this one
+    _begin()

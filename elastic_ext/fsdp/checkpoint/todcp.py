@@ -126,7 +126,7 @@ def _new_folder(dest: Path, *, force: bool) -> Iterator[Path]:
         if is_temporary(name) and name[1:-_SUFFIX_CHARACTERS] == dest.name:
             remove_folder(dest.parent / name)
     folder = temporary_beside(dest)
-    folder.mkdir()
+    folder.mkdir(mode=0o775)
     with contextlib.ExitStack() as undo:
         undo.callback(_remove, folder)
         yield folder
