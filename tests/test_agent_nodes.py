@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from elastic_ext.agent.processes import is_alive
 from elastic_ext.agent.records import MEMBERSHIP_FILE, MembershipPlan
 from elastic_ext.agent.rendezvous import handler_for
 from tests.elastic_job import NUM_SAMPLES
-from tests.nodes import Node, last_step, nodes, samples_of_steps, until
+from tests.nodes import Node, last_step, nodes, samples_of_steps, set_config, until
 from tests.ports import free_port
 
 JOB = ("-m", "tests.elastic_job")
@@ -72,11 +70,6 @@ class Cluster:
 
 def plan_of(node: Node) -> MembershipPlan:
     return MembershipPlan.from_json((node.run_dir / MEMBERSHIP_FILE).read_text())
-
-
-def set_config(node: Node, change: str) -> None:
-    command = [sys.executable, "-m", "elastic_ext.cli", "config", "set", change, "--file", node.record().config_file]
-    subprocess.run(command, check=True, capture_output=True)
 
 
 def version_in(node: Node) -> int:
