@@ -24,15 +24,16 @@ _logger = logging.getLogger(__name__)
 
 
 class Saves:
-    """One rank's part in them; where it ``warns`` a save that fails is a warning."""
+    """One rank's part in them."""
 
     def __init__(self, job: JobCheckpoints, state: TrainingState, *, warns: bool, pulse: Pulse) -> None:
         self.path: Path | None = None
         """Of the last checkpoint that there is, or is being saved."""
+        self.warns = warns
+        """A save that fails is a warning."""
         self._job = job
         self._state = state
         self._counts = state.counts
-        self._warns = warns
         self._pulse = pulse  # where it is noted that training waits for a save
         self.names_of_now: set[str] = set()
         """Of all checkpoints that this run has saved of the step that ``path`` is of."""
@@ -137,7 +138,7 @@ class Saves:
         except CheckpointFenced:
             raise
         except CheckpointError as error:
-            if not self._warns:
+            if not self.warns:
                 raise
             if self._state.rank == 0 and not error.is_in_log:
                 _logger.warning("a checkpoint was not saved, and training goes on: %s", error)
