@@ -19,7 +19,7 @@ from .errors import StepError, TornStepError
 from .guarding import Guarding, StepFailure
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
 from .optimizer import NO_GRADIENTS_HERE
-from .out_of_memory import advise, is_out_of_memory
+from .out_of_memory import advise, is_out_of_memory, refuses_one
 from .remarks import BETWEEN_LOOKS, is_looked_at
 from .undoing import Retry, StepParts, Undoing
 
@@ -276,7 +276,8 @@ class Steps:
         elif self.torn is None:
             why = _TOO_EARLY if not state.is_last and _is_of_bare_scaler(error) else None
             why = NO_GRADIENTS_HERE if _is_without_gradients(error) else why
-            if is_out_of_memory(error):
+            is_too_small = refuses_one(error)
+            if is_too_small or is_out_of_memory(error):
                 snapshot, holds_back = self._undoing.snapshot, self._guarding.holds_back
                 self.failure = StepFailure.of(
                     state,
@@ -284,8 +285,9 @@ class Steps:
                     largest=self._step.largest,
                     holds_back=holds_back,
                     keeps_all=snapshot is not None,
+                    refusal=str(error) if is_too_small else "",
                 )
-                if not self.by_function:
+                if not (self.by_function or is_too_small):
                     advise(error, _USE_A_FUNCTION)
             self.rollback()
             state.is_inside = self._was_rolled_back = False
