@@ -179,7 +179,7 @@ class Session:
                 "catch it inside of that to go back to a checkpoint, or start the job again"
             )
         steps.catch_up()
-        self.follower.meet_to_go_back(is_doubtful=torn is not None or steps.is_doubtful)
+        self.follower.meet_to_go_back(doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step")
         if torn is None:
             saving.begin_due()
         loaded = checkpoints.load_earlier(
@@ -317,7 +317,7 @@ class Session:
             self.steps.settle()
             self.steps.drop_partial("the epoch ended before the step did")
             self.steps.end_epoch()
-            self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
+            self.follower.end_epoch(doubt=self.steps.doubt)
         finally:
             self._counts.is_in_epoch = False
         if self._counts.num_steps > 0:
@@ -365,7 +365,7 @@ class Session:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
                 self.steps.end_epoch()
-                self.follower.finish(is_doubtful=self.steps.is_doubtful)
+                self.follower.finish(doubt=self.steps.doubt)
                 self._begin_due()
                 if self._saving is not None:
                     self._saving.end()
