@@ -58,6 +58,7 @@ class Saves:
         """Begin to save, where that goes on while training does; else save. None where another save is under way."""
         if not self._job.live.can_save:
             return self.save_and_wait(name, moment)
+        self._pulse.note_save()
         with self._pulse.during(Activity.SAVING):
             path = self._job.save_live(self._request(name, moment, overlaps=manner.overlaps), manner)
         if path is not None and manner.starts:
@@ -66,6 +67,7 @@ class Saves:
 
     def save_and_wait(self, name: str, moment: Moment) -> Path:
         """Save while training waits."""
+        self._pulse.note_save()
         self.settle()
         with self._pulse.during(Activity.SAVING):
             path = self._job.save(self._request(name, moment))
