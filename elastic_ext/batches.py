@@ -136,7 +136,7 @@ class Batches:
         return self._planned(config.global_batch_size or 0, micro_batch, self._num_ranks).full_step.largest
 
     def fewer(self, largest: int, *, takes_one: bool) -> int:
-        """A size of micro-batches by which the step that comes takes fewer than ``largest`` samples at once; 0 for none.
+        """A size of micro-batches by which the step that comes takes fewer than ``largest`` at once; 0 for none.
 
         The present size, halved; unless the model ``takes_one``, the first by which no rank ever has a single sample.
         """

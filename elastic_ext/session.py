@@ -152,7 +152,9 @@ class Session:
     def evaluation(self) -> AbstractContextManager[None]:
         """Within it this rank is outside of steps, where it may take as long as it likes."""
         if self.steps.is_inside:
-            raise StepError("trainer.evaluation() was entered inside `with trainer.step():`; evaluate between two steps")
+            raise StepError(
+                "trainer.evaluation() was entered inside `with trainer.step():`; evaluate between two steps"
+            )
         return self.follower.pulse.during(Activity.OUTSIDE)
 
     def save_checkpoint(self) -> Path:
@@ -186,7 +188,9 @@ class Session:
                 "catch it inside of that to go back to a checkpoint, or start the job again"
             )
         steps.catch_up()
-        self.follower.meet_to_go_back(doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step")
+        self.follower.meet_to_go_back(
+            doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step"
+        )
         if torn is None:
             saving.begin_due()
         loaded = checkpoints.load_earlier(

@@ -93,7 +93,7 @@ class Steps:
         self.num_backwards = 0
         """Micro-steps with a backward pass, of the steps that passed a boundary."""
         self.doubt = ""
-        """What this rank left out of its last step: if others did not, they wait for it. Empty where it left nothing."""
+        """What this rank left out of its last step: if others did not, they wait for it. Empty for nothing."""
         self.torn: TornStepError | None = None
         """The error after which nothing goes on."""
         self.can_mend = True

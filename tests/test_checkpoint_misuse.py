@@ -220,15 +220,15 @@ class Packed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, whole: torch.Tensor) -> Packed:
-        made = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)  # type: ignore[attr-defined]
+        made: Packed = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
         made.packed = whole.to(torch.bfloat16)
-        return made  # type: ignore[no-any-return]
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["packed"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         whole = [each.packed.to(each.dtype) if isinstance(each, Packed) else each for each in args]
         made = func(*whole, **(kwargs or {}))
         return Packed(made) if func is torch.ops.aten.detach.default else made
@@ -246,7 +246,9 @@ class PackedMomentum(torch.optim.Optimizer):
                 part.sub_(0.1 * (self.state[part]["momentum"] * 1.0))
 
 
-CANNOT_HOLD = r"0\.weight/momentum is a Packed, made of other tensors; .* plain tensors, as torch\.optim's are, or have no"
+CANNOT_HOLD = (
+    r"0\.weight/momentum is a Packed, made of other tensors; .* plain tensors, as torch\.optim's are, or have no"
+)
 
 
 def packed_rank(rank: int, folder: Path, num_ranks: int) -> int:
@@ -306,6 +308,7 @@ with ElasticTrainer(
 """
 
 
+@pytest.mark.slow  # torchao takes seconds to import
 def test_the_optimizer_of_torchao_is_refused_after_its_first_step(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TORCHAO, tmp_path],
@@ -318,8 +321,12 @@ def test_the_optimizer_of_torchao_is_refused_after_its_first_step(tmp_path: Path
     assert done.returncode == 1
     assert done.stdout == ""
     told = done.stderr.splitlines()[-1]
-    assert "CheckpointError: after the first step seeing what a checkpoint would hold failed: weight/exp_avg is a " in told
-    assert "OptimState8bit, made of other tensors; allowed: plain tensors and DTensors of them. Use an optimizer" in told
+    assert (
+        "CheckpointError: after the first step seeing what a checkpoint would hold failed: weight/exp_avg is a " in told
+    )
+    assert (
+        "OptimState8bit, made of other tensors; allowed: plain tensors and DTensors of them. Use an optimizer" in told
+    )
 
 
 # --- models that are not one ----------------------------------------------------------------------------------------

@@ -122,7 +122,10 @@ def test_where_a_layer_refuses_one_sample_two_are_taken(ranks: RankPool, tmp_pat
         assert len(told) == (0 if rank else 2)
         if rank == 0:
             assert told[0].endswith("the step is taken again in micro-batches of 1 instead of 3 samples")
-            assert "memory ran out with 3 sample(s) at once after step 0, and on rank 0 a layer refuses a single" in told[1]
+            assert (
+                "memory ran out with 3 sample(s) at once after step 0, and on rank 0 a layer refuses a single"
+                in told[1]
+            )
             assert told[1].endswith("the step is taken again in micro-batches of 2 instead of 1 samples")
 
 
@@ -132,7 +135,9 @@ def test_where_a_layer_refuses_one_sample_and_two_are_too_many_all_ranks_say_so(
 ) -> None:
     for sizes, error, _ in ranks.run(num_ranks, down_to_two, tmp_path, 1):
         assert sizes == []
-        assert error.startswith("memory ran out on rank 0 in micro-step 1 (forward pass) after step 0, with 2 sample(s)")
+        assert error.startswith(
+            "memory ran out on rank 0 in micro-step 1 (forward pass) after step 0, with 2 sample(s)"
+        )
         assert "have its layers take a single sample, as GroupNorm does and BatchNorm does not; the step was" in error
 
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from elastic_ext import RanksDisagreeError, RanksError, StepError
+from elastic_ext import RanksDisagreeError, StepError
 from tests.loops import seen_by
 from tests.ranks import RankPool
 from tests.thinning import the_first

@@ -212,10 +212,12 @@ def test_a_rank_that_breaks_off_in_the_middle_of_a_step_blames_itself(ranks: Ran
     assert left.error is not None and stayed.error is not None
     assert left.error.type_name == "RanksDisagreeError"
     assert re.fullmatch(
-        r"rank 1 \(.*\) left a step after 1 of 2 micro-steps \(the epoch ended before the step did\), after 1 steps, .*: "
-        r"rank 0 \(.*\) did not, and waits for it there, unless it has died or hangs; do the same on all ranks",
+        r"rank 1 \(.*\) left a step after 1 of 2 micro-steps \(the epoch ended before the step did\), after 1 steps, "
+        r".*: rank 0 \(.*\) did not, and waits for it there, unless it has died or hangs; do the same on all ranks",
         left.error.message,
     ), left.error.message
-    assert "ranks that have not left it too wait for this one's gradients, and then all end: leave the loop" in left.output
+    assert (
+        "ranks that have not left it too wait for this one's gradients, and then all end: leave the loop" in left.output
+    )
     assert "failed after 1 steps" in stayed.output
     assert "it left a step after 1 of 2 micro-steps" in stayed.output
