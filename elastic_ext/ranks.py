@@ -176,9 +176,10 @@ class Ranks:
 
     def _all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
         if self._patience_seconds == math.inf:
-            return dist.all_reduce(tensor, group=self._group, async_op=True)
+            work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
+            return work
         assert self._group is not None
-        options = dist.AllreduceOptions()  # type: ignore[attr-defined]
+        options = dist.AllreduceOptions()
         # What is under way keeps ``close`` waiting, and with it the end of this process, at which peers stop waiting.
         options.timeout = timedelta(seconds=self._patience_seconds + 10 * self.slice_seconds)
         return self._group.allreduce([tensor], options)

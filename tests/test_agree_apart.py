@@ -365,11 +365,9 @@ def give_up_and_end(rank: int) -> str:
         with pytest.raises(RuntimeError) as raised:
             dist.all_reduce(torch.ones(()))
         return str(raised.value)
-    with pytest.raises(
-        RanksDisagreeError, match=r"rank 1 .* left a step, after the start: rank 0 .* did not, and waits"
-    ):
-        with ranks.waiting_at_most(1.0, "left a step"):
-            ranks.sum([1], "ending")
+    words = r"rank 1 .* left a step, after the start: rank 0 .* did not, and waits"
+    with ranks.waiting_at_most(1.0, "left a step"), pytest.raises(RanksDisagreeError, match=words):
+        ranks.sum([1], "ending")
     ranks.close()
     raise LookupError("and this process ends")
 

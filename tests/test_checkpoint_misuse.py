@@ -251,13 +251,18 @@ CANNOT_HOLD = (
 )
 
 
-def packed_rank(rank: int, folder: Path, num_ranks: int) -> int:
-    """The step that training had come to when it was refused."""
-    trainer, model = small_trainer(folder, rank, num_ranks, checkpoint_interval=CheckpointInterval(steps=1000))
-    with pytest.raises(CheckpointError, match=CANNOT_HOLD), trainer:
+def take_packed_steps(trainer: Any, model: nn.Module) -> None:
+    with trainer:
         optimizer = trainer.prepare(PackedMomentum(model.parameters(), {}))
         for _ in range(3):
             take(trainer, model, optimizer)
+
+
+def packed_rank(rank: int, folder: Path, num_ranks: int) -> int:
+    """The step that training had come to when it was refused."""
+    trainer, model = small_trainer(folder, rank, num_ranks, checkpoint_interval=CheckpointInterval(steps=1000))
+    with pytest.raises(CheckpointError, match=CANNOT_HOLD):
+        take_packed_steps(trainer, model)
     return int(trainer.global_step)
 
 
