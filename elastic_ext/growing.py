@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from .batches import Batches
 from .config import ElasticConfig
+from .control_word import REFUSES_ONE
 from .errors import ElasticError, StepError
-from .guarding import REFUSES_ONE
 from .rounds import Proposal
 
 if TYPE_CHECKING:

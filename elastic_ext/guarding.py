@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from .averaging import Averaging
-from .control_word import AgreedWord
+from .control_word import REFUSES_ONE, AgreedWord
 from .device_memory import DeviceMemory
 from .errors import StepError, StepUndone
 from .out_of_memory import is_out_of_memory
 from .sharing import Sharing
 from .step_state import StepState
 
-__all__ = ["REFUSES_ONE", "GuardMode", "Guarding", "Hears", "StepFailure"]
+__all__ = ["GuardMode", "Guarding", "Hears", "StepFailure"]
 
 _logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ _ALWAYS = "sync_every_micro_step shares gradients before a step's end"
 _OTHERS_TRAINED = (
     "ranks would share the gradients of different parameters ({}); start again, and set requires_grad alike on all"
 )
-REFUSES_ONE = "a layer refuses a single sample"  # with which the words of such a failure begin
 _STEPS = 3  # after something new: the first asks for the most, as a rule, and the allocator settles in the others
 
 
