@@ -30,6 +30,11 @@ class StepPlan:
         """The most samples that a rank takes at once."""
         return max(map(max, self.micro_batches))
 
+    @property
+    def smallest(self) -> int:
+        """The fewest samples that a rank takes at once, where it takes any."""
+        return min(size for sizes in self.micro_batches for size in sizes if size)
+
     def weight(self, rank: int, micro_step: int) -> float:
         """What a mean loss of that micro-batch counts, for gradients that are averaged over the ranks."""
         return self.micro_batches[rank][micro_step] * len(self.micro_batches) / self.global_batch

@@ -136,21 +136,29 @@ class Batches:
         micro_batch = config.dataloader.batch_size or self.source.batch_size
         return self._planned(config.global_batch_size or 0, micro_batch, self._num_ranks).full_step.largest
 
-    def halved(self, largest: int) -> int:
-        """The size of micro-batches, halved until the step that comes takes fewer at once; 0 where there is none."""
+    def fewer(self, largest: int, *, takes_one: bool) -> int:
+        """A size of micro-batches by which the step that comes takes fewer than ``largest`` at once; 0 for none.
+
+        The present size, halved; unless the model ``takes_one``, the first by which no rank ever has a single sample.
+        """
+        assert self._plan is not None
+        sizes = [self._plan.micro_batch]
+        while sizes[-1] > 1:
+            sizes.append(sizes[-1] // 2)
+        if not takes_one:
+            sizes += range(largest - 1, 1, -1)
+        return next((size for size in sizes if self._is_fewer(size, largest, takes_one=takes_one)), 0)
+
+    def _is_fewer(self, micro_batch: int, largest: int, *, takes_one: bool) -> bool:
         assert self.source is not None
         assert self._plan is not None
-        micro_batch = self._plan.micro_batch
-        while micro_batch > 0:
-            try:
-                plan = self._planned(self._plan.global_batch, micro_batch, self._num_ranks)
-            except ValueError:  # which says why, where that is asked for
-                return micro_batch
-            step = plan.next_step(self.source.remaining)  # what was carried over came back with the step
-            if step is None or step.largest < largest:
-                return micro_batch
-            micro_batch //= 2
-        return 0
+        try:
+            plan = self._planned(self._plan.global_batch, micro_batch, self._num_ranks)
+        except ValueError:  # which says why, where that is asked for
+            return takes_one
+        step = plan.next_step(self.source.remaining)  # what was carried over came back with the step
+        steps = [plan.full_step] if step is None else [plan.full_step, step]
+        return (step is None or step.largest < largest) and (takes_one or all(each.smallest > 1 for each in steps))
 
     @property
     def num_steps(self) -> int | None:

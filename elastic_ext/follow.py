@@ -265,13 +265,13 @@ class ConfigFollower:
         now = time.perf_counter()
         return now < self.reports.due_at and self._agreement.pass_quietly(now, step, backwards)
 
-    def end_epoch(self, *, is_doubtful: bool = False) -> None:
+    def end_epoch(self, *, doubt: str = "") -> None:
         """Return once every rank has come here with the same counts; else all raise, and name those that differ.
 
-        ``is_doubtful`` says that others may be waiting elsewhere for this rank: then it does not wait long for them.
+        ``doubt`` says why others may be waiting elsewhere for this rank: then it does not wait long for them.
         """
         self._raise_if_closed()
-        with self._waiting(is_doubtful):
+        with self._waiting(doubt):
             self._agreement.end(Purpose.END)
 
     def retry(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
@@ -283,7 +283,7 @@ class ConfigFollower:
         says how many micro-batches it had taken that do not come again: ranks that differ there end steps apart.
         """
         self._raise_if_closed()
-        with self._waiting(is_doubtful=True):
+        with self._waiting("took back a step that had failed on it"):
             self._agreement.end(purpose, exchanges, lost)
 
     def hear_all(self, *, failed: str = "", brings: str = "") -> AgreedWord | None:
@@ -302,7 +302,7 @@ class ConfigFollower:
     def meet_to_shrink(self) -> None:
         """As ``end_epoch``, before a step comes again for which memory did not suffice; ``revise`` may come after."""
         self._raise_if_closed()
-        with self._waiting(is_doubtful=True):
+        with self._waiting("took back a step that ran out of memory"):
             self._agreement.end(Purpose.SMALLER)
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
@@ -310,20 +310,20 @@ class ConfigFollower:
         self._raise_if_closed()
         return self._agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
-    def meet_to_go_back(self, *, is_doubtful: bool = False) -> None:
+    def meet_to_go_back(self, *, doubt: str = "") -> None:
         """As ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""
         self._raise_if_closed()
-        with self._waiting(is_doubtful):
+        with self._waiting(doubt):
             self._agreement.end(Purpose.REWIND)
 
     def go_back(self, step: int) -> None:
         """So many steps lie behind now, on all ranks; the config in force stays what it is."""
         self._agreement.step = step
 
-    def finish(self, *, is_doubtful: bool = False) -> None:
+    def finish(self, *, doubt: str = "") -> None:
         """As ``end_epoch``, at the end of training; ``close`` comes after."""
         self._raise_if_closed()
-        with self._waiting(is_doubtful):
+        with self._waiting(doubt):
             self._agreement.end(Purpose.FINISH)
         self._finished = True
         self._write_metrics()
@@ -411,9 +411,9 @@ class ConfigFollower:
             self.close("`with follower:` has ended" if error is None else "an exception has left `with follower:`")
 
     @contextmanager
-    def _waiting(self, is_doubtful: bool) -> Iterator[None]:
-        seconds = min(_DOUBTFUL_SECONDS if is_doubtful else math.inf, self.settings.timeout_seconds)
-        with self.pulse.during(Activity.BOUNDARY), self._ranks.waiting_at_most(seconds):
+    def _waiting(self, doubt: str) -> Iterator[None]:
+        seconds = min(_DOUBTFUL_SECONDS if doubt else math.inf, self.settings.timeout_seconds)
+        with self.pulse.during(Activity.BOUNDARY), self._ranks.waiting_at_most(seconds, doubt):
             yield
 
     def _raise_if_closed(self) -> None:

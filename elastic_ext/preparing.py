@@ -330,7 +330,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         guarding,
         has_others=lambda: gradients.sharing.has_others,
         leaves_nothing=lambda: not setup.registered and next(setup.model.buffers(), None) is None,
-        shrink=growing.shrink if follower.settings.enabled else None,
+        growing=growing if follower.settings.enabled else None,
     )
     if analyzer is not None:
         shown = batches.loader if isinstance(batches.loader, ShowingSource) else attempts

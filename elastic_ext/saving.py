@@ -41,6 +41,7 @@ class Saving:
         self._steps = steps
         self._on_leave = on_leave
         self._save_at = math.inf  # the next global step with something to save
+        self._try_at = math.inf  # the first that training takes here, after which there is all that is saved
         self._leaving = self._listening() if checkpoints.leaves_on_signals else None
         self._leaves_at: Moment | None = None  # of the boundary at which that was agreed on
         self._copies_at: Moment | None = None
@@ -49,6 +50,8 @@ class Saving:
     def start(self) -> None:
         """From here on checkpoints are saved, and a signal ends training with one."""
         self.plan()
+        self._try_at = self._follower.step + 1
+        self._follower.on_change("checkpoint", lambda old, new: None, self.checkpoints.check)
         if self._leaving is not None:
             self._leaving.start()
 
@@ -67,6 +70,9 @@ class Saving:
         """After a step: note what is to be saved before the next one. ``boundary`` is None where nothing was agreed."""
         if self._is_fenced:
             self._take_down_fence()
+        if step >= self._try_at:
+            self._try_at = math.inf
+            self.checkpoints.try_out_stepped()
         is_due, is_asked_for = step >= self._save_at, False
         if boundary is not None:
             self.plan()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from .profile.analyzing import Analyzer
 from .profile.recorder import Recorder
 from .profile.showing import Showing
 from .progress import Progress
+from .pulse import Activity
 from .rates import OptimizerSettings
 from .remarks import Remarks
 from .same_loading import SameLoading
@@ -148,6 +149,14 @@ class Session:
         self._batches.is_resuming = False
         self._take_up(self.follower.config)
 
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Within it this rank is outside of steps, where it may take as long as it likes."""
+        if self.steps.is_inside:
+            raise StepError(
+                "trainer.evaluation() was entered inside `with trainer.step():`; evaluate between two steps"
+            )
+        return self.follower.pulse.during(Activity.OUTSIDE)
+
     def save_checkpoint(self) -> Path:
         """Save now, with all ranks; gives the folder."""
         saving = self._kept()
@@ -179,7 +188,9 @@ class Session:
                 "catch it inside of that to go back to a checkpoint, or start the job again"
             )
         steps.catch_up()
-        self.follower.meet_to_go_back(is_doubtful=torn is not None or steps.is_doubtful)
+        self.follower.meet_to_go_back(
+            doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step"
+        )
         if torn is None:
             saving.begin_due()
         loaded = checkpoints.load_earlier(
@@ -289,6 +300,7 @@ class Session:
         if not self._has_begun_epoch:
             self._has_begun_epoch = True
             self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
+        self.follower.pulse.note(Activity.BETWEEN)
         if self._recorder is not None:
             self._recorder.begin_epoch()
         if epoch == self._counts.unfinished_epoch:
@@ -304,6 +316,7 @@ class Session:
     def end_epoch(self, error: BaseException | None) -> None:
         """Come to the end of an epoch with all ranks; an exception is told to them instead."""
         self._is_in_epoch = False
+        self.follower.pulse.note(Activity.OUTSIDE)
         if self._recorder is not None:
             self._recorder.end_epoch()
         self._progress.end()
@@ -317,7 +330,7 @@ class Session:
             self.steps.settle()
             self.steps.drop_partial("the epoch ended before the step did")
             self.steps.end_epoch()
-            self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
+            self.follower.end_epoch(doubt=self.steps.doubt)
         finally:
             self._counts.is_in_epoch = False
         if self._counts.num_steps > 0:
@@ -368,7 +381,7 @@ class Session:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
                 self.steps.end_epoch()
-                self.follower.finish(is_doubtful=self.steps.is_doubtful)
+                self.follower.finish(doubt=self.steps.doubt)
                 self._begin_due()
                 if self._saving is not None:
                     self._saving.end()

@@ -287,6 +287,13 @@ class ElasticTrainer:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
         return self._prepared.save_checkpoint()
 
+    def evaluation(self) -> AbstractContextManager[None]:
+        """``with trainer.evaluation():`` around what may take long between two steps, and is no hang for that.
+
+        On one rank or on all; between two epochs, and before the first step, there is no need of it.
+        """
+        return self._prepared.evaluation()
+
     def mutate(self) -> AbstractContextManager[None]:
         """``with trainer.mutate():`` around changes in place of parameters or optimizer state within a step.
 
