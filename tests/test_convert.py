@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import struct
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointMis
 from elastic_ext.fsdp import ShardCheckpointer, convert_from_dcp, convert_to_dcp
 from elastic_ext.fsdp.checkpoint.dcpplan import leaves_of, owner_and_key, runs_of
 from elastic_ext.fsdp.checkpoint.dcpreader import DcpFolder
-from elastic_ext.fsdp.checkpoint.pickled import globals_of
 from tests.made import by_rows, make_checkpoint
 from tests.ranks import RankPool
 from tests.saving import train as train_with_a_trainer
@@ -355,48 +353,6 @@ def test_what_a_killed_conversion_has_left_is_removed_by_the_next(tmp_path: Path
 
 
 # --- trust and damage -----------------------------------------------------------------------------------------------
-
-
-def test_metadata_that_would_run_code_is_not_loaded(tmp_path: Path) -> None:
-    folder = saved_by_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(2)}})
-    witness = tmp_path / "witness"
-
-    class Evil:
-        def __reduce__(self) -> tuple[object, ...]:
-            return os.mkdir, (str(witness),)
-
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        (folder / ".metadata").write_bytes(pickle.dumps({"a": Evil()}, protocol))
-        with pytest.raises(CheckpointError, match=r"would use \w+\.mkdir.*; it was not loaded"):
-            convert_from_dcp(folder, tmp_path / "storage", job="new", step=1)
-    assert not witness.exists()
-
-
-def test_what_a_pickle_names_is_found_in_all_protocols() -> None:
-    value = [torch.Size([2]), Path("x"), torch.Size([3]), Path("x"), contextlib.suppress, {"a": contextlib.suppress}]
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        names = globals_of(pickle.dumps(value, protocol))
-        assert {"torch.Size", "contextlib.suppress"} < names
-        assert any(name.startswith("pathlib.") for name in names)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"no pickle",
-        pickle.dumps([1])[:-1],
-        pickle.dumps([1]) + b"more",
-        b"\x80\x04\x8c\x02os\x8c\x06system0\x93.",  # names that lie deeper than those put down last
-        b"\x80\x04h\x00h\x01\x93.",  # names that were never noted
-        b"\x80\x02\x82\x01.",
-        b"\x80\x02]q\x05.",  # a note whose number no pickler gives
-        b"]p-1\n.",
-    ],
-)
-def test_what_cannot_be_looked_through_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        globals_of(data)
 
 
 def test_damage_anywhere_is_noticed_and_nothing_is_saved(tmp_path: Path) -> None:
