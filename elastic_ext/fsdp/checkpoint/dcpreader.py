@@ -68,6 +68,7 @@ _KNOWN = frozenset(
     }
 )
 _LARGEST = (1 << 63) - 1
+_MOST_SAID = 4  # numbers and entries per byte of metadata, where the same ones stand in several places
 _ANY_VALUE = 1 << 22
 """Characters and elements that a value may have, however often each of them stands in it."""
 _MOST_PER_BYTE = 16  # of what a saved byte stands for: torch.save keeps one element of an expanded tensor
@@ -247,7 +248,7 @@ class _Metadata:
     """
 
     def __init__(self, read: object, num_bytes: int) -> None:
-        self._left = _MOST_PER_BYTE * num_bytes
+        self._left = _MOST_SAID * num_bytes
         state = self._state(read, "Metadata")
         described = self._dict(state.get("state_dict_metadata"))
         of_planner = state.get("planner_data")
