@@ -472,7 +472,7 @@ def test_data_is_unpickled_as_python_does(protocol: int) -> None:
         -0.0,
         float("inf"),
     ]
-    data = {
+    data: dict[str, Any] = {
         "n": numbers,
         "t": ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
         "v": [None, True, False, "", "é\ud800", "x" * 300],

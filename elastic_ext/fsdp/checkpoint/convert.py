@@ -172,13 +172,14 @@ class _Writing:
         """Write the files of tensors, of every rank that has some."""
         for kind in KINDS:
             metas = self._incoming.metas[kind].tensors
-            for rank in range(self._incoming.num_ranks):
-                boxes = {name: meta.layout.boxes[rank] for name, meta in metas.items()}
-                held = [(name, metas[name].dtype, box.sizes) for name, box in boxes.items() if not box.is_empty]
-                if held:
-                    header = laid_out(held, generation=generation)
-                    file = shard_file(kind, rank, self._incoming.num_ranks)
-                    yield file, write_stream(path / file, header, self._contents_of(header, kind, rank))
+            held: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {}
+            for name, meta in metas.items():
+                for rank, box in meta.layout.held():
+                    held.setdefault(rank, []).append((name, meta.dtype, box.sizes))
+            for rank in sorted(held):
+                header = laid_out(held.pop(rank), generation=generation)
+                file = shard_file(kind, rank, self._incoming.num_ranks)
+                yield file, write_stream(path / file, header, self._contents_of(header, kind, rank))
 
     def _contents_of(self, header: Header, kind: FileKind, rank: int) -> Iterator[memoryview]:
         for name in header.entries:

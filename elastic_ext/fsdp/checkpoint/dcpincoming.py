@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.dtypes import name_of
-from elastic_ext.fsdp.layout import Box, Layout
+from elastic_ext.fsdp.layout import Box, Boxes, Layout
 from elastic_ext.fsdp.plain import unpack
 
 from .contents import EXTRA_STATES, KINDS, FileKind
@@ -127,8 +127,7 @@ def _meta(name: str, kind: Kind, where: Placed, num_ranks: int, alike: dict[Layo
     dtype = name_of(where.tensor.dtype)
     assert dtype is not None
     shape = where.tensor.shape
-    boxes = [*where.boxes, *[Box.empty(shape)] * (num_ranks - len(where.boxes))]
-    layout = Layout(shape, tuple(boxes))
+    layout = Layout(shape, Boxes(shape, num_ranks, {at: box for at, box in enumerate(where.boxes) if not box.is_empty}))
     return TensorMeta(name, dtype, alike.setdefault(layout, layout), kind)
 
 

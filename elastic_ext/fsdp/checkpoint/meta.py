@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias, TypeGuard, get_args
 
 from elastic_ext.errors import CheckpointDamaged
-from elastic_ext.fsdp.layout import Box, Layout
+from elastic_ext.fsdp.layout import Box, Boxes, Layout
 from elastic_ext.strict_json import shown
 
 from .dtypes import ITEM_BYTES
@@ -152,7 +152,7 @@ class _Writer:
         return number
 
     def _said_of(self, layout: Layout) -> dict[str, object]:
-        held = [(box.start, box.end, rank) for rank, box in enumerate(layout.boxes) if not box.is_empty]
+        held = [(box.start, box.end, rank) for rank, box in layout.held()]
         if all(len(start) == 1 for start, _, _ in held):
             held.sort()
         if not held or all(
@@ -226,17 +226,18 @@ def _layout(said: object, orders: Sequence[Sequence[int]], num_ranks: int, what:
     for one in shape if 0 not in shape else (0,):
         size *= one
         _expect(size <= _LARGEST, f"the shape of {what}", shape, f"a product up to {_LARGEST}")
-    boxes = [Box.empty(shape)] * num_ranks
-    if by_cuts:
-        _by_cuts(boxes, said["cuts"], said["order"], orders, what)
-    else:
-        _by_boxes(boxes, said["boxes"], what)
-    return Layout(shape, tuple(boxes))
+    held = (
+        _by_cuts(shape, said["cuts"], said["order"], orders, what)
+        if by_cuts
+        else _by_boxes(shape, said["boxes"], num_ranks, what)
+    )
+    return Layout(shape, Boxes(shape, num_ranks, dict(sorted(held.items()))))  # as large as what was said of it
 
 
-def _by_cuts(boxes: list[Box], cuts: object, number: object, orders: Sequence[Sequence[int]], what: str) -> None:
-    """Put into ``boxes`` what lies between each two cuts."""
-    shape = boxes[0].shape
+def _by_cuts(
+    shape: tuple[int, ...], cuts: object, number: object, orders: Sequence[Sequence[int]], what: str
+) -> dict[int, Box]:
+    """What lies between each two cuts, by rank."""
     size = math.prod(shape)
     if type(number) is not int or not 0 <= number < len(orders):
         _refuse(f"the order of {what}", number, f"the number of one of {len(orders)} orders")
@@ -248,28 +249,28 @@ def _by_cuts(boxes: list[Box], cuts: object, number: object, orders: Sequence[Se
         or not all(map(operator.lt, cuts, cuts[1:]))
     ):
         _refuse(f"cuts of {what}", cuts, f"{len(order) + 1} rising numbers from 0 to {size}")
-    for rank, (start, end) in zip(order, itertools.pairwise(cuts), strict=True):
-        boxes[rank] = Box(shape, (start,), (end,))
+    return {
+        rank: Box(shape, (start,), (end,)) for rank, (start, end) in zip(order, itertools.pairwise(cuts), strict=True)
+    }
 
 
-def _by_boxes(boxes: list[Box], said: object, what: str) -> None:
-    """Put into ``boxes`` what is said of each rank's own."""
+def _by_boxes(shape: tuple[int, ...], said: object, num_ranks: int, what: str) -> dict[int, Box]:
+    """What is said of each rank's own."""
     if not isinstance(said, list):
         _refuse(f"boxes of {what}", said, "a list")
-    shape = boxes[0].shape
-    taken: set[int] = set()
+    held: dict[int, Box] = {}
     for one in said:
         if not isinstance(one, list) or len(one) != 3 or not all(_are_numbers(corner) for corner in one[1:]):
             _refuse(f"a box of {what}", one, "[rank, start, end], start and end being lists of numbers")
         rank, start, end = one
-        if type(rank) is not int or not 0 <= rank < len(boxes) or rank in taken:
-            _refuse(f"the rank of a box of {what}", rank, f"each rank below {len(boxes)} once")
+        if type(rank) is not int or not 0 <= rank < num_ranks or rank in held:
+            _refuse(f"the rank of a box of {what}", rank, f"each rank below {num_ranks} once")
         box = Box(shape, tuple(start), tuple(end))
         fault = box.fault()
         if fault is not None or box.is_empty:
             raise ValueError(f"the box of rank {rank} in {what}: {fault or 'it is empty, and should be left out'}")
-        taken.add(rank)
-        boxes[rank] = box
+        held[rank] = box
+    return held
 
 
 def _are_numbers(value: object) -> TypeGuard[list[int]]:
