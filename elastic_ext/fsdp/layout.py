@@ -12,9 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from .regions import Point, Regions, cut_run, cut_slabs, num_in, row_major
+from .regions import Point, Regions, TooManyRegions, cut_run, cut_slabs, num_in, row_major
 
 __all__ = ["Block", "Box", "Boxes", "Layout"]
+
+_MOST_CUTS, _MOST_CUTS_PER_BLOCK = 1 << 14, 1 << 8
+"""How often the blocks of one tensor may cut each other: those that tile it cut each other seldom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +257,12 @@ class Layout:
         holders = list(found.values())
         space = space_of(self.shape, found)
         items = [(at, block) for at, box in enumerate(found) for block in box.blocks_in(space)]
-        regions = Regions(space, [(block.start, block.end) for _, block in items])
+        blocks = [(block.start, block.end) for _, block in items]
+        most = _MOST_CUTS + _MOST_CUTS_PER_BLOCK * len(blocks) * len(space)
+        try:
+            regions = Regions(space, blocks, most=math.inf if replicas else most)
+        except TooManyRegions:
+            return f"{len(found)} different boxes overlap, many times over"
         for region in regions.everywhere():
             who = [holder for at in region.holders for holder in holders[items[at][0]]]
             where = region.start, region.end

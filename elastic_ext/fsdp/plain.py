@@ -6,9 +6,10 @@ JSON's numbers, text, lists and objects stand for themselves; an object with the
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -17,11 +18,12 @@ import torch
 
 from .packed import MARK
 
-__all__ = ["Plain", "pack", "unpack"]
+__all__ = ["Plain", "pack", "read_plain", "unpack"]
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
 _MAX_DEPTH = 100
+_MAX_DEPTH_OF_FILE = _MAX_DEPTH + 20  # levels around values
 _ALLOWED = (
     "allowed: numbers, text, bytes, None, tensors, arrays, torch's dtypes and devices, and tuples, lists, sets, deques "
     "and dicts of these; have its owner's state_dict() give some of them"
@@ -56,6 +58,21 @@ def pack(value: object, where: str, tensors: dict[str, torch.Tensor] | None = No
     return _pack(value, where, tensors, 0)
 
 
+def read_plain(data: bytes) -> Any:
+    """What stands in JSON that holds packed values; ValueError where ``pack`` would not have nested them so deeply."""
+    too_deep = f"it nests deeper than what is saved, which has at most {_MAX_DEPTH} levels"
+    try:
+        read = json.loads(data)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [read]
+    for _ in range(_MAX_DEPTH_OF_FILE):
+        if not level:
+            return read
+        level = [inner for each in level for inner in _within(each) if isinstance(inner, (list, dict))]
+    raise ValueError(too_deep)
+
+
 def unpack(packed: Plain, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
     """The value; ValueError where ``pack`` has not made this."""
     if isinstance(packed, list):
@@ -70,6 +87,17 @@ def unpack(packed: Plain, tensors: Mapping[str, torch.Tensor] | None = None) -> 
         raise ValueError(
             f"{str(packed)[:80]} is not a value that was saved: {type(error).__name__}: {error}"
         ) from error
+
+
+def _within(packed: Any) -> Iterator[Any]:
+    """What is a level deeper than a packed value: what stands for a dict has pairs, which are no values themselves."""
+    if isinstance(packed, dict) and MARK in packed:
+        is_mapping = packed[MARK] in tuple(_MAPPINGS)  # compared, as it may be anything
+        packed = packed.get("of")
+        if is_mapping and isinstance(packed, list):
+            packed = [each for pair in packed for each in (pair if isinstance(pair, list) else [pair])]
+    if isinstance(packed, (list, dict)):
+        yield from packed.values() if isinstance(packed, dict) else packed
 
 
 def _pack(value: object, where: str, tensors: dict[str, torch.Tensor] | None, depth: int) -> Plain:

@@ -6,7 +6,6 @@ on everything; `dcpforeign` makes out what others hold.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.dtypes import name_of
 from elastic_ext.fsdp.layout import Box, Boxes, Layout
-from elastic_ext.fsdp.plain import unpack
+from elastic_ext.fsdp.plain import read_plain, unpack
 
 from .contents import EXTRA_STATES, KINDS, FileKind
 from .dcpplan import METAS, OWN, RECORD, STATE, Leaf, Outgoing, Refusals, joined, leaves_of
@@ -93,7 +92,10 @@ def of_record(folder: DcpFolder, record: Record) -> Incoming:
         kind: StateMeta.from_json(_text(folder, (*METAS, kind)), where=f"{where}.metas.{kind}") for kind in KINDS
     }
     text = _text(folder, STATE)
-    state = json.loads(text)
+    try:
+        state = read_plain(text)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{where}: its plain values are damaged: {error}") from None
     refusals = Refusals()
     outgoing = Outgoing.of(metas, state, keys=record.keys, first_names=record.first_names, refusals=refusals)
     found: dict[FileKind, dict[str, tuple[Kind, Placed]]] = {kind: {} for kind in KINDS}

@@ -68,6 +68,7 @@ _KNOWN = frozenset(
     }
 )
 _LARGEST = (1 << 63) - 1
+_MOST_DIMENSIONS = 256
 _MOST_SAID = 4  # numbers and entries per byte of metadata, where the same ones stand in several places
 _ANY_VALUE = 1 << 22
 """Characters and elements that a value may have, however often each of them stands in it."""
@@ -315,8 +316,8 @@ class _Metadata:
         assert isinstance(numbers, (tuple, list))
         self._count(len(numbers))
         sizes = tuple(numbers)
-        if not _are_sizes(sizes):
-            raise ValueError("sizes are not numbers from 0 on whose product has 63 bits")
+        if not _are_sizes(sizes) or len(sizes) > _MOST_DIMENSIONS:
+            raise ValueError(f"sizes are not up to {_MOST_DIMENSIONS} numbers from 0 on whose product has 63 bits")
         return sizes
 
     def _state(self, value: object, name: str) -> dict[str, object]:

@@ -34,14 +34,16 @@ from .dtypes import ITEM_BYTES
 from .formats import unknown_format
 from .shardfile import check_name
 
-__all__ = ["Kind", "StateMeta", "TensorMeta"]
+__all__ = ["MOST_RANKS", "Kind", "StateMeta", "TensorMeta"]
 
 Kind: TypeAlias = Literal["parameter", "buffer", "like", "scalar", "own", "opaque"]
 """`like`: state of an optimizer, shaped like its parameter. `scalar`: one number of an optimizer's. `own`: a shape of
 its own, spread by its own layout. `opaque`: a whole tensor that one rank alone has, which its name tells."""
 
 _FORMAT = 1
-_MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 20
+_MOST_DIMENSIONS = 256  # those of a box are gone through one within another
+_FEW_DIMENSIONS = f"at most {_MOST_DIMENSIONS} dimensions"
 _LARGEST = (1 << 63) - 1
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -59,6 +61,8 @@ class TensorMeta:
         check_name(self.name)
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"the tensor {self.name!r} has dtype {self.dtype!r}; use one of {', '.join(ITEM_BYTES)}")
+        if len(self.layout.shape) > _MOST_DIMENSIONS:
+            raise ValueError(f"the tensor {self.name!r} has {len(self.layout.shape)}; allowed: {_FEW_DIMENSIONS}")
         if self.kind not in _KINDS:
             raise ValueError(f"the tensor {self.name!r} has kind {self.kind!r}; use one of {', '.join(_KINDS)}")
 
@@ -72,8 +76,8 @@ class StateMeta:
     aliases: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_ranks <= _MOST_RANKS:
-            raise ValueError(f"num_ranks is {self.num_ranks}; use 1 to {_MOST_RANKS}")
+        if not 1 <= self.num_ranks <= MOST_RANKS:
+            raise ValueError(f"num_ranks is {self.num_ranks}; use 1 to {MOST_RANKS}")
         for name, tensor in self.tensors.items():
             if name != tensor.name:
                 raise ValueError(f"the tensor {tensor.name!r} stands under the name {name!r}; use its own")
@@ -181,7 +185,7 @@ def _read(value: dict[str, Any]) -> StateMeta:
     """The state that a JSON object tells of; ValueError says what in it cannot be."""
     _expect_keys(value, ("format", "num_ranks", "orders", "layouts", "tensors", "aliases"), "it")
     num_ranks = value["num_ranks"]
-    _expect(type(num_ranks) is int and 1 <= num_ranks <= _MOST_RANKS, "num_ranks", num_ranks, f"1 to {_MOST_RANKS}")
+    _expect(type(num_ranks) is int and 1 <= num_ranks <= MOST_RANKS, "num_ranks", num_ranks, f"1 to {MOST_RANKS}")
     for key, kind, words in (("orders", list, "a list"), ("layouts", list, "a list"), ("tensors", dict, "an object")):
         _expect(isinstance(value[key], kind), key, value[key], words)
     for number, order in enumerate(value["orders"]):
@@ -221,6 +225,7 @@ def _layout(said: object, orders: Sequence[Sequence[int]], num_ranks: int, what:
     _expect_keys(said, ("shape", "cuts", "order") if by_cuts else ("shape", "boxes"), what)
     if not _are_numbers(said["shape"]):
         _refuse(f"the shape of {what}", said["shape"], "a list of sizes")
+    _expect(len(said["shape"]) <= _MOST_DIMENSIONS, f"the shape of {what}", said["shape"], _FEW_DIMENSIONS)
     shape = tuple(said["shape"])
     size = 1
     for one in shape if 0 not in shape else (0,):

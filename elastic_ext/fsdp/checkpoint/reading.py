@@ -154,5 +154,5 @@ def _reader_at(mark: Path, now_ns: int) -> Reader | None:
         return Reader(**json.loads(read_at_most(mark, _MOST_BYTES)))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):  # not all of it is there yet
+    except (ValueError, TypeError, RecursionError):  # not all of it is there yet
         return Reader(host="a host that has not said its name", pid=0, since="of late")
