@@ -26,10 +26,15 @@ from elastic_ext.fsdp.checkpoint.meta import StateMeta
 from elastic_ext.fsdp.checkpoint.shelved import Record, Row
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.plain import pack, read_plain, unpack
+from elastic_ext.metrics import RankMetrics
 from tests.made import by_rows, make_checkpoint
 from tests.saving import job_folder
 
 DEEP = 100_000
+METRICS = {
+    **{"time": 1.0, "job": "j", "generation": 0, "rank": 0, "world_size": 1, "host": "h", "pid": 1, "step": 3},
+    **{"config_version": 1, "config_revision": 0, "agree_every_steps": 1},
+}
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
@@ -214,7 +219,7 @@ def test_a_converted_checkpoint_of_many_ranks_comes_back_in_little_memory(tmp_pa
     for kind in ("model", "optim", "extra"):
         of_kind = meta if kind == "model" else StateMeta(2, {}, {})
         data = of_kind.to_json().replace(b'"num_ranks": 2', f'"num_ranks": {many}'.encode())
-        sealed_with(path, meta_file(kind), data)  # type: ignore[arg-type]
+        sealed_with(path, meta_file(kind), data)
     renamed = {name.replace("00002", f"{many:05}"): summary for name, summary in commit.shards.items()}
     for old, new in zip(commit.shards, renamed, strict=True):
         (path / old).rename(path / new)
@@ -247,3 +252,10 @@ def test_a_step_of_very_many_micro_batches_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"1000000000 micro-steps; use larger micro-batches or .* at most 2097152"):
         plan_step(2_000_000_000, 2, 1)
     assert plan_step(1_000_000, 1, 1).micro_batches == ((1,) * 1_000_000,)
+
+
+@pytest.mark.parametrize("depth", [10, 400, 900, DEEP])
+def test_a_record_whose_value_nests_is_refused_in_few_words(depth: int) -> None:
+    with pytest.raises(ValueError, match=r"^(step is .*; allowed: int|not a JSON object)$") as told:
+        RankMetrics.from_json(json.dumps(METRICS)[:-1] + ', "step": ' + "[" * depth + "]" * depth + "}")
+    assert len(str(told.value)) < 200

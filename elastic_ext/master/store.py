@@ -47,6 +47,11 @@ CREATE TABLE points (time REAL PRIMARY KEY, record TEXT NOT NULL);
 _ADDED = """
 CREATE TABLE IF NOT EXISTS decisions (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
+_STRANGE = """
+SELECT name FROM sqlite_master WHERE type NOT IN ('table', 'index') UNION ALL
+SELECT m.name FROM sqlite_master AS m, pragma_table_xinfo(m.name) AS c WHERE m.type = 'table' AND c.hidden <> 0
+"""
+"""What has values that are not kept but computed: views, triggers, and generated or hidden columns."""
 """What earlier versions of the library do not know, and leave alone."""
 
 
@@ -212,6 +217,12 @@ class Store:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         if schema > _SCHEMA:
             raise StoreError(f"{self.path} is of a newer version of this library: start the master of that version")
+        strange = db.execute(_STRANGE).fetchone()
+        if strange is not None:  # what is read would be computed, and might be of any size
+            raise StoreError(
+                f"{self.path} holds what no master has written: {ascii(strange[0])[:80]} is computed by the file; give "
+                "--state-dir another folder to begin anew"
+            )
         for statement in (_TABLES * (schema == 0) + _ADDED).split(";"):
             db.execute(statement)
         if schema == 0:

@@ -22,6 +22,7 @@ import itertools
 import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias, TypeGuard, get_args
@@ -299,8 +300,8 @@ class _EachOnce:
             return seen
         result = dict(pairs)
         if len(result) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} appears twice")
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise ValueError(f"the key {shown(twice)} appears twice")
         if is_of_tensor:
             self._seen[tuple(pairs)] = result
         return result
