@@ -9,7 +9,8 @@ import torch
 
 from .errors import CheckpointDamaged
 from .fsdp.checkpoint.opened import Opened
-from .fsdp.plain import pack, read_plain, unpack
+from .fsdp.packed import read_plain
+from .fsdp.plain import pack, unpack
 
 __all__ = ["own_position", "packed_position"]
 

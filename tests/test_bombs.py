@@ -25,7 +25,8 @@ from elastic_ext.fsdp.checkpoint.dcprecord import Record as Converted
 from elastic_ext.fsdp.checkpoint.meta import StateMeta
 from elastic_ext.fsdp.checkpoint.shelved import Record, Row
 from elastic_ext.fsdp.layout import Box, Layout
-from elastic_ext.fsdp.plain import pack, read_plain, unpack
+from elastic_ext.fsdp.packed import read_plain
+from elastic_ext.fsdp.plain import pack, unpack
 from elastic_ext.metrics import RankMetrics
 from tests.made import by_rows, make_checkpoint
 from tests.saving import job_folder

@@ -796,7 +796,6 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "fsdp.checkpoint.livesaver:LiveSaver.save": "the others are to hear of it too, and raises again",
     "fsdp.checkpoint.livesaver:LiveSaver._wait_for": "has the save's thread wait no longer, and raises again",
     "fsdp.checkpoint.dcpreader:DcpFolder._loaded": "torch.load raises errors of pickle, which is not imported here",
-    "fsdp.checkpoint.dcpreader:_read_metadata": "the same of torch's reader",
     "fsdp.checkpoint.saver:Saver.save": "takes away what is left of a save that failed, and raises again",
     "fsdp.checkpoint.together:_add_what_it_gives": "whatever a rank raises, the others are to hear of it",
     "fsdp.checkpoint.storage:Storage.within.run": "the top of a thread: kept for the one who waits, who raises it",

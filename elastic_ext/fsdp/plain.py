@@ -6,24 +6,21 @@ JSON's numbers, text, lists and objects stand for themselves; an object with the
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy
 import torch
 
-from .packed import MARK
+from .packed import MARK, MAX_DEPTH
 
-__all__ = ["Plain", "pack", "read_plain", "unpack"]
+__all__ = ["Plain", "pack", "unpack"]
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
-_MAX_DEPTH = 100
-_MAX_DEPTH_OF_FILE = _MAX_DEPTH + 20  # levels around values
 _ALLOWED = (
     "allowed: numbers, text, bytes, None, tensors, arrays, torch's dtypes and devices, and tuples, lists, sets, deques "
     "and dicts of these; have its owner's state_dict() give some of them"
@@ -58,21 +55,6 @@ def pack(value: object, where: str, tensors: dict[str, torch.Tensor] | None = No
     return _pack(value, where, tensors, 0)
 
 
-def read_plain(data: bytes) -> Any:
-    """What stands in JSON that holds packed values; ValueError where ``pack`` would not have nested them so deeply."""
-    too_deep = f"it nests deeper than what is saved, which has at most {_MAX_DEPTH} levels"
-    try:
-        read = json.loads(data)
-    except RecursionError:
-        raise ValueError(too_deep) from None
-    level = [read]
-    for _ in range(_MAX_DEPTH_OF_FILE):
-        if not level:
-            return read
-        level = [inner for each in level for inner in _within(each) if isinstance(inner, (list, dict))]
-    raise ValueError(too_deep)
-
-
 def unpack(packed: Plain, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
     """The value; ValueError where ``pack`` has not made this."""
     if isinstance(packed, list):
@@ -89,20 +71,9 @@ def unpack(packed: Plain, tensors: Mapping[str, torch.Tensor] | None = None) -> 
         ) from error
 
 
-def _within(packed: Any) -> Iterator[Any]:
-    """What is a level deeper than a packed value: what stands for a dict has pairs, which are no values themselves."""
-    if isinstance(packed, dict) and MARK in packed:
-        is_mapping = packed[MARK] in tuple(_MAPPINGS)  # compared, as it may be anything
-        packed = packed.get("of")
-        if is_mapping and isinstance(packed, list):
-            packed = [each for pair in packed for each in (pair if isinstance(pair, list) else [pair])]
-    if isinstance(packed, (list, dict)):
-        yield from packed.values() if isinstance(packed, dict) else packed
-
-
 def _pack(value: object, where: str, tensors: dict[str, torch.Tensor] | None, depth: int) -> Plain:
-    if depth > _MAX_DEPTH:
-        raise TypeError(f"{where} nests more than {_MAX_DEPTH} levels deep, or holds itself; give it flatter")
+    if depth > MAX_DEPTH:
+        raise TypeError(f"{where} nests more than {MAX_DEPTH} levels deep, or holds itself; give it flatter")
 
     def inner(each: object, name: object) -> Plain:
         return _pack(each, f"{where}/{name}", tensors, depth + 1)

@@ -13,7 +13,8 @@ from typing import Any
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.dtypes import name_of
 from elastic_ext.fsdp.layout import Box, Boxes, Layout
-from elastic_ext.fsdp.plain import read_plain, unpack
+from elastic_ext.fsdp.packed import read_plain
+from elastic_ext.fsdp.plain import unpack
 
 from .contents import EXTRA_STATES, KINDS, FileKind
 from .dcpplan import METAS, OWN, RECORD, STATE, Leaf, Outgoing, Refusals, joined, leaves_of

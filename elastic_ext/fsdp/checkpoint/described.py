@@ -10,7 +10,7 @@ from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.files import is_taken, look_afresh
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.moves import moves_into
-from elastic_ext.fsdp.plain import read_plain
+from elastic_ext.fsdp.packed import read_plain
 
 from .contents import STATE_FILE, FileKind, meta_file
 from .dtypes import ITEM_BYTES
