@@ -4,6 +4,7 @@ their sizes; and where it is a checkpoint, the one before is taken.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -20,12 +21,14 @@ from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer, convert_from_dcp, convert_to_dcp
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, FileSummary, checksum_of
 from elastic_ext.fsdp.checkpoint.complete import choose
-from elastic_ext.fsdp.checkpoint.contents import STATE_FILE, meta_file
+from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, STATE_FILE, meta_file
 from elastic_ext.fsdp.checkpoint.dcprecord import Record as Converted
+from elastic_ext.fsdp.checkpoint.listing import Found
 from elastic_ext.fsdp.checkpoint.meta import StateMeta
 from elastic_ext.fsdp.checkpoint.shelved import Record, Row
+from elastic_ext.fsdp.checkpoint.streamed import Streamed
 from elastic_ext.fsdp.layout import Box, Layout
-from elastic_ext.fsdp.packed import read_plain
+from elastic_ext.fsdp.packed import read_plain, tensors_in
 from elastic_ext.fsdp.plain import pack, unpack
 from elastic_ext.metrics import RankMetrics
 from tests.made import by_rows, make_checkpoint
@@ -112,6 +115,19 @@ def test_in_place_of_a_checkpoint_whose_values_nest_too_deeply_the_one_before_is
             checkpointer.load(nn.Linear(2, 2), path=folder / "step_2")
         assert checkpointer.load(nn.Linear(2, 2)).step == 1
     assert "going on from" in caplog.text
+
+
+def test_extra_states_that_nest_too_deeply_are_damage_to_an_export_too(tmp_path: Path) -> None:
+    folder = saved_twice(tmp_path)
+    for depth in (300, 600, DEEP):
+        data = f'{{"{EXTRA_STATES}": {{"a": {"[" * depth}{"]" * depth}}}}}'
+        sealed_with(folder / "step_2", STATE_FILE, data.encode())
+        with contextlib.closing(Streamed(Found.read(folder / "step_2"))) as streamed:
+            if depth == DEEP:
+                with pytest.raises(CheckpointDamaged, match=f"{STATE_FILE} is damaged"):
+                    streamed.extra_states()
+            else:
+                assert tensors_in(streamed.extra_states()) == {}
 
 
 @pytest.mark.parametrize("kind", ["model", "extra"])

@@ -35,10 +35,13 @@ def read_plain(data: bytes) -> Any:
 def tensors_in(packed: object) -> dict[str, str]:
     """The names of the tensors that a packed value has, and whether each is to be a ``tensor`` or an ``array``."""
     found: dict[str, str] = {}
-    for each in packed.values() if isinstance(packed, dict) else packed if isinstance(packed, list) else ():
-        found |= tensors_in(each)
-    if isinstance(packed, dict) and packed.get(MARK) in ("tensor", "array"):
-        found[str(packed["of"])] = str(packed[MARK])
+    waiting = [packed]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict) and each.get(MARK) in ("tensor", "array") and isinstance(each.get("of"), str):
+            found[each["of"]] = each[MARK]
+        if isinstance(each, (dict, list)):
+            waiting += each.values() if isinstance(each, dict) else each
     return found
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
+from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.layout import Box
 
 from .contents import EXTRA_STATES, STATE_FILE, FileKind, meta_file, shard_file
@@ -85,8 +86,11 @@ class Streamed:
         """Those of the plain values that modules gave as their extra state; the others are passed over."""
         state = JsonText(self.found.state_pieces(STATE_FILE))
         values: Any = {}
-        for key, value in state.members(lambda key: key == EXTRA_STATES):
-            values = value if key == EXTRA_STATES else values
+        try:
+            for key, value in state.members(lambda key: key == EXTRA_STATES):
+                values = value if key == EXTRA_STATES else values
+        except (ValueError, RecursionError) as error:
+            raise CheckpointDamaged(f"{self.found.path / STATE_FILE} is damaged: {error}") from None
         return cast("Mapping[str, Any]", values)
 
     def read(self, kind: FileKind, stretches: Sequence[Stretch]) -> list[memoryview]:
