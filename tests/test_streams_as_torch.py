@@ -586,10 +586,10 @@ def test_an_exception_comes_again_with_the_batch_that_is_taken_again() -> None:
     assert next(batches) == [8, 9, 10, 11]
 
 
-def test_what_is_more_than_the_length_is_counted_in_samples_and_told_once() -> None:
+def test_what_is_more_than_the_length_is_counted_in_samples_and_told_with_each_batch() -> None:
     """torch counts batches, so that copies of the same samples stay unseen where a batch has several."""
     settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "collate_fn": listed}
-    for loader_class, num_warnings in ((DataLoader[Any], 0), (ElasticDataLoader, 1)):
+    for loader_class, num_warnings in ((DataLoader[Any], 0), (ElasticDataLoader, 2)):
         loader = loader_class(Understated(0, 8), **settings)
         assert len(loader) == 1
         with warnings.catch_warnings(record=True) as caught:
@@ -597,6 +597,19 @@ def test_what_is_more_than_the_length_is_counted_in_samples_and_told_once() -> N
             list(itertools.islice(loader, 2))
         assert len(caught) == num_warnings
         assert all("share them out by get_worker_info()" in str(each.message) for each in caught)
+
+
+def test_each_batch_beyond_the_length_is_warned_of_in_torchs_words(loader_class: Any) -> None:
+    loader = loader_class(Understated(0, 5), num_workers=2)
+    assert len(loader) == 1 or loader.dataset
+    batches = iter(loader)
+    for _ in range(len(loader.dataset)):
+        next(batches)
+    for _ in range(3):
+        with pytest.warns(
+            UserWarning, match=r"but [0-9]+ samples have been fetched\. For multiprocessing data-loading, "
+        ):
+            next(batches)
 
 
 def test_a_loop_in_a_loop_has_persistent_workers_of_its_own() -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from .epochs import Epochs
 from .indexed import Indexed
-from .sampler import ElasticDistributedSampler, OwnBatches
+from .sampler import ElasticDistributedSampler, OfTorch, OwnBatches
 from .streamed import Streamed
 
 __all__ = ["Ordering", "epochs_of"]
@@ -48,6 +48,7 @@ def _streamed(loader: DataLoader[Any], seeds_samples: bool, fast_forward: bool) 
         drop_last=loader.drop_last,
         collate_fn=loader.collate_fn,
         fast_forward=fast_forward,
+        in_order=loader.in_order,
     )
 
 
@@ -61,19 +62,17 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
     if seed is None:
         seed = 0 if loader.generator is None else loader.generator.initial_seed()
     dataset: Any = loader.dataset
-    sampler = ordering.sampler if ordering.batches is None else ordering.batches
+    sampler: Any = ordering.sampler if ordering.batches is None else ordering.batches
     if sampler is None:
         sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle=ordering.shuffle, seed=seed)
     elif isinstance(sampler, ElasticDistributedSampler):
-        if sampler.pad or sampler.drop_last:
-            raise ValueError(
-                "pad and drop_last of an ElasticDistributedSampler are for one without such a loader, which cuts "
-                "whole steps; give drop_last to the loader"
-            )
-    elif ordering.batches is None:
-        sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
-    else:
+        pass
+    elif ordering.batches is not None:
         sampler = OwnBatches(sampler, dataset, seed)
+    elif OfTorch.is_like(sampler):
+        sampler = OfTorch(sampler)
+    else:
+        sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
     return Indexed(
         dataset,
         sampler,
@@ -82,4 +81,5 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
         is_of_batches=ordering.batches is not None,
         collate_fn=loader.collate_fn,
         seeds_samples=seeds_samples,
+        in_order=loader.in_order,
     )

@@ -15,7 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BatchOrder", "Drawn", "InTurn", "Order", "Shuffled", "told_length"]
+__all__ = [
+    "BatchOrder",
+    "Drawn",
+    "Ending",
+    "InTurn",
+    "Order",
+    "Ranges",
+    "Shuffled",
+    "Without",
+    "left_out",
+    "told_length",
+]
 
 _MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
 _NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tests/test_order.py)
@@ -27,6 +38,8 @@ _MOST_IN_BATCHES = 1 << 20  # the same of a batch sampler, whose batches take se
 _MOST_TIMES = 4  # that it may go through its dataset, if that comes to more
 
 _Words = npt.NDArray[np.uint64]
+Ranges = tuple[tuple[int, int], ...]
+"""Positions, each time from the first one to before the second; sorted, and none in two of them."""
 
 
 class Order(Protocol):
@@ -171,6 +184,67 @@ class BatchOrder:
 
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
+
+
+class Ending:
+    """An order that ends at a position of its own: before the last samples, or once some of the first came again."""
+
+    def __init__(self, order: Order, num_samples: int) -> None:
+        self._order = order
+        self.num_samples = num_samples
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        found: list[Any] = []
+        while start < stop:
+            first = start % self._order.num_samples
+            last = min(first + stop - start, self._order.num_samples)
+            found += self._order.indices(first, last)
+            start += last - first
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+
+class Without:
+    """An order without the samples at some positions, which came before their turn; its positions close the gaps."""
+
+    def __init__(self, order: Order, completed: Ranges) -> None:
+        self._order = order
+        self._completed = completed
+        self.num_samples = order.num_samples - sum(stop - start for start, stop in completed)
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        return [index for part in self.places(start, stop) for index in self._order.indices(*part)]
+
+    def places(self, start: int, stop: int) -> Ranges:
+        """Where positions from ``start`` to before ``stop`` lie in the whole order."""
+        found = []
+        num_before = 0  # positions that are left out before this one
+        for first, last in self._completed:
+            gap = first - num_before
+            if stop <= gap:
+                break
+            if start < gap:
+                found.append((start + num_before, first))
+                start = gap
+            num_before += last - first
+        return (*found, (start + num_before, stop + num_before)) if start < stop else tuple(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+
+def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
+    """Where an order of so many samples stands, of which those at ``left`` still come.
+
+    That is the first position that comes, and what does not come of the positions after it.
+    """
+    if not left:
+        return num_samples, ()
+    stops = [stop for _, stop in left]
+    starts = [*[start for start, _ in left[1:]], num_samples]
+    return left[0][0], tuple(each for each in zip(stops, starts, strict=True) if each[0] < each[1])
 
 
 def _some_of(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .order import Ranges
+
 __all__ = ["Place"]
 
 
@@ -14,6 +16,8 @@ class Place:
     epoch: int = 0
     position: int = 0
     """All samples before it are consumed."""
+    completed: Ranges = ()
+    """What is consumed of those after it, where batches come as they are made."""
     is_left: bool = False
     """A loop has taken of the epoch, or there was nothing to take: the next loop is over another one."""
     is_over: bool = False
@@ -24,7 +28,7 @@ class Place:
     def at(self, epoch: int) -> Place:
         """The place when an epoch is named: what no loop has taken of goes on, all else begins anew."""
         goes_on = epoch == self.epoch and not self.is_left
-        return Place(epoch=epoch, position=self.position if goes_on else 0)
+        return Place(epoch=epoch, position=self.position, completed=self.completed) if goes_on else Place(epoch=epoch)
 
     def to_come(self) -> Place:
         """Where the next loop begins."""

@@ -34,6 +34,7 @@ class Streamed:
         drop_last: bool,
         collate_fn: Callable[[Any], Any],
         fast_forward: bool,
+        in_order: bool = True,
     ) -> None:
         self._auto_collation = batch_size is not None
         self.collate_fn = _as_it_is
@@ -43,6 +44,7 @@ class Streamed:
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
         self._collate_fn = collate_fn
+        self._in_order = in_order
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
         self._rank = 0
@@ -108,6 +110,7 @@ class Streamed:
             told_length=self._told_length,
             passes_samples=self._can_go_on,
             wants_states=self._wants_states,
+            in_order=self._in_order,
             plan=self._given_plan,
             rank=self._rank,
         )
