@@ -601,10 +601,9 @@ def test_what_is_more_than_the_length_is_counted_in_samples_and_told_with_each_b
 
 def test_each_batch_beyond_the_length_is_warned_of_in_torchs_words(loader_class: Any) -> None:
     loader = loader_class(Understated(0, 5), num_workers=2)
-    assert len(loader) == 1 or loader.dataset
+    assert len(loader) == 2
     batches = iter(loader)
-    for _ in range(len(loader.dataset)):
-        next(batches)
+    next(batches), next(batches)
     for _ in range(3):
         with pytest.warns(
             UserWarning, match=r"but [0-9]+ samples have been fetched\. For multiprocessing data-loading, "
