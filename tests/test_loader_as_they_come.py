@@ -1,4 +1,4 @@
-"""A loader with in_order=False: batches come as they are made, and every sample still comes once, also after a resume."""
+"""A loader with in_order=False: batches come as they are made, each sample comes once, and so after a resume."""
 
 from __future__ import annotations
 
