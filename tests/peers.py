@@ -1,6 +1,6 @@
 """torch's own tests of its DataLoader, run with an ElasticDataLoader in the loader's place.
 
-    python -m tests.peers CHECKOUT                 # of torchdata's repository, which has a copy of them (make test-peers)
+    python -m tests.peers CHECKOUT                 # of torchdata, whose repository has a copy (make test-peers)
     python -m tests.peers CHECKOUT --loader torch  # the same tests of torch's own loader, to compare with
     python -m tests.peers CHECKOUT -- -k iterable  # what follows goes to pytest
 

@@ -32,6 +32,7 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
@@ -619,12 +620,29 @@ def test_a_loop_in_a_loop_has_persistent_workers_of_its_own() -> None:
         assert len([(one, other) for one in loader for other in loader]) == size
 
 
-class Pipe(IterDataPipe[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
+def pipe_of(size: int) -> IterDataPipe[int]:
+    return IterableWrapper(range(size)).shuffle().sharding_filter()
 
 
-def test_a_data_pipe_is_refused_as_torchs_loop_alone_shuffles_it_and_shares_it_out() -> None:
-    assert numbers_in(DataLoader(Pipe())) == [0, 1, 2]
-    with pytest.raises(ValueError, match="only torch's own loop shuffles and shares out"):
-        ElasticDataLoader(Pipe())
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_data_pipe_is_shared_out_among_workers_and_shuffled_where_it_is_asked_to_be(
+    loader_class: Any, num_workers: int, method: str
+) -> None:
+    context = {"multiprocessing_context": method} if num_workers else {}
+    assert numbers_in(loader_class(pipe_of(6), num_workers=num_workers, shuffle=False, **context)) == [0, 1, 2, 3, 4, 5]
+    loader = loader_class(pipe_of(60), num_workers=num_workers, shuffle=True, **context)
+    one, other = numbers_in(loader), numbers_in(loader)
+    assert sorted(one) == sorted(other) == list(range(60))
+    assert one != other != list(range(60)) != one
+
+
+def test_a_shuffled_data_pipe_comes_again_for_its_seed_and_goes_on_where_it_was() -> None:
+    arguments: dict[str, Any] = {"num_workers": 2, "shuffle": True, "fast_forward": True, "seed": 3}
+    expected = numbers_in(ElasticDataLoader(pipe_of(30), **arguments))
+    assert numbers_in(ElasticDataLoader(pipe_of(30), **arguments | {"seed": 4})) != expected
+    loader = ElasticDataLoader(pipe_of(30), **arguments)
+    begun = numbers_in(itertools.islice(loader, 7))
+    again = ElasticDataLoader(pipe_of(30), **arguments)
+    again.load_state_dict(loader.state_dict())
+    assert begun + numbers_in(again) == expected

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from .epochs import Epochs
 from .indexed import Indexed
@@ -29,17 +29,12 @@ class Ordering:
 
 def epochs_of(loader: DataLoader[Any], ordering: Ordering, *, seeds_samples: bool, fast_forward: bool) -> Epochs:
     """The loops over a loader's dataset; ValueError where there can be none."""
-    if isinstance(loader.dataset, IterDataPipe):
-        raise ValueError(
-            "the dataset is an IterDataPipe, which only torch's own loop shuffles and shares out among workers; give "
-            "the loader an IterableDataset that shares its samples out by get_worker_info()"
-        )
     if isinstance(loader.dataset, IterableDataset):
-        return _streamed(loader, seeds_samples, fast_forward)
+        return _streamed(loader, ordering, seeds_samples, fast_forward)
     return _indexed(loader, ordering, seeds_samples, fast_forward)
 
 
-def _streamed(loader: DataLoader[Any], seeds_samples: bool, fast_forward: bool) -> Streamed:
+def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> Streamed:
     if seeds_samples:
         raise ValueError("seed_samples needs samples with an index, and an IterableDataset has none")
     return Streamed(
@@ -49,7 +44,15 @@ def _streamed(loader: DataLoader[Any], seeds_samples: bool, fast_forward: bool) 
         collate_fn=loader.collate_fn,
         fast_forward=fast_forward,
         in_order=loader.in_order,
+        pipe_seed=_seed(loader, ordering),
     )
+
+
+def _seed(loader: DataLoader[Any], ordering: Ordering) -> int:
+    """What orders are drawn from: what was given, or the generator's seed, or 0."""
+    if ordering.seed is not None:
+        return ordering.seed
+    return 0 if loader.generator is None else loader.generator.initial_seed()
 
 
 def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> Indexed:
@@ -58,9 +61,7 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
             "fast_forward is for an IterableDataset; a dataset with samples that are asked for by index goes on "
             "anywhere at once"
         )
-    seed = ordering.seed
-    if seed is None:
-        seed = 0 if loader.generator is None else loader.generator.initial_seed()
+    seed = _seed(loader, ordering)
     dataset: Any = loader.dataset
     sampler: Any = ordering.sampler if ordering.batches is None else ordering.batches
     if sampler is None:

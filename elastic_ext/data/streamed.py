@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch.distributed as dist
 
 from elastic_ext.accumulate import BatchPlan
 
@@ -35,6 +38,7 @@ class Streamed:
         collate_fn: Callable[[Any], Any],
         fast_forward: bool,
         in_order: bool = True,
+        pipe_seed: int = 0,
     ) -> None:
         self._auto_collation = batch_size is not None
         self.collate_fn = _as_it_is
@@ -45,6 +49,7 @@ class Streamed:
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._in_order = in_order
+        self._pipe_seed = pipe_seed  # from which, and the epoch, a data pipe's order comes
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
         self._rank = 0
@@ -60,7 +65,14 @@ class Streamed:
     @property
     def asked(self) -> Stream:
         """A new one: loops that go on side by side do not draw from the same."""
-        return Stream(self._dataset, self._collate_fn, auto_collation=self._auto_collation)
+        joined = dist.is_available() and dist.is_initialized()
+        return Stream(
+            self._dataset,
+            self._collate_fn,
+            auto_collation=self._auto_collation,
+            rank=dist.get_rank() if joined else 0,
+            num_ranks=dist.get_world_size() if joined else 1,
+        )
 
     @property
     def num_workers(self) -> int | None:
@@ -111,6 +123,7 @@ class Streamed:
             passes_samples=self._can_go_on,
             wants_states=self._wants_states,
             in_order=self._in_order,
+            seed=self._seed_of_loop(),
             plan=self._given_plan,
             rank=self._rank,
         )
@@ -195,6 +208,7 @@ class Streamed:
                 f"the loop under way has {running.num_workers} workers, and where it is to go back to was saved with "
                 f"{position.num_workers}; leave the loop first"
             )
+        running.seed = self._seed_of_loop()
         running.go_to(replace(position, is_over=False))
         self.running, self._position, self._is_begun = running, None, True
 
@@ -207,6 +221,10 @@ class Streamed:
         size = self._given_plan.micro_batch if self._given_plan is not None else self._batch_size
         num_samples = len(self._dataset)
         return num_samples // size if self._drop_last else -(-num_samples // size)
+
+    def _seed_of_loop(self) -> int:
+        digest = hashlib.blake2b(f"{self._pipe_seed} {self.epoch}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
     def _new_loop(self) -> int:
         self._num_loops += 1

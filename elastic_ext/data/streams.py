@@ -94,11 +94,14 @@ class Streams:
         passes_samples: bool = False,
         wants_states: bool = False,
         in_order: bool = True,
+        seed: int = 0,
         plan: BatchPlan | None = None,
         rank: int = 0,
     ) -> None:
         self.wants_states = wants_states
         """Somebody may go on where it stands after any batch."""
+        self.seed = seed
+        """What a data pipe shuffles by."""
         self._maker = maker
         self._batch_size = batch_size
         self._drop_last = drop_last
@@ -290,6 +293,7 @@ class Streams:
             is_raw,
             is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
             is_marked=self.wants_states or self._plan is not None,
+            seed=self.seed,
         )
         return self._maker.submit([request], slot.number)
 
