@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="torch-tests-") as folder:
         copy = Path(folder) / FILE.name
         copy.write_text(text)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(copy)]
+        command = [sys.executable, "-u", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(copy)]
         command += ["--rootdir", folder, *[f"--deselect={FILE.name}::{name}" for name in LEFT_OUT], *given.pytest]
         return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}).returncode
 

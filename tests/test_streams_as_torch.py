@@ -637,12 +637,30 @@ def test_a_data_pipe_is_shared_out_among_workers_and_shuffled_where_it_is_asked_
     assert one != other != list(range(60)) != one
 
 
-def test_a_shuffled_data_pipe_comes_again_for_its_seed_and_goes_on_where_it_was() -> None:
-    arguments: dict[str, Any] = {"num_workers": 2, "shuffle": True, "fast_forward": True, "seed": 3}
-    expected = numbers_in(ElasticDataLoader(pipe_of(30), **arguments))
-    assert numbers_in(ElasticDataLoader(pipe_of(30), **arguments | {"seed": 4})) != expected
+def test_a_data_pipe_is_shuffled_by_the_seed_of_this_process_or_of_the_generator(loader_class: Any) -> None:
+    loader = loader_class(pipe_of(30), num_workers=2, shuffle=True, persistent_workers=True)
+    orders = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        orders.append(numbers_in(loader))
+    assert orders[0] == orders[1] != orders[2]
+    drawn = [
+        numbers_in(loader_class(pipe_of(30), shuffle=True, generator=torch.Generator().manual_seed(5)))
+        for _ in range(2)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_shuffled_data_pipe_goes_on_where_it_was(seed: int | None) -> None:
+    arguments: dict[str, Any] = {"num_workers": 2, "shuffle": True, "fast_forward": True, "seed": seed}
     loader = ElasticDataLoader(pipe_of(30), **arguments)
-    begun = numbers_in(itertools.islice(loader, 7))
+    batches = iter(loader)
+    begun = numbers_in(itertools.islice(batches, 7))
     again = ElasticDataLoader(pipe_of(30), **arguments)
     again.load_state_dict(loader.state_dict())
-    assert begun + numbers_in(again) == expected
+    rest = numbers_in(again)
+    assert rest == numbers_in(batches) and sorted(begun + rest) == list(range(30))
+    if seed is not None:
+        assert numbers_in(ElasticDataLoader(pipe_of(30), **arguments)) == begun + rest
+        assert numbers_in(ElasticDataLoader(pipe_of(30), **arguments | {"seed": 4})) != begun + rest

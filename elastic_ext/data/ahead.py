@@ -16,7 +16,8 @@ from elastic_ext.accumulate import BatchPlan
 
 from .cursor import Chunk, Cursor, chunks, num_chunks
 from .late import Late
-from .order import Order, Ranges, Without, left_out
+from .order import Order, Without
+from .place import Ranges, left_out
 from .recut import cut, join
 from .tasks import in_short
 

@@ -44,15 +44,9 @@ def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, 
         collate_fn=loader.collate_fn,
         fast_forward=fast_forward,
         in_order=loader.in_order,
-        pipe_seed=_seed(loader, ordering),
+        seed=ordering.seed,
+        generator=loader.generator,
     )
-
-
-def _seed(loader: DataLoader[Any], ordering: Ordering) -> int:
-    """What orders are drawn from: what was given, or the generator's seed, or 0."""
-    if ordering.seed is not None:
-        return ordering.seed
-    return 0 if loader.generator is None else loader.generator.initial_seed()
 
 
 def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> Indexed:
@@ -61,7 +55,9 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
             "fast_forward is for an IterableDataset; a dataset with samples that are asked for by index goes on "
             "anywhere at once"
         )
-    seed = _seed(loader, ordering)
+    seed = ordering.seed
+    if seed is None:
+        seed = 0 if loader.generator is None else loader.generator.initial_seed()
     dataset: Any = loader.dataset
     sampler: Any = ordering.sampler if ordering.batches is None else ordering.batches
     if sampler is None:

@@ -15,16 +15,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .place import Ranges
+
 __all__ = [
     "BatchOrder",
     "Drawn",
     "Ending",
     "InTurn",
     "Order",
-    "Ranges",
     "Shuffled",
     "Without",
-    "left_out",
     "told_length",
 ]
 
@@ -38,8 +38,6 @@ _MOST_IN_BATCHES = 1 << 20  # the same of a batch sampler, whose batches take se
 _MOST_TIMES = 4  # that it may go through its dataset, if that comes to more
 
 _Words = npt.NDArray[np.uint64]
-Ranges = tuple[tuple[int, int], ...]
-"""Positions, each time from the first one to before the second; sorted, and none in two of them."""
 
 
 class Order(Protocol):
@@ -233,18 +231,6 @@ class Without:
 
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
-
-
-def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
-    """Where an order of so many samples stands, of which those at ``left`` still come.
-
-    That is the first position that comes, and what does not come of the positions after it.
-    """
-    if not left:
-        return num_samples, ()
-    stops = [stop for _, stop in left]
-    starts = [*[start for start, _ in left[1:]], num_samples]
-    return left[0][0], tuple(each for each in zip(stops, starts, strict=True) if each[0] < each[1])
 
 
 def _some_of(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:

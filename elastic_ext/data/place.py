@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .order import Ranges
+__all__ = ["Place", "Ranges", "left_out"]
 
-__all__ = ["Place"]
+Ranges = tuple[tuple[int, int], ...]
+"""Positions, each time from the first one to before the second; sorted, and none in two of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,3 +36,15 @@ class Place:
         if self.named is not None:
             return self.at(self.named)
         return Place(epoch=self.epoch + 1) if self.is_left else self
+
+
+def left_out(left: Ranges, num_samples: int) -> tuple[int, Ranges]:
+    """Where an order of so many samples stands, of which those at ``left`` still come.
+
+    That is the first position that comes, and what does not come of the positions after it.
+    """
+    if not left:
+        return num_samples, ()
+    stops = [stop for _, stop in left]
+    starts = [*[start for start, _ in left[1:]], num_samples]
+    return left[0][0], tuple(each for each in zip(stops, starts, strict=True) if each[0] < each[1])

@@ -13,10 +13,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import IterDataPipe, get_worker_info
-from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
-
 from .copied import Copied
 
 __all__ = ["START", "Answer", "Mark", "Request", "Stream", "can_tell_state"]
@@ -100,7 +96,7 @@ class Stream:
     fiftieth of the time that samples take. Who goes on from the last one passes what came after it, which then takes
     fifty times as long as a state, or a batch, at most.
 
-    ``rank`` and ``num_ranks`` are for a data pipe, which is shared out among workers and ranks as torch's loop does it.
+    ``share_out`` is called with the dataset and a request's seed before the dataset is iterated over.
     """
 
     def __init__(
@@ -109,11 +105,10 @@ class Stream:
         collate_fn: Callable[[Any], Any],
         *,
         auto_collation: bool,
-        rank: int = 0,
-        num_ranks: int = 1,
+        share_out: Callable[[Any, int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
+        self._share_out = share_out
         self.dataset = dataset
         self._collate_fn = collate_fn
         self._auto_collation = auto_collation
@@ -220,16 +215,9 @@ class Stream:
             state = self._first_state if mark.state is None else mark.state
             if state is not None and (mark.state is not None or not is_new):
                 self.dataset.load_state_dict(state.value())  # a new loop begins where the dataset is, as torch's does
-        if isinstance(self.dataset, IterDataPipe):
-            self._share_out(self.dataset)
+        if self._share_out is not None:
+            self._share_out(self.dataset, self._seed)
         return iter(self.dataset)
-
-    def _share_out(self, pipe: IterDataPipe[Any]) -> None:
-        """Have a data pipe's own parts shuffle alike everywhere, and give this worker of this rank its share."""
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        apply_sharding(pipe, num_workers * self._num_ranks, worker * self._num_ranks + self._rank)
-        apply_random_seed(pipe, torch.Generator().manual_seed(self._seed))
 
 
 class _Raising(Iterator[Any]):
