@@ -95,6 +95,9 @@ class Indexed:
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
 
+    def draw_seed(self) -> None:
+        """An order is drawn from a seed that stays."""
+
     def begin(self, making: Making) -> Ahead:
         if self.running is not None and self._given_plan is not None:
             self.running.end()  # a trainer counts what one loop takes

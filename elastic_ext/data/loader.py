@@ -118,6 +118,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._keep_step()
         self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
+        self._epochs.draw_seed()
         making = self._made_by(self.num_workers if num_workers is None else num_workers)
         running = self._epochs.begin(making)
         if making is not self._making:

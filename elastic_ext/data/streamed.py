@@ -56,6 +56,7 @@ class Streamed:
         self._is_pipe = isinstance(dataset, IterDataPipe)
         self._seed = seed
         self._generator = generator
+        self._drawn_seed: int | None = None
         self._pipe_seed: int | None = None  # by which a data pipe shuffles in the loop under way, or in the one to come
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
@@ -107,6 +108,11 @@ class Streamed:
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
 
+    def draw_seed(self) -> None:
+        draws = self._is_pipe and not self._goes_on_shuffled and self._seed is None
+        if draws and _SharesPipe.of_this_rank().num_ranks == 1:
+            self._drawn_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+
     def begin(self, making: Making) -> Streams:
         if self.running is not None and self._given_plan is not None:
             self.running.end()  # a trainer counts what one loop takes
@@ -116,8 +122,8 @@ class Streamed:
         elif self._is_begun:
             self.epoch += 1
         self._is_begun, self._is_over, self._next_epoch, self._left = True, False, None, None
-        if self._is_pipe and (self._position is None or self._pipe_seed is None):
-            self._pipe_seed = self._drawn_seed()
+        if self._is_pipe and not self._goes_on_shuffled:
+            self._pipe_seed = self._seed_of_epoch() if self._drawn_seed is None else self._drawn_seed
         self.running = Streams(
             making,
             self._position or StreamsPosition.start(making.num_workers),
@@ -222,6 +228,11 @@ class Streamed:
         self.running, self._position, self._is_begun = running, None, True
 
     @property
+    def _goes_on_shuffled(self) -> bool:
+        """The loop that comes goes on with one whose data pipe was shuffled by a seed that is known."""
+        return self._position is not None and self._pipe_seed is not None
+
+    @property
     def _is_under_way(self) -> bool:
         """Somebody loops."""
         return self.running is not None and not self.running.has_ended
@@ -231,11 +242,8 @@ class Streamed:
         num_samples = len(self._dataset)
         return num_samples // size if self._drop_last else -(-num_samples // size)
 
-    def _drawn_seed(self) -> int:
-        """What a data pipe shuffles by in a new loop: drawn as torch draws it, or alike on all ranks, without asking."""
-        share = _SharesPipe.of_this_rank()
-        if self._seed is None and share.num_ranks == 1:
-            return int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+    def _seed_of_epoch(self) -> int:
+        """What a data pipe shuffles by where nothing was drawn: alike on all ranks, without asking."""
         seed = self._seed
         if seed is None:
             seed = 0 if self._generator is None else self._generator.initial_seed()
@@ -249,7 +257,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class _SharesPipe:
-    """Has a data pipe's own parts shuffle alike everywhere, and give each worker of each rank its share, as torch does."""
+    """Has a data pipe's own parts shuffle alike everywhere, and give each worker of each rank its share, as torch's."""
 
     rank: int
     num_ranks: int
