@@ -17,6 +17,7 @@ ElasticError
 │   └── MasterRefused        it says that this cannot be; .about says whether that is the token, the place or the words
 │       └── NodeFenced           another agent has taken this node's place
 ├── WorkerDiedError      worker processes that load data die, again and again on the same samples; .indices names them
+│                        (also a RuntimeError, as torch's is)
 └── RanksError           something happened on one or more ranks; every rank raises
     ├── RanksFailedError     ranks raised while working together; holds each one's traceback
     │   └── ApplyError           ... while a config was being applied: resume from a checkpoint
@@ -192,8 +193,11 @@ class NodeFenced(MasterRefused):
     """Another agent has taken the place of this node, and is the node from now on."""
 
 
-class WorkerDiedError(ElasticError):
-    """Worker processes that died one after another, over the samples of ``indices`` or, with none, before any."""
+class WorkerDiedError(ElasticError, RuntimeError):
+    """Worker processes that died one after another, over the samples of ``indices`` or, with none, before any.
+
+    It is a RuntimeError too, as what torch's loader raises is: a script that catches that one catches this.
+    """
 
     def __init__(self, message: str, *, indices: Sequence[object] = ()) -> None:
         self.indices = tuple(indices)

@@ -38,12 +38,16 @@ class Task:
     slot: int | None = None
     """Which worker has to make it; None: any."""
     turn: int = 0
-    """How many were submitted before it."""
+    """How many batches of the loop come before it."""
+    dealt_to: int | None = None
+    """The slot of the worker that had least to do when it was submitted, or will have, once it is there."""
     worker: Worker | None = None
     """Who makes it."""
     sent_at: int = 0
     """How many bytes that worker had been sent before it."""
     outcome: Any = NOTHING
+    came: int = 0
+    """How many outcomes of a pool's tasks had come then, this one among them."""
     num_deaths: int = 0
     num_losses: int = 0
     """How often it was being made when a worker went with the process that it was forked from."""
