@@ -30,6 +30,13 @@ def memory_of(master: MasterProcess) -> int:
     return int(Path(f"/proc/{master.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def most_memory_of(master: MasterProcess) -> int:
+    """The most that it has held at any time."""
+    assert master.process is not None
+    status = Path(f"/proc/{master.process.pid}/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
 def assert_it_goes_on(master: MasterProcess) -> None:
     caller = master.caller()
     caller.join("honest")
@@ -142,7 +149,9 @@ def test_messages_that_are_too_large_are_refused(master: MasterProcess) -> None:
     request = join_request(hardware="x" * (300 << 10))
     assert caller.refusal("Join", request)[0] == grpc.StatusCode.INVALID_ARGUMENT
     config = '{"version": 5, "user": {"x": "' + "y" * (2 << 20) + '"}}'
-    caller.beat(held=wire.ConfigHeld(version=5, digest="x", text=config))
+    huge = wire.BeatRequest(node_id="a", incarnation=1, held=wire.ConfigHeld(version=5, digest="x", text=config))
+    code, words = caller.refusal("Beat", huge)
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "allowed: 1310720" in words
     assert caller.status().config.version == 0
     assert_it_goes_on(master)
 
@@ -153,6 +162,33 @@ def test_nobody_can_take_a_nodes_place_for_good_by_the_largest_number_there_is(m
     assert code == grpc.StatusCode.INVALID_ARGUMENT and "days ahead of the master's clock; one day is allowed" in words
     caller.join()
     caller.beat()
+
+
+NOTHING_A_MILLION_TIMES = b"\x32\x00" * (1 << 20)
+"""A Beat of workers of whom nothing is told: what is parsed of it takes a hundred times as much."""
+
+
+@pytest.mark.parametrize("token", [None, "a-wrong-token-of-somebody", TOKEN])
+def test_a_message_of_a_million_empty_parts_is_not_read(master: MasterProcess, token: str | None) -> None:
+    before = most_memory_of(master)
+    beat = master.channel().unary_unary("/elastic_ext.v1.Master/Beat")
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    calls = [beat.future(NOTHING_A_MILLION_TIMES, metadata=metadata, timeout=60) for _ in range(4)]
+    refused = grpc.StatusCode.RESOURCE_EXHAUSTED if token == TOKEN else grpc.StatusCode.UNAUTHENTICATED
+    assert {each.code() for each in calls} == {refused}
+    assert most_memory_of(master) - before < MOST_GROWN
+    assert_it_goes_on(master)
+
+
+def test_what_was_packed_by_the_caller_is_not_unpacked(master: MasterProcess) -> None:
+    before = most_memory_of(master)
+    channel = grpc.insecure_channel(master.address, options=[("grpc.default_compression_algorithm", 2)])
+    with channel:
+        beat = channel.unary_unary("/elastic_ext.v1.Master/Beat")
+        call = beat.future(bytes(256 << 20), metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=60)
+        assert call.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+    assert most_memory_of(master) - before < MOST_GROWN
+    assert_it_goes_on(master)
 
 
 def test_connections_that_say_nothing_or_nonsense_are_borne(master: MasterProcess) -> None:

@@ -1,16 +1,20 @@
-"""Guard: who may call a master, and how often. It answers calls that may not be with a status and a sentence."""
+"""Guard: who may call a master, and how often; Door: what has every call of a server go by that, before any of its
+message is read. Calls that may not be are answered with a status and a sentence.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from elastic_ext.errors import ConfigError
 from elastic_ext.wording import on_one_line
@@ -18,9 +22,10 @@ from elastic_ext.wording import on_one_line
 from .admission import Refused
 from .allowances import Allowances
 from .configs import Late
+from .places import MOST_BEAT_BYTES, MOST_MESSAGE_BYTES
 from .store import StoreError
 
-__all__ = ["ANSWERED", "Guard", "Peer", "host_of"]
+__all__ = ["ANSWERED", "Door", "Guard", "Peer", "host_of"]
 
 _CODES = {
     "fenced": grpc.StatusCode.ABORTED,
@@ -33,6 +38,21 @@ _CODES = {
 _MOST_PEERS = 20_000
 _MOST_WORDS = 1_000
 _MOST_WAITING = 1_024
+_MOST_BYTES = {
+    "Beat": MOST_BEAT_BYTES,
+    "Join": MOST_BEAT_BYTES,
+    "Leave": MOST_BEAT_BYTES,
+    "SetConfig": MOST_BEAT_BYTES,
+    "ReportPairs": MOST_MESSAGE_BYTES,  # which is JSON
+}
+"""Of a method's message;"""
+_MOST_OTHER_BYTES = 16 << 10
+"""... of those of all others,"""
+_MOST_PROBE_BYTES = 256
+"""... and of those that want no token."""
+_MOST_READING = 16
+"""Messages that are being read at once, of which each may have the most bytes that there may be."""
+_READ_SECONDS = 10.0
 _IPV6_BITS = 64
 """Of an address, which one host may have all the rest of."""
 
@@ -71,6 +91,7 @@ class Guard:
         self._allowances = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._newcomers = Allowances(per_second=new_per_second, at_once=new_at_once, most_peers=_MOST_PEERS)
         self._strangers = Allowances(per_second=new_per_second, at_once=at_once, most_peers=_MOST_PEERS)
+        self._probes = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._wait_seconds = wait_seconds
         self._num_waiting = 0
         self.refusals: Counter[str] = Counter()
@@ -86,7 +107,13 @@ class Guard:
             await self._have_wait()
             await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "newcomers", _TOO_MANY_NEW)
         if not self._allowances.take(now, name):
-            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", "too many calls: wait a while")
+            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
+
+    async def admit_probe(self, peer: Peer) -> None:
+        """Let a call be that needs no token, or end it."""
+        if not self._probes.take(self._clock(), peer.peer()):
+            await self._have_wait()
+            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
 
     async def refuse(self, peer: Peer, error: Exception) -> NoReturn:
         """End a call by what went wrong with it, in words."""
@@ -125,6 +152,81 @@ class Guard:
         raise AssertionError("abort has raised")
 
 
+class Door(grpc.aio.ServerInterceptor):
+    """Of a server: each call goes by the guard before any of its message is read, and messages are small and few.
+
+    To gRPC all calls are such as send a stream of messages, of which it reads none until asked. So what a caller without
+    the token has sent stays in the window of its connection, and is neither put together nor parsed.
+    """
+
+    def __init__(self, guard: Guard, *, open_service: str, read_seconds: float = _READ_SECONDS) -> None:
+        """The methods of ``open_service`` want no token."""
+        self._guard = guard
+        self._open = f"/{open_service}/"
+        self._read_seconds = read_seconds
+        self._reading = asyncio.Semaphore(_MOST_READING)
+        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """How a call is answered."""
+        method = handler_call_details.method
+        found = self._handlers.get(method)
+        if found is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:  # there is no such method, which is nothing to keep
+                return grpc.stream_unary_rpc_method_handler(self._no_such)
+            found = self._handlers[method] = self._guarded(handler, method)
+        return found
+
+    def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+        is_open = method.startswith(self._open)
+        admit = self._guard.admit_probe if is_open else self._guard.admit
+        name = method.rpartition("/")[2]
+        most_bytes = _MOST_PROBE_BYTES if is_open else _MOST_BYTES.get(name, _MOST_OTHER_BYTES)
+        parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
+
+        async def answer(_: object, peer: Peer) -> Any:
+            await admit(peer)
+            return await handler.unary_unary(await self._message(peer, name, most_bytes, parse), peer)
+
+        async def answers(_: object, peer: Peer) -> AsyncIterator[Any]:
+            await admit(peer)
+            message = await self._message(peer, name, most_bytes, parse)
+            async with contextlib.aclosing(handler.unary_stream(message, peer)) as found:
+                async for each in found:
+                    yield each
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(answers, response_serializer=handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(answer, response_serializer=handler.response_serializer)
+
+    async def _message(self, peer: Peer, name: str, most_bytes: int, parse: Callable[[bytes], Any]) -> Any:
+        """The one message of a call."""
+        async with self._reading:
+            try:
+                data = await asyncio.wait_for(peer.read(), self._read_seconds)
+            except asyncio.TimeoutError:
+                words = f"the message of {name} has not come within {self._read_seconds:g} seconds"
+                await self._guard.refuse(peer, Refused("late", words))
+        if not isinstance(data, bytes):
+            await self._guard.refuse(peer, Refused("invalid", f"{name} was called without a message"))
+        if len(data) > most_bytes:
+            words = f"the message of {name} has {len(data)} bytes; allowed: {most_bytes}"
+            await self._guard.refuse(peer, Refused("limits", words))
+        try:
+            return parse(data)
+        except DecodeError:
+            await self._guard.refuse(peer, Refused("invalid", f"this is no message of {name}"))
+
+    async def _no_such(self, _: object, peer: Peer) -> None:
+        await self._guard.admit(peer)
+        await peer.abort(grpc.StatusCode.UNIMPLEMENTED, "this master has no such method")
+
+
 def host_of(peer: str) -> str:
     """Where a connection comes from: ``ipv4:10.0.0.7:4711`` without its port, and of IPv6 the network of the host."""
     kind, _, rest = unquote(peer).partition(":")
@@ -140,5 +242,6 @@ def host_of(peer: str) -> str:
     return str(found.ipv4_mapped or ipaddress.IPv6Network((int(found), _IPV6_BITS), strict=False))
 
 
+_TOO_MANY = "too many calls: wait a while"
 _NO_TOKEN = "this master wants its token, and this is not it: look at --token-file"
 _TOO_MANY_NEW = "too many new connections come from this host: wait a while, and make all calls by one connection"

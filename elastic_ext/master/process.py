@@ -19,10 +19,11 @@ from elastic_ext.version import VERSION
 from .arguments import MasterOptions
 from .asking import Made
 from .freed import Freed
-from .guard import Guard
-from .health import Health
+from .guard import Door, Guard
+from .health import SERVICE, Health
 from .job import Job, JobSettings
 from .metrics_server import MetricsServer
+from .places import MOST_MESSAGE_BYTES
 from .planning import PlanningThread
 from .prometheus import MOST_RANKS, exposition
 from .service import MasterService, moment
@@ -38,12 +39,11 @@ _logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
-_MOST_MESSAGE = 4 << 20
 _MOST_CALLS = 32_768
 """At once, streams among them: one or two for each agent."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two masters could listen at one port, and each would have half of the agents
-    ("grpc.max_receive_message_length", _MOST_MESSAGE),
+    ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
     (
         "grpc.server.max_pending_requests",
@@ -124,7 +124,7 @@ async def _serve(
     guard = Guard(token, loop.time)
     service = MasterService(job, store, executor, guard)
     health = Health()
-    async with _listening(options, service, health) as port, _metrics(options, job, service, guard, token):
+    async with _listening(options, service, health, guard) as port, _metrics(options, job, service, guard, token):
         job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
         _write_port(options.port_file, port)
         _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
@@ -138,9 +138,12 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def _listening(options: MasterOptions, service: MasterService, health: Health) -> AsyncIterator[int]:
+async def _listening(
+    options: MasterOptions, service: MasterService, health: Health, guard: Guard
+) -> AsyncIterator[int]:
     """The server while it answers, as the port it has."""
-    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
+    door = Door(guard, open_service=SERVICE)
+    server = grpc.aio.server(interceptors=(door,), options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
     add_MasterServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     server.add_generic_rpc_handlers((health.handler,))
     host = f"[{options.bind}]" if ":" in options.bind else options.bind
