@@ -37,7 +37,9 @@ _CODES = {
 }
 _MOST_PEERS = 20_000
 _MOST_WORDS = 1_000
-_MOST_WAITING = 1_024
+_MOST_WAITING = 4_096
+_ENDED_PER_SECOND = 200.0
+"""Of those that wait: the more there are, the longer each of them does."""
 _MOST_BYTES = {
     "Beat": MOST_BEAT_BYTES,
     "Join": MOST_BEAT_BYTES,
@@ -134,7 +136,7 @@ class Guard:
             return
         self._num_waiting += 1
         try:
-            await asyncio.sleep(self._wait_seconds)
+            await asyncio.sleep(max(self._wait_seconds, self._num_waiting / _ENDED_PER_SECOND))
         finally:
             self._num_waiting -= 1
 

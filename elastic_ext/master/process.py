@@ -41,16 +41,16 @@ _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
 _MOST_CALLS = 32_768
 """At once, streams among them: one or two for each agent."""
+_MOST_PENDING = 8_192
+"""Calls that have come and were not looked at yet, which anybody may make: each holds some ten kilobytes."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two masters could listen at one port, and each would have half of the agents
     ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
-    ("grpc.max_metadata_size", 16 << 10),
-    (
-        "grpc.server.max_pending_requests",
-        _MOST_CALLS,
-    ),  # above 1,000 some are cancelled by chance, when all call at once
-    ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_CALLS),
-    ("grpc.max_concurrent_streams", 128),  # of one connection
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.server.max_pending_requests", _MOST_PENDING),  # above that some are cancelled by chance
+    ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
+    ("grpc.max_concurrent_streams", 32),  # of one connection
+    ("grpc.http2.lookahead_bytes", 8 << 10),  # of a message that nobody reads yet
     # What a connection holds, which thousands of them hold: no tables of headers (time limits, which come with each
     # call, are never the same and fill them), nothing for tools that look into gRPC, no measuring of the network, and
     # a buffer to read into that stays as small as buffers are.
