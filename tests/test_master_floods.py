@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from elastic_ext.master.guard import Guard, host_of
+from elastic_ext.master.guard import Ended, Guard, host_of
 from elastic_ext.master.shown import Shown
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.masters import TOKEN, MasterProcess, master_in_process
@@ -79,7 +78,6 @@ class Peer:
 
     name: str
     token: str | None = TOKEN
-    ended: list[tuple[grpc.StatusCode, str]] = field(default_factory=list)
 
     def peer(self) -> str:
         return self.name
@@ -87,21 +85,14 @@ class Peer:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
-    async def abort(self, code: grpc.StatusCode, words: str) -> None:
-        self.ended.append((code, words))
-        raise Ended
-
-
-class Ended(Exception):
-    """Of a call."""
-
 
 async def admitted(guard: Guard, name: str, **given: Any) -> grpc.StatusCode | None:
     """With what a call ends, None where it is let be."""
-    peer = Peer(name, **given)
-    with contextlib.suppress(Ended):
-        await guard.admit(peer)  # type: ignore[arg-type]
-    return peer.ended[0][0] if peer.ended else None
+    try:
+        await guard.admit(Peer(name, **given))  # type: ignore[arg-type]
+    except Ended as error:
+        return error.code
+    return None
 
 
 class Gate:
@@ -113,10 +104,11 @@ class Gate:
 
     def refusal(self, name: str, **given: Any) -> tuple[grpc.StatusCode, str] | None:
         """With what a call of the connection of that name ends, None where it is let be."""
-        peer = Peer(name, **given)
-        with contextlib.suppress(Ended):
-            asyncio.run(self.guard.admit(peer))  # type: ignore[arg-type]
-        return peer.ended[0] if peer.ended else None
+        try:
+            asyncio.run(self.guard.admit(Peer(name, **given)))  # type: ignore[arg-type]
+        except Ended as error:
+            return error.code, error.words
+        return None
 
     def num_new(self, host: str, *, first: int = 0, num: int = 30) -> int:
         """How many new connections of a host are let be."""
@@ -164,8 +156,8 @@ def test_those_that_have_to_wait_keep_nobody_else_waiting_and_are_no_more_than_s
 
     async def come() -> tuple[int, set[str]]:
         await guard.admit(Peer("ipv4:10.0.0.7:0"))  # type: ignore[arg-type]
-        calls = [asyncio.ensure_future(guard.admit(Peer(f"ipv4:10.0.0.7:{1 + each}"))) for each in range(1_500)]  # type: ignore[arg-type]
-        while sum(each.done() for each in calls) < 1_500 - 1_024:
+        calls = [asyncio.ensure_future(guard.admit(Peer(f"ipv4:10.0.0.7:{1 + each}"))) for each in range(5_000)]  # type: ignore[arg-type]
+        while sum(each.done() for each in calls) < 5_000 - 4_096:
             await asyncio.sleep(0)
         done, waiting = [each for each in calls if each.done()], [each for each in calls if not each.done()]
         await guard.admit(Peer("ipv4:10.0.0.7:0"))  # type: ignore[arg-type]
@@ -175,7 +167,7 @@ def test_those_that_have_to_wait_keep_nobody_else_waiting_and_are_no_more_than_s
         await asyncio.gather(*waiting, return_exceptions=True)
         return len(waiting), {type(each.exception()).__name__ for each in done}
 
-    assert asyncio.run(come()) == (1_024, {"Ended"})
+    assert asyncio.run(come()) == (4_096, {"Ended"})
 
 
 def test_who_has_no_token_takes_nothing_from_those_who_have() -> None:

@@ -9,7 +9,7 @@ import contextlib
 import hmac
 import ipaddress
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
@@ -25,7 +25,7 @@ from .configs import Late
 from .places import MOST_BEAT_BYTES, MOST_MESSAGE_BYTES
 from .store import StoreError
 
-__all__ = ["ANSWERED", "Door", "Guard", "Peer", "host_of"]
+__all__ = ["ANSWERED", "Door", "Ended", "Guard", "Peer", "host_of"]
 
 _CODES = {
     "fenced": grpc.StatusCode.ABORTED,
@@ -68,6 +68,19 @@ ANSWERED = (Refused, ConfigError, ValueError, Late, StoreError)
 """What may come of a call and is told to who has made it; anything else is a fault of the master."""
 
 
+class Ended(Exception):
+    """A call is over, with a status and words for who has made it.
+
+    It is raised, and said to gRPC in one place, since what gRPC raises to end a call holds itself alive: of those who
+    have no token that would be kilobytes for each call, until somebody looks for garbage.
+    """
+
+    def __init__(self, code: grpc.StatusCode, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+        self.words = words
+
+
 class Guard:
     """One master's. ``refusals`` counts what was refused, by reason.
 
@@ -99,35 +112,35 @@ class Guard:
         self.refusals: Counter[str] = Counter()
 
     async def admit(self, peer: Peer) -> None:
-        """Let the call be, or end it."""
+        """Let the call be, or end it: Ended."""
         now, name = self._clock(), peer.peer()
         if self._credentials is not None and not self._is_theirs(peer):
             if not self._strangers.take(now, host_of(name)):
                 await self._have_wait()
-            await self._end(peer, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
+            self._end(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
         if name not in self._allowances and not self._newcomers.take(now, host_of(name)):
             await self._have_wait()
-            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "newcomers", _TOO_MANY_NEW)
+            self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, "newcomers", _TOO_MANY_NEW)
         if not self._allowances.take(now, name):
-            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
+            self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
 
     async def admit_probe(self, peer: Peer) -> None:
-        """Let a call be that needs no token, or end it."""
+        """Let a call be that needs no token, or end it: Ended."""
         if not self._probes.take(self._clock(), peer.peer()):
             await self._have_wait()
-            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
+            self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
 
-    async def refuse(self, peer: Peer, error: Exception) -> NoReturn:
+    def refuse(self, error: Exception) -> NoReturn:
         """End a call by what went wrong with it, in words."""
         words = on_one_line(str(error))[:_MOST_WORDS]
         if isinstance(error, Refused):
-            await self._end(peer, _CODES[error.kind], error.kind, words)
+            self._end(_CODES[error.kind], error.kind, words)
         elif isinstance(error, (ConfigError, ValueError)):
-            await self._end(peer, grpc.StatusCode.INVALID_ARGUMENT, "invalid", words)
+            self._end(grpc.StatusCode.INVALID_ARGUMENT, "invalid", words)
         elif isinstance(error, Late):
-            await self._end(peer, grpc.StatusCode.FAILED_PRECONDITION, "late", words)
+            self._end(grpc.StatusCode.FAILED_PRECONDITION, "late", words)
         elif isinstance(error, StoreError):
-            await self._end(peer, grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
+            self._end(grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
         raise error
 
     async def _have_wait(self) -> None:
@@ -148,10 +161,9 @@ class Guard:
         found = given[0] if len(given) == 1 else ""
         return hmac.compare_digest(found if isinstance(found, bytes) else found.encode(), self._credentials)
 
-    async def _end(self, peer: Peer, code: grpc.StatusCode, reason: str, words: str) -> NoReturn:
+    def _end(self, code: grpc.StatusCode, reason: str, words: str) -> NoReturn:
         self.refusals[reason] += 1
-        await peer.abort(code, words)
-        raise AssertionError("abort has raised")
+        raise Ended(code, words) from None
 
 
 class Door(grpc.aio.ServerInterceptor):
@@ -192,15 +204,17 @@ class Door(grpc.aio.ServerInterceptor):
         parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
 
         async def answer(_: object, peer: Peer) -> Any:
-            await admit(peer)
-            return await handler.unary_unary(await self._message(peer, name, most_bytes, parse), peer)
+            with _ending(peer):
+                await admit(peer)
+                return await handler.unary_unary(await self._message(peer, name, most_bytes, parse), peer)
 
         async def answers(_: object, peer: Peer) -> AsyncIterator[Any]:
-            await admit(peer)
-            message = await self._message(peer, name, most_bytes, parse)
-            async with contextlib.aclosing(handler.unary_stream(message, peer)) as found:
-                async for each in found:
-                    yield each
+            with _ending(peer):
+                await admit(peer)
+                message = await self._message(peer, name, most_bytes, parse)
+                async with contextlib.aclosing(handler.unary_stream(message, peer)) as found:
+                    async for each in found:
+                        yield each
 
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(answers, response_serializer=handler.response_serializer)
@@ -213,20 +227,31 @@ class Door(grpc.aio.ServerInterceptor):
                 data = await asyncio.wait_for(peer.read(), self._read_seconds)
             except asyncio.TimeoutError:
                 words = f"the message of {name} has not come within {self._read_seconds:g} seconds"
-                await self._guard.refuse(peer, Refused("late", words))
+                self._guard.refuse(Refused("late", words))
         if not isinstance(data, bytes):
-            await self._guard.refuse(peer, Refused("invalid", f"{name} was called without a message"))
+            self._guard.refuse(Refused("invalid", f"{name} was called without a message"))
         if len(data) > most_bytes:
             words = f"the message of {name} has {len(data)} bytes; allowed: {most_bytes}"
-            await self._guard.refuse(peer, Refused("limits", words))
+            self._guard.refuse(Refused("limits", words))
         try:
             return parse(data)
         except DecodeError:
-            await self._guard.refuse(peer, Refused("invalid", f"this is no message of {name}"))
+            self._guard.refuse(Refused("invalid", f"this is no message of {name}"))
 
     async def _no_such(self, _: object, peer: Peer) -> None:
-        await self._guard.admit(peer)
-        await peer.abort(grpc.StatusCode.UNIMPLEMENTED, "this master has no such method")
+        with _ending(peer):
+            await self._guard.admit(peer)
+            raise Ended(grpc.StatusCode.UNIMPLEMENTED, "this master has no such method")
+
+
+@contextlib.contextmanager
+def _ending(peer: Peer) -> Iterator[None]:
+    """Where a call that is over is said to be."""
+    try:
+        yield
+    except Ended as error:
+        peer.set_code(error.code)
+        peer.set_details(error.words)
 
 
 def host_of(peer: str) -> str:

@@ -66,7 +66,7 @@ class MasterService(MasterServicer):
         try:
             reply = self._job.join(moment(), request)
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self.counts["joins"] += 1
         self.tell_followers()
         return reply
@@ -78,7 +78,7 @@ class MasterService(MasterServicer):
                 await self._take(page)
                 reply.config_version = self._job.book.version
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self._watchers.acknowledge(request.node_id, request.held.version)
         self.counts["beats"] += 1
         if request.events:
@@ -99,9 +99,9 @@ class MasterService(MasterServicer):
                     await watcher.rung()
         except Unacknowledged as error:
             self.counts["unacknowledged"] += 1
-            await self._guard.refuse(peer, Refused("late", str(error)))
+            self._guard.refuse(Refused("late", str(error)))
         except Refused as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         finally:
             if watcher is not None:
                 self._watchers.forget(node_id, watcher)
@@ -110,7 +110,7 @@ class MasterService(MasterServicer):
         try:
             self._job.leave(moment(), request)
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self._watchers.end(request.node_id)
         self.tell_followers()
         return wire.LeaveReply()
@@ -122,7 +122,7 @@ class MasterService(MasterServicer):
 
     async def ReadEvents(self, request: wire.ReadEventsRequest, peer: Peer) -> AsyncIterator[wire.JobEvent]:
         if request.follow and self._num_followers >= _MOST_FOLLOWERS:
-            await self._guard.refuse(peer, Refused("limits", f"{_MOST_FOLLOWERS} others follow already"))
+            self._guard.refuse(Refused("limits", f"{_MOST_FOLLOWERS} others follow already"))
         self._num_followers += request.follow
         try:
             number, most = request.after, request.most
@@ -140,7 +140,7 @@ class MasterService(MasterServicer):
 
     async def SetConfig(self, request: wire.SetConfigRequest, peer: Peer) -> wire.ConfigWritten:
         if len(request.changes) + len(request.remove) > _MOST_CHANGES:
-            await self._guard.refuse(peer, Refused("invalid", f"more than {_MOST_CHANGES} keys are changed at once"))
+            self._guard.refuse(Refused("invalid", f"more than {_MOST_CHANGES} keys are changed at once"))
         return await self._written(lambda: self._job.changed(moment(), request), peer)
 
     async def UndoConfig(self, request: wire.UndoConfigRequest, peer: Peer) -> wire.ConfigWritten:
@@ -153,7 +153,7 @@ class MasterService(MasterServicer):
         try:
             recommendations = self._job.take_pairs(moment(), request)
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self.tell_followers()
         return wire.ReportPairsReply(recommendations=recommendations)
 
@@ -172,7 +172,7 @@ class MasterService(MasterServicer):
             await is_answered.wait()
             await self.tune()
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self.tell_followers()
         return tuning_report(self._job.tuning, after=newest)
 
@@ -226,7 +226,7 @@ class MasterService(MasterServicer):
                 await self._stored(lambda: self._store.enter_page(page))
                 self._enter(page)
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         return wire.ConfigWritten(
             version=page.config.version,
             text=page.config.to_json(),
