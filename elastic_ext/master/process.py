@@ -128,6 +128,8 @@ async def _serve(
         job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
         _write_port(options.port_file, port)
         _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
+        if options.warning:
+            _logger.warning("%s", options.warning)
         async with _writing_decisions(job, service, planning):
             await _keep_going(job, service, store, executor, has_to_end)
         planning.end()
