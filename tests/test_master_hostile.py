@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.masters import TOKEN, Caller, MasterProcess, join_request, master_in_
 
 METHODS = [each.name for each in wire.DESCRIPTOR.services_by_name["Master"].methods]
 NUM_MESSAGES = 10_000
+NUM_CONNECTIONS = 13_000
+"""More than a master has at once."""
 MOST_GROWN = 64 << 20
 
 
@@ -198,6 +201,36 @@ def test_connections_that_say_nothing_or_nonsense_are_borne(master: MasterProces
     assert_it_goes_on(master)
     for each in kept:
         each.close()
+
+
+@pytest.mark.slow  # it waits for gRPC to lose patience
+def test_connections_that_say_nothing_are_so_many_at_most_and_soon_closed(master: MasterProcess) -> None:
+    caller = master.caller()
+    caller.join("honest")
+    before = memory_of(master)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert most > NUM_CONNECTIONS + 100, f"this process may open {most} files; allow {NUM_CONNECTIONS + 100} of them"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    kept = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(NUM_CONNECTIONS)]
+    until(lambda: memory_of(master) - before > 60 << 20, 60)
+    assert caller.beat("honest").epoch == 1
+    assert memory_of(master) - before < 200 << 20
+    until(lambda: all(is_closed(each) for each in kept), 60)
+    for each in kept:
+        each.close()
+    assert_it_goes_on(master)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def test_one_who_joins_under_ever_other_names_is_stopped_at_the_limit(master: MasterProcess) -> None:

@@ -43,6 +43,8 @@ _MOST_CALLS = 32_768
 """At once, streams among them: one or two for each agent."""
 _MOST_PENDING = 8_192
 """Calls that have come and were not looked at yet, which anybody may make: each holds some ten kilobytes."""
+_MOST_CONNECTIONS = 12_288
+"""Of all nodes that there may be and of others; each holds some fifteen kilobytes, whoever made it."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two masters could listen at one port, and each would have half of the agents
     ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
@@ -50,6 +52,9 @@ _OPTIONS = (
     ("grpc.server.max_pending_requests", _MOST_PENDING),  # above that some are cancelled by chance
     ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
     ("grpc.max_concurrent_streams", 32),  # of one connection
+    ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # of one that says nothing
+    ("grpc.max_connection_idle_ms", 150_000),  # of one without calls, which agents are not for as long
     ("grpc.http2.lookahead_bytes", 8 << 10),  # of a message that nobody reads yet
     # What a connection holds, which thousands of them hold: no tables of headers (time limits, which come with each
     # call, are never the same and fill them), nothing for tools that look into gRPC, no measuring of the network, and
