@@ -1,8 +1,8 @@
 """A master flooded by those who have no token: how long its own wait meanwhile, and what it holds.
 
-Eight processes on one core call it without the token, or with a wrong one, in four ways (master_flood_strangers.py); the
-master and 200 agents (master_load_agents.py) share another core. Beside it the same with eight processes that spin on the
-first core and call nobody. The two are run in turn, some times.
+Eight processes on one core call it without the token, or with a wrong one, in four ways (master_flood_strangers.py);
+the master and 200 agents (master_load_agents.py) share another core. Beside it the same with eight processes that spin
+on the first core and call nobody. The two are run in turn, some times.
 
 Not measured: a flood from other machines, which has more processors than this one, and TLS.
 """
@@ -81,11 +81,12 @@ def _strangers(port: int, ways: Sequence[str], core: int, numbers: list[tuple[in
     command = [sys.executable, "-m", "benchmarks.master_flood_strangers", f"127.0.0.1:{port}"]
     with contextlib.ExitStack() as at_end, _on(core):
         processes = [
-            subprocess.Popen([*command, way], cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            at_end.enter_context(
+                subprocess.Popen([*command, way], cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
             for way in ways
         ]
         for each in processes:
-            at_end.callback(each.wait)
             at_end.callback(each.kill)
         for each in processes:
             assert each.stdout is not None and each.stdout.readline() == "ready\n"

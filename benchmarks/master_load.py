@@ -168,7 +168,8 @@ def measured(
         command += ["--beats", str(load.num_beats), "--pushes", str(load.num_pushes), *secret]
         watch = _Watch(psutil.Process(process.pid))
         told: dict[str, list[Mapping[str, Any]]] = {}
-        with subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agents, watch:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, cwd=_ROOT, text=True, **pipes) as agents, watch:
             limit = threading.Timer(_MOST_SECONDS, agents.kill)
             limit.start()
             try:

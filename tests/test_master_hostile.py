@@ -185,7 +185,7 @@ def test_a_message_of_a_million_empty_parts_is_not_read(master: MasterProcess, t
 
 def test_what_was_packed_by_the_caller_is_not_unpacked(master: MasterProcess) -> None:
     before = most_memory_of(master)
-    channel = grpc.insecure_channel(master.address, options=[("grpc.default_compression_algorithm", 2)])
+    channel: Any = grpc.insecure_channel(master.address, options=[("grpc.default_compression_algorithm", 2)])
     with channel:
         beat = channel.unary_unary("/elastic_ext.v1.Master/Beat")
         call = beat.future(bytes(128 << 20), metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=60)

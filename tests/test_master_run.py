@@ -121,9 +121,9 @@ def test_standalone_has_a_master_that_is_found_by_the_run_directory_and_ends_wit
         assert stat.S_IMODE((node.run_dir / "master.token").stat().st_mode) == 0o600
         process = process_of(record.pid)
         assert process is not None
-        with MasterClient(MasterPlace(address=Address.parse(record.address))) as stranger:
-            with pytest.raises(MasterRefused, match="wants its token"):
-                stranger.set_config(pb.SetConfigRequest(changes={"user.x": "2"}))
+        place = MasterPlace(address=Address.parse(record.address))
+        with MasterClient(place) as stranger, pytest.raises(MasterRefused, match="wants its token"):
+            stranger.set_config(pb.SetConfigRequest(changes={"user.x": "2"}))
         with client_of(record) as client:
             status = until(lambda: found if (found := client.status()).nodes[0].workers else None)
             assert status.membership.nodes[0].num_workers == 1

@@ -13,8 +13,8 @@ from elastic_ext.agent.records import WORKERS_FILE, WorkerSeen, WorkersRecord
 from elastic_ext.cli import main
 from elastic_ext.master.amounts import fitting_worker
 from elastic_ext.master.job_words import status_words
-from elastic_ext.master.prometheus import exposition
 from elastic_ext.master.places import MOST_BEAT_BYTES
+from elastic_ext.master.prometheus import exposition
 from elastic_ext.master.wire import master_pb2
 from elastic_ext.report.gathering import gather
 from elastic_ext.report.page import page

@@ -55,7 +55,7 @@ class NodeReport:
     def fill(self, request: pb.BeatRequest, most_bytes: int) -> None:
         """Put into ``request`` what there is now, as far as it then has no more than ``most_bytes``: what has no room
         comes another time, and what the master has is left out."""
-        self._told_plan, self._told_hardware = self._known_plan, self._known_hardware
+        self._told_plan, self._told_hardware = self._known_plan, self._known_hardware  # none of them is in it yet
         self._told_facts, self._told_windows = self._known_facts, {}
         record = self._record(WORKERS_FILE, MOST_BYTES, WorkersRecord.from_json)
         if record is not None and record.time >= self._since:
@@ -70,9 +70,10 @@ class NodeReport:
                 if facts and facts != self._known_facts and _merged(request, pb.BeatRequest(facts=facts), most_bytes):
                     self._told_facts = facts
         plan = self._record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json)
-        if plan is not None and plan.time >= self._since and plan.version != self._known_plan:
-            if _merged(request, pb.BeatRequest(membership=_membership_message(plan)), most_bytes):
-                self._told_plan = plan.version
+        is_news = plan is not None and plan.time >= self._since and plan.version != self._known_plan
+        if plan is not None and is_news:
+            told = pb.BeatRequest(membership=_membership_message(plan))
+            self._told_plan = plan.version if _merged(request, told, most_bytes) else self._known_plan
         hardware = self.hardware()
         if hardware != self._known_hardware and _merged(request, pb.BeatRequest(hardware=hardware), most_bytes):
             self._told_hardware = hardware

@@ -60,8 +60,8 @@ class MasterOptions:
         """What whoever started it should know of who can call it; empty where there is nothing."""
         if self.token_file is None:
             return (
-                "it asks for no token: any user of this machine can set the config of the job, and end its nodes' part; "
-                "give --token-file where the machine has other users"
+                "it asks for no token: any user of this machine can set the config of the job, and speak for its "
+                "nodes; give --token-file where the machine has other users"
             )
         if self.tls_cert is None and not is_loopback(self.bind):
             return (

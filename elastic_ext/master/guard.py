@@ -60,8 +60,10 @@ _IPV6_BITS = 64
 
 if TYPE_CHECKING:
     Peer = grpc.aio.ServicerContext[Any, Any]
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
 else:
     Peer = grpc.aio.ServicerContext
+    _Interceptor = grpc.aio.ServerInterceptor
 """Who calls, as gRPC gives it to a method."""
 
 ANSWERED = (Refused, ConfigError, ValueError, Late, StoreError)
@@ -166,11 +168,11 @@ class Guard:
         raise Ended(code, words) from None
 
 
-class Door(grpc.aio.ServerInterceptor):
+class Door(_Interceptor):
     """Of a server: each call goes by the guard before any of its message is read, and messages are small and few.
 
-    To gRPC all calls are such as send a stream of messages, of which it reads none until asked. So what a caller without
-    the token has sent stays in the window of its connection, and is neither put together nor parsed.
+    To gRPC all calls are such as send a stream of messages, of which it reads none until asked. So what a caller
+    without the token has sent stays in the window of its connection, and is neither put together nor parsed.
     """
 
     def __init__(self, guard: Guard, *, open_service: str, read_seconds: float = _READ_SECONDS) -> None:
