@@ -168,8 +168,8 @@ def measured(
         command += ["--beats", str(load.num_beats), "--pushes", str(load.num_pushes), *secret]
         watch = _Watch(psutil.Process(process.pid))
         told: dict[str, list[Mapping[str, Any]]] = {}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(command, cwd=_ROOT, text=True, **pipes) as agents, watch:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, cwd=_ROOT, stdin=pipe, stdout=pipe, text=True) as agents, watch:
             limit = threading.Timer(_MOST_SECONDS, agents.kill)
             limit.start()
             try:
