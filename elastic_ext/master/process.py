@@ -54,7 +54,7 @@ _OPTIONS = (
     ("grpc.max_concurrent_streams", 32),  # of one connection
     ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 10_000),  # of one that says nothing
-    ("grpc.max_connection_idle_ms", 150_000),  # of one without calls, which agents are not for as long
+    ("grpc.max_connection_idle_ms", 150_000),  # of one without calls: an agent's has one each minute
     ("grpc.http2.lookahead_bytes", 8 << 10),  # of a message that nobody reads yet
     # What a connection holds, which thousands of them hold: no tables of headers (time limits, which come with each
     # call, are never the same and fill them), nothing for tools that look into gRPC, no measuring of the network, and
