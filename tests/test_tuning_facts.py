@@ -21,6 +21,7 @@ from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.job_facts import FILE, JobFacts
 from elastic_ext.keys import TUNABLE
 from elastic_ext.master.facts_told import facts_told
+from elastic_ext.master.places import MOST_BEAT_BYTES
 from elastic_ext.master.strategy.space import space_of
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.sections import TuningSection
@@ -223,7 +224,7 @@ def seen(folder: Path, *ranks: int, restart: int = 0) -> None:
 
 def filled(report: NodeReport) -> str:
     request = wire.BeatRequest()
-    report.fill(request)
+    report.fill(request, MOST_BEAT_BYTES)
     return request.facts
 
 

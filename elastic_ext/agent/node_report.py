@@ -52,22 +52,31 @@ class NodeReport:
         data = self._data(HARDWARE_FILE, _MOST_HARDWARE_BYTES)
         return "" if data is None else data.decode(errors="replace")
 
-    def fill(self, request: pb.BeatRequest) -> None:
-        """Put into ``request`` what there is now; what the master has is left out."""
+    def fill(self, request: pb.BeatRequest, most_bytes: int) -> None:
+        """Put into ``request`` what there is now, as far as it then has no more than ``most_bytes``: what has no room
+        comes another time, and what the master has is left out."""
+        self._told_plan, self._told_hardware = self._known_plan, self._known_hardware  # none of them is in it yet
+        self._told_facts, self._told_windows = self._known_facts, {}
         record = self._record(WORKERS_FILE, MOST_BYTES, WorkersRecord.from_json)
         if record is not None and record.time >= self._since:
-            request.workers.extend(self._workers(record))
+            told = pb.BeatRequest(workers=self._workers(record))
+            if not _merged(request, told, most_bytes):
+                self._told_windows = {}
+                for each in told.workers:
+                    each.ClearField("windows")
+                _merged(request, told, most_bytes)
             if any(each.rank == 0 for each in record.workers):
                 facts = self._facts(record.restart)
-                if facts and facts != self._known_facts:
-                    request.facts = self._told_facts = facts
+                if facts and facts != self._known_facts and _merged(request, pb.BeatRequest(facts=facts), most_bytes):
+                    self._told_facts = facts
         plan = self._record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json)
-        if plan is not None and plan.time >= self._since and plan.version != self._known_plan:
-            request.membership.CopyFrom(_membership_message(plan))
-            self._told_plan = plan.version
+        is_news = plan is not None and plan.time >= self._since and plan.version != self._known_plan
+        if plan is not None and is_news:
+            told = pb.BeatRequest(membership=_membership_message(plan))
+            self._told_plan = plan.version if _merged(request, told, most_bytes) else self._known_plan
         hardware = self.hardware()
-        if hardware != self._known_hardware:
-            request.hardware = self._told_hardware = hardware
+        if hardware != self._known_hardware and _merged(request, pb.BeatRequest(hardware=hardware), most_bytes):
+            self._told_hardware = hardware
 
     def confirm(self) -> None:
         """The master has what was filled in last."""
@@ -166,6 +175,14 @@ def event_message(event: JobEvent, node_id: str) -> pb.JobEvent:
 def wire_text(text: str, most: int = _MOST_TEXT) -> str:
     """``text`` as protobuf allows it, not longer than ``most`` characters."""
     return text[:most].encode(errors="replace").decode()
+
+
+def _merged(request: pb.BeatRequest, more: pb.BeatRequest, most_bytes: int) -> bool:
+    """Whether ``more`` had room in ``request``, which has it then."""
+    if request.ByteSize() + more.ByteSize() > most_bytes:
+        return False
+    request.MergeFrom(more)
+    return True
 
 
 def _details(event: JobEvent) -> str:
