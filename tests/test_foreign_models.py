@@ -144,20 +144,23 @@ def test_computing_again_from_the_start_is_refused_in_the_first_pass_on_all_rank
 # --- parameters that some passes do not use -----------------------------------------------------------------------------
 
 
-class Turns(nn.Module):
-    """Blocks of several parts, of which each pass uses one: the same on all ranks."""
+class Turning(nn.Module):
+    """Some parts, of which each pass uses one: the same on all ranks."""
 
     def __init__(self, num_parts: int) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(num_parts))
-        self.head = nn.Linear(6, 5)
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(num_parts))
         self.num_passes = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         part = self.parts[self.num_passes // 2 % len(self.parts)]
         self.num_passes += 1
-        result: torch.Tensor = self.head(inputs + part(inputs))
+        result: torch.Tensor = inputs + part(inputs).tanh()
         return result
+
+
+def turning() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Sequential(Turning(3), Turning(2)), nn.Linear(6, 5))
 
 
 def takes_turns(rank: int, folder: Path, num_micro_steps: int) -> None:
@@ -165,7 +168,7 @@ def takes_turns(rank: int, folder: Path, num_micro_steps: int) -> None:
     for name, plans in (("stayed", {}), ("changed", {2: WHOLE, 8: KEPT, 12: replace(WHOLE, bucket_cap_mb=1)})):
         torch.manual_seed(0)
         run = Retraining(
-            rank, folder, FULL, name=name, model=Turns(3), num_micro_steps=num_micro_steps, averages=False
+            rank, folder, FULL, name=name, model=turning(), num_micro_steps=num_micro_steps, averages=False
         )
         with run.trainer:
             run.train(18, plans)
@@ -175,7 +178,7 @@ def takes_turns(rank: int, folder: Path, num_micro_steps: int) -> None:
     assert differing(found[0][1], found[1][1]) == []
 
 
-@pytest.mark.parametrize("num_micro_steps", [1, 3])
+@pytest.mark.parametrize("num_micro_steps", [1, 2])
 def test_parameters_that_sharded_passes_have_left_out_may_be_left_out_under_ddp(
     ranks: RankPool, tmp_path: Path, num_micro_steps: int
 ) -> None:

@@ -7,6 +7,7 @@ is first asked for, and from then on only told whether to act.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -83,7 +84,7 @@ class Trial:
     """Whether blocks can be computed again: the next pass of a model computes the first of each kind twice, on copies.
 
     What each computation keeps for the backward pass has to be the same: else gradients are wrong, or the backward pass
-    fails. Nothing is left of either. Blocks that are compiled, or that have units of their own within, are not tried,
+    fails. Nothing is left of either, and hooks are not called. Blocks that are compiled, or that have units of their own within, are not tried,
     and neither are those that are given what cannot be copied.
     """
 
@@ -148,11 +149,11 @@ def _why_not_alike(block: nn.Module, arguments: tuple[Any, ...], options: dict[s
             if is_out_of_memory(error):
                 raise
             how = f"the second time it raises {type(error).__name__}: {error}"
-            return _NOT_ALIKE.format(kind=type(block).__name__, how=how)
+            return _NOT_ALIKE.format(kind=_kind(block), how=how)
     for one, other in zip_longest(first, second):
         if one != other:
             how = f"for its backward pass it keeps {_told(one)} the first time and {_told(other)} the second"
-            return _NOT_ALIKE.format(kind=type(block).__name__, how=how)
+            return _NOT_ALIKE.format(kind=_kind(block), how=how)
     return None
 
 
@@ -174,10 +175,15 @@ def _no_backward(kept: object) -> NoReturn:
 
 @contextmanager
 def _as_it_is(block: nn.Module) -> Iterator[None]:
-    """Have what passes change of a block's modules, their attributes and buffers, be as it was afterwards."""
+    """Have what passes change of a block's modules, their attributes and buffers, be as it was afterwards.
+
+    What users have hooked is not called meanwhile: it would keep what it is given, and the pass would use it.
+    """
     attributes = [(part, dict(vars(part)), dict(part._buffers)) for part in block.modules()]
     buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in block.buffers()]
     try:
+        for part, _, _ in attributes:
+            part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
         for part, own, named in attributes:
@@ -188,6 +194,11 @@ def _as_it_is(block: nn.Module) -> Iterator[None]:
             for buffer, version, values in buffers:
                 if version_of(buffer) != version:
                     buffer.copy_(values)
+
+
+def _kind(block: nn.Module) -> str:
+    """As its author has called it: fully_shard gives it a class of its own."""
+    return next(kind for kind in type(block).__mro__ if not issubclass(kind, FSDPModule)).__name__
 
 
 def _told(saved: _Saved | None) -> str:
