@@ -23,7 +23,7 @@ from elastic_ext.errors import ElasticError
 from elastic_ext.hooks import Hook
 from elastic_ext.out_of_memory import is_out_of_memory
 
-from .internals import is_compiled, version_of
+from .internals import is_compiled
 from .plan import blocks_recomputed
 
 __all__ = ["Trial", "Units", "blocks_of", "recompute", "why_not_recompute"]
@@ -32,7 +32,7 @@ Units: TypeAlias = type[nn.Module] | Sequence[str] | None
 """A class of modules, their names, or None for the repeated blocks that are found."""
 
 _NOT_ALIKE = (
-    "activation_checkpoint is given, and a {kind} does not come to the same when it is computed again: {how}. "
+    "activation_checkpoint is given, and a block, {kind}, does not come to the same when it is computed again: {how}. "
     "Something that it is given, or keeps, grows with each pass, as a key-value cache does: call the model with "
     "use_cache=False (model.config.use_cache = False), or leave activation_checkpoint at 0"
 )
@@ -180,7 +180,7 @@ def _as_it_is(block: nn.Module) -> Iterator[None]:
     What users have hooked is not called meanwhile: it would keep what it is given, and the pass would use it.
     """
     attributes = [(part, dict(vars(part)), dict(part._buffers)) for part in block.modules()]
-    buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in block.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
     try:
         for part, _, _ in attributes:
             part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -190,10 +190,8 @@ def _as_it_is(block: nn.Module) -> Iterator[None]:
             vars(part).clear()
             vars(part).update(own)
             part._buffers.update(named)
-        with torch.no_grad():
-            for buffer, version, values in buffers:
-                if version_of(buffer) != version:
-                    buffer.copy_(values)
+        for buffer, values in buffers:
+            buffer.data.copy_(values)  # of which a graph that has kept the buffer is to know as little as of the change
 
 
 def _kind(block: nn.Module) -> str:
