@@ -93,9 +93,9 @@ class ElasticTrainer:
     or another plan; "always"; "never". ``when_not_finite`` says what becomes of a step whose gradients are not finite:
     "warn" says so, of steps that are looked at; "skip" leaves each of them out; "stop" takes it back and raises
     StepError. ``use_fsdp`` makes sure that the model is sharded by ``prepare()``, by ``fully_shard`` or by
-    ``parallelize()``. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by default on rank 0, if
-    it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a checkpoint, unless
-    ``save_on_signals`` is False or the script handles them.
+    ``parallelize()``. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by default on
+    rank 0, if it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a checkpoint,
+    unless ``save_on_signals`` is False or the script handles them.
 
     ``model_factory`` makes a model like this one, and ``loss_fn(outputs, batch)`` its loss, where that is not what it
     gives: functions at the top of a module, which another process calls to tell what other micro-batches would take of

@@ -123,7 +123,7 @@ def test_one_rank_changes_its_plan_too(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def parallelized_as_said(rank: int, folder: Path) -> None:
-    """With ``use_fsdp`` a model is sharded by ``prepare``; no_shard is refused, and so is a model that nobody shards."""
+    """With ``use_fsdp`` a model is sharded by ``prepare``; no_shard is refused, and so is one that nobody shards."""
     with pytest.raises(ValueError, match="use_fsdp is True, and no_shard shards nothing; choose another strategy"):
         Retraining(rank, folder, WHOLE, name="replicated", use_fsdp=True)
     with pytest.raises(ValueError, match=r"or trainer\.parallelize\(model, ParallelPlan"):

@@ -84,8 +84,8 @@ class Trial:
     """Whether blocks can be computed again: the next pass of a model computes the first of each kind twice, on copies.
 
     What each computation keeps for the backward pass has to be the same: else gradients are wrong, or the backward pass
-    fails. Nothing is left of either, and hooks are not called. Blocks that are compiled, or that have units of their own within, are not tried,
-    and neither are those that are given what cannot be copied.
+    fails. Nothing is left of either, and hooks are not called. Not tried are compiled models, blocks that have units of
+    their own within, and blocks that are given what cannot be copied.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, raises: bool = False) -> None:
@@ -158,7 +158,7 @@ def _why_not_alike(block: nn.Module, arguments: tuple[Any, ...], options: dict[s
 
 
 def _saved_by(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[_Saved]:
-    """What a block keeps for its backward pass, in order; none of it is kept here. Hooks of the block are not called."""
+    """What a block keeps for its backward pass, in order; none of it is kept here, and its hooks are not called."""
     found: list[_Saved] = []
 
     def note(tensor: torch.Tensor) -> None:
