@@ -592,7 +592,6 @@ def test_without_the_library_switched_on_training_is_the_same(tmp_path: Path, mo
         ({"dataloader": loader_of(), "share_weights": (1.0,)}, ValueError, "share_weights needs a dataloader"),
         ({"rollback": "half"}, ValueError, "rollback is 'half'; allowed: gradients, full"),
         ({"learning_rate_rule": "cube"}, ValueError, "allowed: none, linear, sqrt, adascale"),
-        ({"use_fsdp": True}, ValueError, "the model is not sharded; call fully_shard"),
         ({"checkpoint_interval": 5, "shared_storage_path": "x"}, ValueError, "allowed: a CheckpointInterval"),
         ({"checkpoint_interval": CheckpointInterval(steps=5)}, ValueError, "say where checkpoints go"),
         ({"shared_storage_path": 5}, ValueError, "allowed: a path"),
