@@ -28,9 +28,14 @@ FOR_EVER = ("--steps=1000000", "--pace=0.02", "--every=1000000")
 
 
 class Cluster:
-    """Where nodes of one job meet, and how they are started."""
+    """Where nodes of one job meet, and how they are started.
 
-    def __init__(self, folder: Path, *, nnodes: str = "1:3", max_restarts: int = 0, conf: str = "") -> None:
+    A node is lost that is silent for ``silence`` seconds: on a machine under load others are for a while.
+    """
+
+    def __init__(
+        self, folder: Path, *, nnodes: str = "1:3", max_restarts: int = 0, conf: str = "", silence: int = 30
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self.launch = [
@@ -39,7 +44,8 @@ class Cluster:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
             "--rdzv-id=job",
-            f"--rdzv-conf=last_call_timeout=1,join_timeout=240,keep_alive_interval=1,keep_alive_max_attempt=4{conf}",
+            "--rdzv-conf=last_call_timeout=1,join_timeout=240,keep_alive_interval=1,"
+            f"keep_alive_max_attempt={silence}{conf}",
             f"--max-restarts={max_restarts}",
             "--local-addr=127.0.0.1",
         ]
@@ -89,10 +95,12 @@ def lose(node: Node) -> None:
 def test_a_node_joins_and_one_leaves_while_training_goes_on_and_no_step_is_lost(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     with nodes(cluster.node(0), cluster.node(1, num_workers=2)) as (first, second):
+        until(lambda: "membership" in first.kinds() and plan_of(first).world_size == 3, what="both are there")
+        version, num_changes = plan_of(first).version, first.kinds().count("membership-changing")
         cluster.wait_for_steps(3)
         third = cluster.node(2)
         with nodes(third):
-            first.wait_for("training goes on meanwhile")
+            first.wait_for("training goes on meanwhile", times=num_changes + 1)
             before = last_step(tmp_path)
             third.wait_for("workers started")
             assert last_step(tmp_path) > before  # the round of before had trained on
@@ -102,9 +110,9 @@ def test_a_node_joins_and_one_leaves_while_training_goes_on_and_no_step_is_lost(
             assert second.end() == 143
             cluster.wait_for_steps(3)
             plan = plan_of(first)
-            assert (plan.version, plan.world_size) == (3, 2) and second.record().node_id in plan.reason
-            begun = cluster.begun()
-            assert begun[0] == 0 < begun[1] <= at_join < begun[2], begun
+            assert (plan.version, plan.world_size) == (version + 2, 2) and second.record().node_id in plan.reason
+            begun = cluster.begun()[-3:]
+            assert begun[0] < begun[1] <= at_join < begun[2], begun
             first.send(signal.SIGTERM)
             third.send(signal.SIGTERM)
             assert {first.end(), third.end()} == {143}
@@ -133,7 +141,7 @@ def test_a_failure_is_counted_once_on_all_nodes_and_the_last_ends_all_of_them(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_node_that_is_lost_is_no_failure_that_counts(tmp_path: Path, is_first: bool) -> None:
-    cluster = Cluster(tmp_path, conf=",is_host=0")
+    cluster = Cluster(tmp_path, conf=",is_host=0", silence=4)
     store = TCPStore("127.0.0.1", cluster.port, is_master=True, wait_for_workers=False)  # on none of the nodes
     with nodes(cluster.node(0), cluster.node(1), cluster.node(2)) as made:
         cluster.wait_for_steps(2)
@@ -184,7 +192,7 @@ def test_nodes_hand_the_config_to_one_another_and_who_joins_follows_the_jobs(tmp
 
 @pytest.mark.slow
 def test_a_node_that_is_lost_while_nodes_meet_is_done_without(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, conf=",is_host=0")
+    cluster = Cluster(tmp_path, conf=",is_host=0", silence=4)
     store = TCPStore("127.0.0.1", cluster.port, is_master=True, wait_for_workers=False)
     with nodes(cluster.node(0), cluster.node(1)) as (first, second):
         cluster.wait_for_steps(2)
@@ -221,7 +229,7 @@ def test_a_hang_is_found_by_the_agents_of_all_nodes_together(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_where_the_rendezvous_is_lost_the_others_end_and_say_why(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, nnodes="2", max_restarts=3)
+    cluster = Cluster(tmp_path, nnodes="2", max_restarts=3, silence=4)
     with nodes(cluster.node(0)) as (first,):
         until(lambda: _listens(cluster.port) or None)
         with nodes(cluster.node(1)) as (second,):
