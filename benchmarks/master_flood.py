@@ -53,7 +53,7 @@ class Flooded:
 
 def main() -> list[Result]:
     """A flood and spinning, in turn."""
-    load = Load(num_agents=200, every_seconds=1.0, num_beats=30, num_pushes=1)
+    load = Load(num_agents=200, every_seconds=1.0, num_beats=60, num_pushes=1)
     rounds = [(flooded(load, SPINNING), flooded(load, FLOOD)) for _ in range(_NUM_ROUNDS)]
     return [table_of(load, [spun for spun, _ in rounds], [found for _, found in rounds])]
 

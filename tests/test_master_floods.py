@@ -345,7 +345,7 @@ def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess) -> None
         return [caller.future("Beat", beat) for caller, beat in zip(honest, beats, strict=True)]
 
     def flood(method: str, request: Any, token: str) -> list[Any]:
-        caller = master.caller(token)
+        caller = master.caller(token, is_connected=True)
         return [caller.future(method, request, timeout=60) for _ in range(NUM_CALLS)]
 
     for _ in range(3):

@@ -51,7 +51,7 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.server.max_pending_requests", _MOST_PENDING),  # above that some are cancelled by chance
     ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
-    ("grpc.max_concurrent_streams", 32),  # of one connection
+    ("grpc.max_concurrent_streams", 16),  # of one connection, of which an agent needs two
     ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 10_000),  # of one that says nothing
     ("grpc.max_connection_idle_ms", 150_000),  # of one without calls: an agent's has one each minute
