@@ -28,7 +28,7 @@ def walk(rank: int, folder: Path, kind: str, seed: int, num_changes: int) -> Non
     num_ranks = torch.distributed.get_world_size()
     # AdamW makes much of the last digits where gradients are small
     make_optimizer: Any = AdamW if num_ranks == 2 else partial(SGD, momentum=0.9)
-    options = {
+    options: dict[str, Any] = {
         "make_optimizer": partial(make_optimizer, lr=1e-2),
         "averages": False,
         "num_micro_steps": draw.choice([1, 2]),
@@ -68,11 +68,11 @@ def test_models_of_others_walk_through_plans_with_the_bits_of_one_that_stays(ran
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 14))
+@pytest.mark.parametrize("seed", [10, 11])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_models_of_others_walk_far(ranks: RankPool, tmp_path: Path, kind: str, num_ranks: int, seed: int) -> None:
-    ranks.run(num_ranks, walk, tmp_path, kind, seed, 20, deadline_seconds=600)
+    ranks.run(num_ranks, walk, tmp_path, kind, seed, 12, deadline_seconds=600)
 
 
 # --- a key-value cache, which grows when blocks are computed again ---------------------------------------------------

@@ -773,6 +773,7 @@ BROAD_EXCEPT: Mapping[str, str] = {
     "agent.master_link:MasterLink._try_once": "the top of a thread: logged, and tried again later",
     "appliers:Appliers._check": "an applier is the user's code: what it raises is told to all ranks",
     "appliers:Appliers._apply": "an applier is the user's code: what it raises is told to all ranks",
+    "fsdp.blocks:_why_not_alike": "a block is the user's code: what it raises the second time is told as a refusal",
     "doctor.patience:answer_within.run": "the top of a thread: kept for the one who waits, who raises it",
     "data.ahead:Ahead.__next__": "what cannot be made is passed before it is raised again",
     "data.ahead:Ahead._taken": "whatever was raised instead of the batch, it is taken; raised again",
