@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from elastic_ext.data.indexed import Indexed
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.sampler import ElasticDistributedSampler
 from tests.loading import OpenGate, SizedSamples, changed
-from tests.pools import Once, WaitAt, gate, open_gate
+from tests.pools import Once, WaitAt, gate, opened
 
 # --- any order in which batches may be made --------------------------------------------------------------------------
 
@@ -118,8 +119,8 @@ def test_what_is_ready_comes_first_and_the_worker_that_is_slow_is_given_no_more(
     dataset, slow = stuck_at(tmp_path, 0, 10)
     batches = iter(ElasticDataLoader(dataset, batch_size=None, num_workers=2, in_order=False))
     assert [next(batches) for _ in range(8)] == [1, 3, 4, 5, 6, 7, 8, 9]
-    open_gate(slow)
-    assert list(batches) == [0, 2]
+    with opened(slow):
+        assert list(batches) == [0, 2]
 
 
 @pytest.mark.parametrize("then_in_order", [True, False])
@@ -131,8 +132,8 @@ def test_a_state_says_what_has_come_before_its_turn(tmp_path: Path, then_in_orde
     assert came == [[2, 3], [6, 7], [8, 9]] and loader.remaining == 6
     state = json.loads(json.dumps(loader.state_dict()))
     assert (state["position"], state["completed"], state["is_over"]) == (0, [[2, 4], [6, 10]], False)
-    open_gate(slow)
-    del batches
+    with opened(slow):
+        list(batches)
     again = ElasticDataLoader(range(12), 3, in_order=then_in_order)
     again.load_state_dict(state)
     assert len(again) == 2
@@ -162,14 +163,14 @@ def test_sizes_and_workers_change_in_the_middle(tmp_path: Path) -> None:
     dataset = SizedSamples({0: Once(tmp_path / "was slow", WaitAt(slow))}, 40)
     loader = ElasticDataLoader(dataset, 2, num_workers=2, in_order=False)
     came: list[int] = []
-    for number, batch in enumerate(loader):
-        came += batch.tolist()
-        if number == 3:
-            assert 0 not in came
-            changed(loader, batch_size=3, num_workers=3)
-            open_gate(slow)  # which is asked for again at the other size
-        if number == 6:
-            changed(loader, num_workers=1)
+    batches = iter(loader)
+    came += [sample for batch in itertools.islice(batches, 4) for sample in batch.tolist()]
+    assert 0 not in came
+    changed(loader, batch_size=3, num_workers=3)  # the sample that is waited for is asked for again
+    with opened(slow):
+        came += [sample for batch in itertools.islice(batches, 3) for sample in batch.tolist()]
+        changed(loader, num_workers=1)
+        came += [sample for batch in batches for sample in batch.tolist()]
     assert sorted(came) == list(range(40))
 
 
@@ -179,7 +180,8 @@ def test_a_copy_stands_where_the_loop_does(tmp_path: Path) -> None:
     batches = iter(loader)
     next(batches)
     assert copy.copy(loader).state_dict() == loader.state_dict()
-    open_gate(slow)
+    with opened(slow):
+        list(batches)
 
 
 def test_a_trainers_steps_are_cut_in_order(tmp_path: Path) -> None:
@@ -233,5 +235,5 @@ def test_streams_come_as_their_workers_are_ready_and_go_on_after_it(tmp_path: Pa
     again.load_state_dict(state)
     assert sorted(came + list(again)) == list(range(10))
     assert next(batches) == 4
-    open_gate(slow)
-    assert list(batches) == [5, 6, 7, 8, 9]
+    with opened(slow):
+        assert list(batches) == [5, 6, 7, 8, 9]

@@ -36,7 +36,7 @@ from tests.loading import (
     loader_of,
     settled,
 )
-from tests.pools import Raise, WaitAt, gate, kill_for_good, open_gate
+from tests.pools import Raise, WaitAt, gate, kill_for_good, open_gate, opened
 
 pytestmark = pytest.mark.usefixtures("started_once", "no_process_left")
 
@@ -469,13 +469,13 @@ def test_in_order_false_hands_out_what_is_ready_first(loader_class: Any, tmp_pat
     dataset: Any = SizedSamples({0: WaitAt(slow)}, 6)
     batches = iter(loader_class(dataset, batch_size=None, num_workers=2, in_order=False))
     assert [next(batches) for _ in range(4)] == [1, 3, 4, 5]
-    open_gate(slow)
-    assert list(batches) == [0, 2]
+    with opened(slow):
+        assert list(batches) == [0, 2]
 
 
 def test_workers_that_die_are_a_runtime_error(loader_class: Any) -> None:
     batches = loader_class(SizedSamples({1: pools.die_by_sigkill}, 4), num_workers=1)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
         list(batches)
 
 

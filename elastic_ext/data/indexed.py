@@ -11,7 +11,7 @@ from elastic_ext.accumulate import BatchPlan
 from .ahead import Ahead
 from .cursor import num_chunks
 from .making import Making
-from .order import BatchOrder, Ending, Order
+from .order import BatchOrder, EvenOrder, Order
 from .place import Place
 from .recut import can_be_recut
 from .sampler import ElasticDistributedSampler
@@ -252,7 +252,7 @@ class Indexed:
         if self._seeds_samples:
             order = SeededOrder(order, seed=self._sampler.seed, epoch=self.epoch)
         num_more = self._num_left(place, order.num_samples) - _num_after(place, order.num_samples)
-        return Ending(order, order.num_samples + num_more) if num_more else order
+        return EvenOrder(order, order.num_samples + num_more) if num_more else order
 
     def _num_left(self, place: Place, num_samples: int) -> int:
         """How many samples a loop from a place has, of an epoch of so many.

@@ -20,7 +20,7 @@ from .place import Ranges
 __all__ = [
     "BatchOrder",
     "Drawn",
-    "Ending",
+    "EvenOrder",
     "InTurn",
     "Order",
     "Shuffled",
@@ -184,7 +184,7 @@ class BatchOrder:
         return self._order.state_dict()
 
 
-class Ending:
+class EvenOrder:
     """An order that ends at a position of its own: before the last samples, or once some of the first came again."""
 
     def __init__(self, order: Order, num_samples: int) -> None:
