@@ -75,6 +75,7 @@ class ForeignTraining(Retraining):
     def batch(self, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the model is called with."""
         if any(isinstance(part, nn.Conv2d) for part in self.model.modules()):
-            return {"pixel_values": inputs.repeat(1, 32).view(len(inputs), 3, 8, 8), "labels": targets}
+            images = inputs.repeat(1, 32).view(len(inputs), 3, 8, 8)
+            return {"pixel_values": images.to(next(self.model.parameters()).dtype), "labels": targets}
         tokens = (inputs * 7).long().remainder(_SIZES["vocab_size"])
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}

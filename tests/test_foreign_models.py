@@ -23,13 +23,16 @@ from tests.retraining import Retraining, State, are_in_force, differing
 
 
 def walk(rank: int, folder: Path, kind: str, seed: int, num_changes: int) -> None:
-    """Plans drawn at random, on two ranks with the bits of a training that stays as it is."""
+    """Plans drawn at random, on two ranks with the bits of a training that stays as it is.
+
+    On more, sums are formed in another order. Training makes much of the last digits where gradients are small or
+    batch norms divide by little: so steps are small there, by an optimizer that does not divide.
+    """
     draw = random.Random(seed)
     num_ranks = torch.distributed.get_world_size()
-    # AdamW makes much of the last digits where gradients are small
-    make_optimizer: Any = AdamW if num_ranks == 2 else partial(SGD, momentum=0.9)
+    make_optimizer: Any = partial(AdamW, lr=1e-2) if num_ranks == 2 else partial(SGD, momentum=0.9, lr=1e-3)
     options: dict[str, Any] = {
-        "make_optimizer": partial(make_optimizer, lr=1e-2),
+        "make_optimizer": make_optimizer,
         "averages": False,
         "num_micro_steps": draw.choice([1, 2]),
     }
@@ -38,7 +41,8 @@ def walk(rank: int, folder: Path, kind: str, seed: int, num_changes: int) -> Non
     found = []
     for name, first, at in (("stayed", FULL, {}), ("walked", any_plan(draw, num_ranks), plans)):
         torch.manual_seed(0)
-        run = ForeignTraining(rank, folder, first, name=name, model=FOREIGN[kind](), **options)
+        model = FOREIGN[kind]().to(torch.float64 if num_ranks > 2 and kind == "resnet" else torch.float32)
+        run = ForeignTraining(rank, folder, first, name=name, model=model, **options)
         with run.trainer:
             run.train(until, at)
             found.append((run.losses, run.state()))
@@ -48,14 +52,14 @@ def walk(rank: int, folder: Path, kind: str, seed: int, num_changes: int) -> Non
         assert differing(state_walked, state) == [], plans
         assert losses_walked == losses, plans
     else:
-        assert losses_walked == pytest.approx(losses, rel=1e-4), plans
+        assert losses_walked == pytest.approx(losses, rel=1e-5), plans
         assert _far_apart(state_walked, state) == [], plans
 
 
 def _far_apart(one: State, other: State) -> list[str]:
     """What differs by more than sums do that are formed in another order, step after step."""
     assert one.keys() == other.keys()
-    return [name for name in one if not torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-5)]
+    return [name for name in one if not torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6)]
 
 
 def walk_all(rank: int, folder: Path) -> None:
