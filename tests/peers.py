@@ -27,8 +27,14 @@ LOADERS = {
     "elastic": "from elastic_ext import ElasticDataLoader as DataLoader",
     "torch": "from torch.utils.data import DataLoader",
 }
-LEFT_OUT: dict[str, str] = {}
-"""What looks into private attributes of torch's iterator, or is about what an ElasticDataLoader refuses in words."""
+_WORKERS = "looks at `_workers` of torch's iterator, which are processes of multiprocessing there"
+LEFT_OUT: dict[str, str] = {
+    f"{of}::{name}": _WORKERS
+    for of in ("TestDataLoader", "TestDataLoaderPersistentWorkers")
+    for name in ("test_get_worker_info", "test_iterable_style_dataset", "test_partial_workers", "test_proper_exit")
+}
+"""The tests that look into private attributes of torch's iterator. What they are about is in tests of our own:
+test_loader_workers_as_torch.py, test_streams_as_torch.py and test_loader_faults.py."""
 
 
 def copied(checkout: Path, loader: str) -> str:
