@@ -1,5 +1,7 @@
-"""Storage that answers a call with an error once, as NFS does, and processes that may open no more files: whichever call
-of a save or a load it is, a checkpoint is whole or absent, and the error says what was being done, and to which file.
+"""Storage that answers a call with an error once, as NFS does, and processes that may open no more files.
+
+Whichever call of a save or a load it is, a checkpoint is whole or absent, and the error says what was being done, and
+to which file.
 """
 
 from __future__ import annotations
