@@ -27,10 +27,16 @@ ElasticError
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]
 
 __all__ = [
     "ApplyError",
@@ -246,7 +252,15 @@ def _some(names: Sequence[str], limit: int = 10) -> str:
 def in_words(error: BaseException) -> str:
     """What a person is told of an error that happened elsewhere."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f" ({error.filename})" if error.filename else "")
+        return error.strerror + (f" ({error.filename})" if error.filename else "") + _advice_on(error)
     if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)):
         return str(error) or type(error).__name__
     return f"{type(error).__name__}: {error}"
+
+
+def _advice_on(error: OSError) -> str:
+    """What to do about an error of the system that says nothing of it."""
+    if error.errno == errno.EMFILE and resource is not None:
+        number, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"; this process may have {number} open at once: allow it more with `ulimit -n`, or have it open fewer"
+    return ""

@@ -96,7 +96,7 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
     temporary = temporary_beside(target)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
     try:
-        with open(descriptor, "wb") as file:
+        with naming(target), open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             if mode is not None:
@@ -193,11 +193,12 @@ class NewFiles:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError name ``path`` where it names no file, as those of calls on descriptors do not."""
+    """Have an OSError of the system name ``path`` where it names no file, as those of calls on descriptors do not."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
 
 
@@ -214,7 +215,9 @@ def link_or_copy(source: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        write_new(path, source.read_bytes())
+        with naming(source):
+            data = source.read_bytes()
+        write_new(path, data)
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
@@ -263,7 +266,8 @@ def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` survive a power cut, where its file system can promise that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
@@ -302,7 +306,7 @@ class NotRegularError(OSError):
 def read_at_most(path: Path, limit: int) -> bytes:
     """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; raises what ``open_regular``
     does."""
-    with open_regular(path) as file:
+    with open_regular(path) as file, naming(path):
         return file.read(limit + 1)
 
 
@@ -319,7 +323,9 @@ def open_regular(path: Path) -> IO[bytes]:
         raise
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, descriptor)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with naming(path):
+            mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
             raise NotRegularError(f"{path} is not a regular file")
         undo.pop_all()
     return open(descriptor, "rb")
@@ -373,7 +379,8 @@ def try_lock(path: Path) -> int | None:
         while not (is_held := _flock(descriptor, path, is_shared=False)):
             if time.monotonic() >= deadline or not _flock(descriptor, path, is_shared=True):
                 break
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # nobody has it alone: somebody looks, which is soon over
+            with naming(path):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # nobody has it alone: somebody looks, which is soon over
             waiting.wait(_LOCK_POLL_SECONDS)
     finally:
         if not is_held:
@@ -443,7 +450,12 @@ def _open_lock(path: Path) -> int:
             raise
         words = f"the lock belongs to {_user_in_words(owner)}, who alone can hold it"
         raise PermissionError(errno.EACCES, words, str(path)) from None
-    status = os.fstat(descriptor)
+    try:
+        with naming(path):
+            status = os.fstat(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
         with contextlib.suppress(OSError):  # as on a file system without modes
             os.fchmod(descriptor, 0o600)
@@ -455,7 +467,8 @@ def _flock(descriptor: int, path: Path, *, is_shared: bool) -> bool:
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path))
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        with naming(path):
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -22,7 +22,7 @@ BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
     ],
 )
 def test_steps_samples_and_seconds_are_told(ended: int, begun: Begun, words: str) -> None:
-    assert words in cost_in_words(Ended(step=ended, time=100.0), begun, now=106.5)
+    assert words in cost_in_words(Ended(step=ended, clock=100.0), begun, now=106.5)
 
 
 def event(step: int, time: float, kind: str = "training-began", **details: object) -> str:

@@ -484,6 +484,13 @@ def test_files_are_read_and_processes_told_alive_from_dead(tmp_path: Path) -> No
     assert status_of(files).state == "ended" and len(status_of(files).troubles) == 1
 
 
+def test_workers_are_told_of_also_once_the_machines_clock_was_put_back(tmp_path: Path) -> None:
+    with a_process() as process:
+        write_all(tmp_path, process, since=-3600.0)  # the agent started before that, by the clock of then
+        status = status_of(read(tmp_path))
+    assert [each.step for each in status.ranks] == [9] and status.troubles == ()
+
+
 def test_a_pid_that_another_process_has_by_now_is_not_alive(tmp_path: Path) -> None:
     me = this_process()
     write_all(tmp_path, replace(me, start_ticks=me.start_ticks + 1))

@@ -39,6 +39,7 @@ from elastic_ext.agent.records import (
     MasterRecord,
     MembershipPlan,
     NodeShare,
+    Since,
     WorkerSeen,
     WorkersRecord,
 )
@@ -654,7 +655,7 @@ def test_what_has_no_room_in_a_beat_comes_in_the_next(tmp_path: Path) -> None:
     write_workers(tmp_path)
     append(tmp_path / "profile-0.jsonl", window(0, 10.0, 10).to_json() + "\n", window(0, 11.0, 20).to_json() + "\n")
     (tmp_path / "hardware.json").write_text("x" * 200_000)
-    report = NodeReport(tmp_path, since=0.0)
+    report = NodeReport(tmp_path, since=Since(0.0))
     small, full, later = (pb.BeatRequest(held=pb.ConfigHeld(text="x" * num)) for num in (1_000, 0, 0))
     report.fill(small, 1_200)
     assert (len(small.workers), len(small.workers[0].windows), small.hardware) == (1, 0, "")

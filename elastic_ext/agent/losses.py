@@ -23,8 +23,8 @@ class Ended:
 
     step: int
     """The last that was committed."""
-    time: float
-    """When; seconds since 1970."""
+    clock: float
+    """When, on the clock of ``time.monotonic``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Begun:
 
 
 def cost_in_words(ended: Ended, begun: Begun, *, now: float) -> str:
-    """What was lost, as the first new step has been taken."""
+    """What was lost, as the first new step has been taken; ``now`` on the same clock as the end."""
     num_steps = max(ended.step - begun.step, 0)
     if num_steps == 0:
         lost = "no step is taken again"
@@ -47,7 +47,7 @@ def cost_in_words(ended: Ended, begun: Begun, *, now: float) -> str:
         lost = f"{counted(num_steps, 'step')} taken again"
         if begun.global_batch_size is not None:
             lost += f" ({num_steps * begun.global_batch_size} samples)"
-    return f"training goes on after step {begun.step}: {lost}, and {now - ended.time:.1f} seconds without a step"
+    return f"training goes on after step {begun.step}: {lost}, and {now - ended.clock:.1f} seconds without a step"
 
 
 def begun_in(file: Path, *, since: float) -> Begun | None:

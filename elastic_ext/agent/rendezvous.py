@@ -35,7 +35,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from elastic_ext.errors import in_words
 
 from .board import BoardGone, RoundBoard
-from .internals import leave, participants, serve_workers_by, stop_heartbeats
+from .internals import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
 from .refusals import Refused, seconds_in
 
 __all__ = ["Loopback", "Meeting", "handler_for", "loopback_store", "on_loopback"]
@@ -159,6 +159,7 @@ class Meeting(RendezvousHandler):
         self._inner = inner
         self._loopback = loopback
         serve_workers_by(inner, lambda: loopback_store("127.0.0.1"))  # in whose place comes one for each round
+        judge_silence_here(inner)
         self._is_pending = is_pending  # whether nodes have to meet again for another reason
         self._is_dynamic = participants(inner) is not None and not inner.use_agent_store
         self._members: dict[str, int] = {}

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
-from elastic_ext.files import is_locked, lock_holders, read_at_most, try_lock, write_whole
+from elastic_ext.files import is_locked, lock_holders, naming, read_at_most, try_lock, write_whole
 from elastic_ext.forks import do_in_forked_processes
 
 from .lineage import check_id
@@ -181,7 +181,8 @@ def _lock(folder: Path, patience_seconds: float, visit_seconds: float) -> int | 
         _logger.info("%s has no locks: a second run of this job would take its folder over, not be refused", folder)
         return None
     try:
-        os.ftruncate(descriptor, 0)  # whoever has signed there has left
+        with naming(folder / LOCK):
+            os.ftruncate(descriptor, 0)  # whoever has signed there has left
     except OSError:
         os.close(descriptor)
         raise

@@ -32,6 +32,7 @@ from elastic_ext.files import (
     link_or_copy,
     look_afresh,
     make_folder,
+    naming,
     read_at_most,
     sync_folder,
     write_new,
@@ -352,6 +353,7 @@ def _size_of(path: Path) -> int:
             return -1
         raise
     try:
-        return os.fstat(descriptor).st_size
+        with naming(path):
+            return os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
