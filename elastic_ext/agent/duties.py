@@ -113,7 +113,7 @@ class Duties:
     def words_of_leaving(self, ranks: Iterable[int]) -> str:
         """What workers that were told to end in this round say of where training can go on; empty where none does."""
         files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
-        return next((words for file in files if (words := left_in(file, since=self._started_at))), "")
+        return next((words for file in files if (words := left_in(file, since=self._round.seconds))), "")
 
     def tell_workers(self, ended: Mapping[int, str]) -> None:
         """Tell the workers of this node of ranks that have ended, so that they need not wait to find out."""
