@@ -65,6 +65,7 @@ class Spread:
         self._told: Told | None = None  # to the units that were there before parameters became whole
         self._trial: Trial | None = None  # of computing blocks again: under way, or what came of it
         self._leaves_unused = False  # some passes use only a part of the parameters
+        self._finds_unused = False  # as all ranks have agreed when DDP came last
         self.look()
 
     def look(self) -> None:
@@ -241,7 +242,8 @@ class Spread:
         if self._replica is None or self.plan is None or not self._replica.is_outdated:
             return False
         self._rest()
-        self._wake(self.plan.bucket_cap_mb)
+        if self.num_ranks > 1:  # nothing is asked of the others here: a rank may come alone
+            self._replica.wake(self.plan.bucket_cap_mb, finds_unused=self._finds_unused)
         return True
 
     def wait(self) -> None:
@@ -314,7 +316,8 @@ class Spread:
         if self.num_ranks > 1:
             leaves_unused = torch.tensor([int(self._leaves_unused)], device=self._device)
             dist.all_reduce(leaves_unused, op=dist.ReduceOp.MAX)  # DDPs that differ in it would wait for each other
-            self._replica.wake(bucket_cap_mb, finds_unused=bool(leaves_unused.item()))
+            self._finds_unused = bool(leaves_unused.item())
+            self._replica.wake(bucket_cap_mb, finds_unused=self._finds_unused)
 
     def _recompute(self, ratio: float) -> None:
         """Have blocks computed again; what no pass has told of before, the first one raises on all ranks."""
