@@ -15,12 +15,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-config test test-slow test-gpu lint bench docs stubs clean
+.PHONY: help demo demo-config test test-slow test-gpu test-peers lint bench docs stubs clean
 
 help:
 	@echo "make demo       a training job that starts badly and tunes itself while it trains"
 	@echo "make demo-config    one whose configuration a person changes while it trains"
 	@echo "make test       the tests; test-slow and test-gpu: those left out of it"
+	@echo "make test-peers torch's own tests of its DataLoader with ours in its place: CHECKOUT=/path/to/torchdata's repository"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the benchmarks, with their tables"
 	@echo "make docs       the documentation, into build/docs"
@@ -64,6 +65,14 @@ test-slow: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# What those tests import besides is installed for them alone, as torch's repository does.
+test-peers: $(READY)
+	@test -n "$(CHECKOUT)" || { \
+	    echo "name a checkout of torchdata's repository, outside of this one: make test-peers CHECKOUT=/path/to/it" >&2; \
+	    exit 1; }
+	@$(PIP_INSTALL) expecttest
+	$(BIN)/python -m tests.peers $(CHECKOUT) $(if $(ARGS),-- $(ARGS))
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -152,26 +152,39 @@ class Measured:
     """How many were made meanwhile, and what they took, in words; empty where none were to be."""
 
 
-def measured(load: Load) -> Measured:
-    """Put a master under a load."""
+def measured(
+    load: Load, *, token: str = "", beside: Callable[[int], AbstractContextManager[None]] | None = None
+) -> Measured:
+    """Put a master under a load, with a token or none; ``beside``, of its port, is what goes on while agents beat."""
     module = "benchmarks.master_planner" if load.has_plans else "elastic_ext.master"
-    with tempfile.TemporaryDirectory() as folder, _master(Path(folder), module) as (process, port):
+    with ExitStack() as at_end:
+        folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
+        secret = ["--token-file", str(_token_file(folder, token))] if token else []
+        process, port = at_end.enter_context(_master(folder, module, *secret))
         if load.has_plans:
             _call(port, "ControlTuning", wire.ControlTuningRequest(action="resume"))
         command = [sys.executable, "-m", "benchmarks.master_load_agents", f"127.0.0.1:{port}"]
         command += ["--agents", str(load.num_agents), "--every", str(load.every_seconds)]
-        command += ["--beats", str(load.num_beats), "--pushes", str(load.num_pushes)]
+        command += ["--beats", str(load.num_beats), "--pushes", str(load.num_pushes), *secret]
         watch = _Watch(psutil.Process(process.pid))
         told: dict[str, list[Mapping[str, Any]]] = {}
-        with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as agents, watch:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, cwd=_ROOT, stdin=pipe, stdout=pipe, text=True) as agents, watch:
             limit = threading.Timer(_MOST_SECONDS, agents.kill)
             limit.start()
             try:
-                assert agents.stdout is not None
+                assert agents.stdout is not None and agents.stdin is not None
+                meanwhile = ExitStack()
                 for line in agents.stdout:
                     found = json.loads(line)
                     told.setdefault(found["event"], []).append(found)
+                    if found["event"] == "ready":
+                        if beside is not None:
+                            meanwhile.enter_context(beside(port))
+                        agents.stdin.close()  # which is what they wait for
                     watch.mark(found["event"])
+                    if found["event"] == "beaten":
+                        meanwhile.close()
             finally:
                 limit.cancel()
                 agents.kill()
@@ -184,6 +197,13 @@ def measured(load: Load) -> Measured:
             bytes_at_end=watch.samples[-1][1],
             plans=plans,
         )
+
+
+def _token_file(folder: Path, token: str) -> Path:
+    path = folder / "token"
+    path.touch(mode=0o600)
+    path.write_text(f"{token}\n")
+    return path
 
 
 def _call(port: int, method: str, request: Any) -> Any:
@@ -201,10 +221,10 @@ def _plans_in_words(report: wire.TuningReport) -> str:
 
 @contextmanager
 def _master(
-    folder: Path, module: str = "elastic_ext.master", *, poll_seconds: float = 0.05
+    folder: Path, module: str = "elastic_ext.master", *options: str, poll_seconds: float = 0.05
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     port_file = folder / "port"
-    command = [sys.executable, "-m", module, "--port", "0", "--port-file", str(port_file)]
+    command = [sys.executable, "-m", module, "--port", "0", "--port-file", str(port_file), *options]
     log = folder / "log"
     with log.open("wb") as told:
         process = subprocess.Popen([*command, "--state-dir", str(folder / "state")], cwd=_ROOT, stderr=told)

@@ -16,13 +16,17 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import grpc
 
 from benchmarks.master_beats import made_workers
 from elastic_ext.doctor.hardware import NodeHardware, look
+from elastic_ext.master.tokens import read_token
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.master_pb2_grpc import MasterStub
+
+Metadata = tuple[tuple[str, str], ...]
 
 __all__ = ["AGENTS_PER_CHANNEL", "main", "quantile"]
 
@@ -55,8 +59,11 @@ class Seen:
 class Agent:
     """One node's."""
 
-    def __init__(self, number: int, num: int, stub: MasterStub, seen: Seen, hardware: NodeHardware) -> None:
+    def __init__(
+        self, number: int, num: int, stub: MasterStub, seen: Seen, hardware: NodeHardware, metadata: Metadata
+    ) -> None:
         self._stub = stub
+        self._metadata = metadata
         self._seen = seen
         self._node = wire.Node(
             node_id=f"node-{number:05}", incarnation=1, host=f"host-{number:05}", pid=1, library="0.1.0"
@@ -70,7 +77,7 @@ class Agent:
 
     async def join(self) -> None:
         request = wire.JoinRequest(protocol=1, oldest_protocol=1, job="load", node=self._node, hardware=self._hardware)
-        self._beat.epoch = (await self._stub.Join(request, timeout=60)).epoch
+        self._beat.epoch = (await self._stub.Join(request, timeout=60, metadata=self._metadata)).epoch
 
     async def watch(self) -> None:
         """Take configs as they come, and say so; again, after a while, where the stream has ended."""
@@ -85,7 +92,7 @@ class Agent:
         request = wire.WatchRequest(
             node_id=self._node.node_id, incarnation=1, epoch=self._beat.epoch, config_version=self._beat.held.version
         )
-        async for push in self._stub.Watch(request):
+        async for push in self._stub.Watch(request, metadata=self._metadata):
             now = time.monotonic()
             self._beat.held.version = push.version
             seen = self._seen
@@ -117,7 +124,7 @@ class Agent:
                 node_id=self._beat.node_id, incarnation=1, epoch=self._beat.epoch, held=self._beat.held
             )
         try:
-            await self._stub.Beat(request, timeout=60)
+            await self._stub.Beat(request, timeout=60, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             self._seen.failures.append(f"Beat: {error.code().name}: {error.details()}")
         else:
@@ -130,28 +137,31 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
-async def run(address: str, num: int, per_channel: int, every: float, num_beats: int, num_pushes: int) -> None:
-    """All of it, told on the way."""
+async def run(
+    address: str, num: int, per_channel: int, every: float, num_beats: int, num_pushes: int, metadata: Metadata = ()
+) -> None:
+    """All of it, told on the way; beats begin when there is nothing more to read."""
     seen = Seen()
     hardware = look()
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(-(-num // per_channel))]
     stubs = [MasterStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-    agents = [Agent(number, num, stubs[number // per_channel], seen, hardware) for number in range(num)]
+    agents = [Agent(number, num, stubs[number // per_channel], seen, hardware, metadata) for number in range(num)]
     begin = time.monotonic()
     await _at_most(_AT_ONCE, [agent.join for agent in agents])
     watching = [asyncio.ensure_future(agent.watch()) for agent in agents]
     _tell("joined", seconds=time.monotonic() - begin, num_channels=len(channels))
-    await _push(stubs[0], seen, num)  # the first: all streams are there
+    await _push(stubs[0], seen, num, metadata)  # the first: all streams are there
     await _settle(seen, num)
     _tell("ready")
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await asyncio.gather(*(agent.beat(every, num_beats) for agent in agents))
     _tell("beaten", **_summary(seen.beats), lag=quantile(seen.lags, 0.99), failures=seen.failures[:5])
     begin = time.monotonic()
-    await stubs[0].GetStatus(wire.GetStatusRequest(without_workers=True), timeout=60)
+    await stubs[0].GetStatus(wire.GetStatusRequest(without_workers=True), timeout=60, metadata=metadata)
     _tell("status", seconds=time.monotonic() - begin)
     for number in range(num_pushes):
-        seconds, num_received = await _push(stubs[0], seen, num)
+        seconds, num_received = await _push(stubs[0], seen, num, metadata)
         _tell("pushed", seconds=seconds, num_received=num_received)
         await _settle(seen, (number + 2) * num)
     _tell("over", **_summary(seen.acknowledgements), failures=seen.failures[:5], num_failures=len(seen.failures))
@@ -161,13 +171,13 @@ async def run(address: str, num: int, per_channel: int, every: float, num_beats:
     await asyncio.gather(*(channel.close(None) for channel in channels))
 
 
-async def _push(stub: MasterStub, seen: Seen, num: int) -> tuple[float, int]:
+async def _push(stub: MasterStub, seen: Seen, num: int, metadata: Metadata) -> tuple[float, int]:
     """How long until the last agent has a new config, and how many have it."""
     seen.version, seen.num_wanted = seen.version + 1, num
     seen.received.clear()
     seen.is_received.clear()
     begin = time.monotonic()
-    await stub.SetConfig(wire.SetConfigRequest(changes={"user.load": str(seen.version)}), timeout=60)
+    await stub.SetConfig(wire.SetConfigRequest(changes={"user.load": str(seen.version)}), timeout=60, metadata=metadata)
     try:
         await asyncio.wait_for(seen.is_received.wait(), _PUSH_SECONDS)
     except asyncio.TimeoutError:
@@ -211,11 +221,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--beats", type=int, required=True, help="of each agent")
     parser.add_argument("--pushes", type=int, default=10)
     parser.add_argument("--per-channel", type=int, default=AGENTS_PER_CHANNEL, help="agents to each connection")
+    parser.add_argument("--token-file", type=Path, help="with the master's token")
     given = parser.parse_args(arguments)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     load = (given.agents, given.per_channel, given.every, given.beats, given.pushes)
-    asyncio.run(run(given.address, *load))
+    token = None if given.token_file is None else read_token(given.token_file)
+    asyncio.run(run(given.address, *load, () if token is None else (("authorization", f"Bearer {token}"),)))
     return 0
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["BatchPlan", "StepPlan", "can_cut", "nearest_batches", "next_batch", "plan_step", "shares"]
 
+_MOST_MICRO_BATCHES = 1 << 22  # of a step, on all ranks
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
@@ -29,6 +31,11 @@ class StepPlan:
     def largest(self) -> int:
         """The most samples that a rank takes at once."""
         return max(map(max, self.micro_batches))
+
+    @property
+    def smallest(self) -> int:
+        """The fewest samples that a rank takes at once, where it takes any."""
+        return min(size for sizes in self.micro_batches for size in sizes if size)
 
     def weight(self, rank: int, micro_step: int) -> float:
         """What a mean loss of that micro-batch counts, for gradients that are averaged over the ranks."""
@@ -147,6 +154,12 @@ def plan_step(global_batch: int, num_ranks: int, micro_batch: int, weights: Sequ
         raise ValueError(
             f"shares of {min(each)} to {max(each)} samples cannot be cut into equally many micro-batches of at most "
             f"{micro_batch}; use a micro-batch of at least {largest}, or weights that differ less"
+        )
+    if num_micro_steps * num_ranks > _MOST_MICRO_BATCHES:  # each of them is written down
+        raise ValueError(
+            f"{global_batch} samples on {num_ranks} ranks in micro-batches of at most {micro_batch} are "
+            f"{num_micro_steps} micro-steps; use larger micro-batches or a smaller global batch, so that it is at most "
+            f"{_MOST_MICRO_BATCHES // num_ranks}"
         )
     return StepPlan(global_batch=global_batch, micro_batches=tuple(_cut(share, num_micro_steps) for share in each))
 

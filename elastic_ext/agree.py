@@ -276,6 +276,10 @@ class Agreement:
         self._take(applied)
         return refusal
 
+    def refuse_late_file(self) -> None:
+        """At the end of training, once nothing more is read: say what becomes of a file that came too late."""
+        self._rounds.refuse_late_file(self.step)
+
     def close(self) -> None:
         """Give up the agreement under way: as long as it is held, its connections stay open and peers wait."""
         self._exchange.drop()

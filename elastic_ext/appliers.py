@@ -20,13 +20,17 @@ from .strict_json import shown
 if TYPE_CHECKING:
     from .ranks import Ranks
 
-__all__ = ["Applied", "Applier", "Appliers", "Declined", "FunctionApplier"]
+__all__ = ["Applied", "Applier", "Appliers", "Declined", "FunctionApplier", "Later"]
 
 _MOST_TRACEBACK = 20_000
 
 
 class Declined(Exception):
     """Raised in ``apply``, on all ranks at once, before anything was applied: it cannot be, and all is as it was."""
+
+
+class Later(Exception):
+    """Raised in ``check``, once training has begun: the next step tells whether it can be, and ranks then ask again."""
 
 
 class Applier(Protocol):
@@ -105,21 +109,30 @@ class Appliers:
         return frozenset(each.section for each in self._appliers if not getattr(each, "only_checks", False))
 
     def check(self, new: ElasticConfig) -> dict[int, list[str]]:
-        """Every rank's reasons against ``new``, by rank; an applier that raises is an error on all ranks."""
+        """Every rank's reasons against ``new``, by rank; an applier that raises is an error on all ranks.
+
+        All raise Later where one does and none has a reason.
+        """
         with self.pulse.during(Activity.CHANGING):
             return self._check(new)
 
     def _check(self, new: ElasticConfig) -> dict[int, list[str]]:
         reasons: list[str] = []
         failure: Exception | None = None
+        is_later = False
         try:
             for applier in self._appliers:
-                reason = applier.check(new)
+                try:
+                    reason = applier.check(new)
+                except Later:
+                    is_later = True
+                    continue
                 if reason is not None:
                     reasons.append(f"{applier.section}: {reason}")
         except Exception as error:  # whatever an applier raises, every rank must hear of it
             failure = error
-        return self._reasons_of_all(reasons, failure, f"checking {new.label}", RanksFailedError)
+        doing = f"checking {new.label}"
+        return self._reasons_of_all(reasons, failure, doing, RanksFailedError, is_later=is_later)
 
     def apply(self, old: ElasticConfig, new: ElasticConfig) -> dict[int, list[str]]:
         """Apply what differs, in the order of config.SECTIONS; gives every rank's reasons where it was declined.
@@ -146,13 +159,22 @@ class Appliers:
         return self._reasons_of_all(reasons, failure, f"applying {new.label}", ApplyError)
 
     def _reasons_of_all(
-        self, reasons: list[str], failure: Exception | None, doing: str, kind: type[RanksFailedError]
+        self,
+        reasons: list[str],
+        failure: Exception | None,
+        doing: str,
+        kind: type[RanksFailedError],
+        *,
+        is_later: bool = False,
     ) -> dict[int, list[str]]:
-        """By rank, where there are some. Raises on all ranks where one has failed."""
+        """By rank, where there are some. Raises on all ranks where one has failed, or has to be asked later."""
         trace = "" if failure is None else "".join(traceback.format_exception(failure))[-_MOST_TRACEBACK:]
-        answer = json.dumps({"reasons": reasons, "traceback": trace}).encode()
+        answer = json.dumps({"reasons": reasons, "traceback": trace, "is_later": is_later}).encode()
         answers = [json.loads(data) for data in self._ranks.gather(answer, doing)]
         failed = {rank: answer["traceback"] for rank, answer in enumerate(answers) if answer["traceback"]}
         if failed:
             raise kind(doing, self._ranks.world_size, failed) from failure
-        return {rank: answer["reasons"] for rank, answer in enumerate(answers) if answer["reasons"]}
+        found = {rank: answer["reasons"] for rank, answer in enumerate(answers) if answer["reasons"]}
+        if not found and any(answer["is_later"] for answer in answers):
+            raise Later
+        return found

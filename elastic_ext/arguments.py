@@ -29,6 +29,7 @@ __all__ = [
     "check_ranks_are_joined",
     "check_samples",
     "check_scaler",
+    "check_sharded",
     "check_shared",
     "check_updates",
 ]
@@ -66,17 +67,23 @@ def check_checkpoints(
         raise ValueError("checkpoint_interval was given without shared_storage_path; say where checkpoints go")
 
 
-def check_model(model: object, *, use_fsdp: bool, accelerator: object) -> None:
+def check_model(model: object, *, accelerator: object) -> None:
     parts = list(model.modules()) if isinstance(model, nn.Module) else [model]
     if any(map(pipelines.are_in_use, parts)):
         raise NotImplementedError(pipelines.REFUSED.format(f"model is a {type(model).__name__}"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
-    is_sharded = any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules())
-    if use_fsdp and not is_sharded:
-        raise ValueError("use_fsdp is True and the model is not sharded; call fully_shard(model) first")
     if accelerator is None:
         check_not_prepared(model)
+
+
+def check_sharded(model: nn.Module) -> None:
+    """Raise where the trainer was told that it is, and nobody has done so."""
+    if not any(isinstance(part, (FSDPModule, FullyShardedDataParallel)) for part in model.modules()):
+        raise ValueError(
+            "use_fsdp is True and the model is not sharded; call fully_shard(model) before ElasticTrainer is made, or "
+            'trainer.parallelize(model, ParallelPlan(strategy="full_shard")) before prepare(); or leave use_fsdp out'
+        )
 
 
 def check_samples(loader: object, *, num_replicas: int, rank: int, num_parts: int) -> None:

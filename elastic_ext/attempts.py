@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .errors import StepUndone
+from .growing import Growing
 from .guarding import Guarding, StepFailure
 from .out_of_memory import advise, is_out_of_memory, let_go
 from .steps import Steps
@@ -45,18 +46,17 @@ class Attempts:
         *,
         has_others: Callable[[], bool],
         leaves_nothing: Callable[[], bool],
-        shrink: Callable[[int, dict[int, str]], None] | None,
+        growing: Growing | None,
     ) -> None:
         """``has_others``: passes may depend on other ranks; ``leaves_nothing``: they change nothing but gradients.
 
-        ``shrink`` has steps cut smaller than so many samples at once, on all ranks, and tells of the failures; None
-        where nothing may change.
+        ``growing`` has steps cut smaller, on all ranks, and tells of the failures; None where nothing may change.
         """
         self._steps = steps
         self._guarding = guarding
         self._has_others = has_others
         self._leaves_nothing = leaves_nothing
-        self._shrink = shrink
+        self._growing = growing
         self.on_batch: Callable[[Any], None] | None = None
         """Called with what a function is given, before it is called."""
 
@@ -74,9 +74,9 @@ class Attempts:
                 return function(*arguments, **options)
         except StepUndone as undone:  # all ranks have heard of it
             failures = undone.failures
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, ValueError) as error:
             failure = steps.failure
-            if failure is None or not is_out_of_memory(error):
+            if failure is None or not (is_out_of_memory(error) or self._has_come_to_one(failure)):
                 raise
             why_not = self._why_not(failure)
             if why_not is not None:
@@ -87,11 +87,16 @@ class Attempts:
         let_go()
         largest = steps.largest
         assert largest is not None
-        assert self._shrink is not None
+        assert self._growing is not None
         if failures is None:
             failures = self._tell(steps.failure)
-        self._shrink(largest, failures)
+        self._growing.shrink(largest, failures)
+        self._guarding.expect_again()
         return None
+
+    def _has_come_to_one(self, failure: StepFailure) -> bool:
+        """Whether a layer refuses a single sample, which it was given because memory ran out before."""
+        return bool(failure.refusal) and self._growing is not None and self._growing.has_shrunk
 
     def _tell(self, failure: StepFailure | None) -> dict[int, str]:
         """Tell the other ranks; gives what all of them tell."""
@@ -104,7 +109,7 @@ class Attempts:
 
     def _why_not(self, failure: StepFailure) -> str | None:
         """Why the step is not taken again, None where it is."""
-        if self._shrink is None:
+        if self._growing is None:
             return _OFF
         if failure.largest is None:
             return _CANNOT_SHRINK

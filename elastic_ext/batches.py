@@ -30,6 +30,7 @@ _BY_HAND = (
     "of {num} micro-batches would be gathered twice. Start the job with global_batch_size=, and call optimizer.step() "
     "in every micro-step"
 )
+_NO_LOADER = "no dataloader was given to the trainer; give it an ElasticDataLoader"
 _FIXED_KEYS = ("num_workers", "prefetch_factor", "pin_memory")
 
 
@@ -135,21 +136,29 @@ class Batches:
         micro_batch = config.dataloader.batch_size or self.source.batch_size
         return self._planned(config.global_batch_size or 0, micro_batch, self._num_ranks).full_step.largest
 
-    def halved(self, largest: int) -> int:
-        """The size of micro-batches, halved until the step that comes takes fewer at once; 0 where there is none."""
+    def fewer(self, largest: int, *, takes_one: bool) -> int:
+        """A size of micro-batches by which the step that comes takes fewer than ``largest`` at once; 0 for none.
+
+        The present size, halved; unless the model ``takes_one``, the first by which no rank ever has a single sample.
+        """
+        assert self._plan is not None
+        sizes = [self._plan.micro_batch]
+        while sizes[-1] > 1:
+            sizes.append(sizes[-1] // 2)
+        if not takes_one:
+            sizes += range(largest - 1, 1, -1)
+        return next((size for size in sizes if self._is_fewer(size, largest, takes_one=takes_one)), 0)
+
+    def _is_fewer(self, micro_batch: int, largest: int, *, takes_one: bool) -> bool:
         assert self.source is not None
         assert self._plan is not None
-        micro_batch = self._plan.micro_batch
-        while micro_batch > 0:
-            try:
-                plan = self._planned(self._plan.global_batch, micro_batch, self._num_ranks)
-            except ValueError:  # which says why, where that is asked for
-                return micro_batch
-            step = plan.next_step(self.source.remaining)  # what was carried over came back with the step
-            if step is None or step.largest < largest:
-                return micro_batch
-            micro_batch //= 2
-        return 0
+        try:
+            plan = self._planned(self._plan.global_batch, micro_batch, self._num_ranks)
+        except ValueError:  # which says why, where that is asked for
+            return takes_one
+        step = plan.next_step(self.source.remaining)  # what was carried over came back with the step
+        steps = [plan.full_step] if step is None else [plan.full_step, step]
+        return (step is None or step.largest < largest) and (takes_one or all(each.smallest > 1 for each in steps))
 
     @property
     def num_steps(self) -> int | None:
@@ -329,6 +338,8 @@ class Batches:
         """Why steps cannot be cut as ``new`` says, None where they can."""
         batch, micro_batch = new.global_batch_size, new.dataloader.batch_size
         settings = [name for name in _FIXED_KEYS if getattr(new.dataloader, name) is not None]
+        if settings and self.loader is None:
+            return f"{', '.join(settings)} cannot change: {_NO_LOADER}, which could change them"
         if settings and self.loader_applier is None:
             return f"{', '.join(settings)} of this dataloader cannot change while it is in use"
         if self.source is not None:
@@ -340,7 +351,9 @@ class Batches:
             return _BY_HAND.format(num=num) if self.is_gathered_by_hand and num > 1 else None
         fixed = self._fixed
         if micro_batch is not None and (fixed is None or micro_batch != fixed.micro_batch):
-            has = "no dataloader was given to the trainer" if fixed is None else f"this one has {fixed.micro_batch}"
+            if self.loader is None:
+                return f"the batch size is the loop's own: {_NO_LOADER}, whose batch size changes"
+            has = "it has no fixed one" if fixed is None else f"this one has {fixed.micro_batch}"
             return f"the batch size of a DataLoader is its own ({has}); that of an ElasticDataLoader changes"
         if batch is not None and batch != self._global_batch:
             if (self._global_batch is None and not self.is_resuming) or fixed is None:

@@ -37,6 +37,10 @@ __all__ = ["Checkpoints", "Resume", "WhenSaveFails", "WhenSaving", "checkpoints_
 
 _logger = logging.getLogger(__name__)
 
+_CANNOT_HOLD = (
+    "after the first step {}. Use an optimizer whose state is plain tensors, as torch.optim's are, or have no "
+    "checkpoints saved: leave checkpoint_interval out, and checkpoint in the config"
+)
 Resume = Literal["auto", "strict", "never"]
 WhenSaveFails = Literal["raise", "warn"]
 WhenSaving = Literal["wait", "skip", "error"]
@@ -94,6 +98,7 @@ class Checkpoints:
         self._left_out: tuple[int, str] | None = None  # the global step and the name of the last one that was
         self._has_told_of_epochs = self._has_told_of_no_epoch = False
         self._due: _Due | None = None  # the save that is not begun yet
+        self._why_never: str | None = None  # anything can be saved, since the first step
 
     # ---- saving ----
 
@@ -166,6 +171,11 @@ class Checkpoints:
                 "saved by itself where no epoch ends, as trainer.reset() alone tells of none; put it around the loop "
                 "over the data, or have checkpoints saved by steps"
             )
+
+    @property
+    def step(self) -> int:
+        """The global step that training has come to."""
+        return self._counts.global_step
 
     @property
     def root(self) -> Path:
@@ -257,6 +267,27 @@ class Checkpoints:
     def try_out(self) -> None:
         """Find out now what could not be saved later."""
         self._job.try_out(self._state.collect)
+
+    def try_out_stepped(self) -> None:
+        """The same after the first step, with all ranks, of what optimizers have made in it.
+
+        A warning where none falls due by itself, or one that fails is to be a warning.
+        """
+        try:
+            self._job.try_out(self._state.collect)
+        except CheckpointError as error:
+            self._why_never = _CANNOT_HOLD.format(error)
+            is_planned = self._interval.steps is not None or self._interval.epochs is not None
+            if is_planned and not self._saves.warns:
+                raise CheckpointError(self._why_never) from None
+            if self._state.rank == 0:
+                _logger.warning("%s; training goes on without", self._why_never)
+
+    def check(self, new: ElasticConfig) -> str | None:
+        """Why none can be saved where ``new`` asks for some, None where they can, or where a failure is a warning."""
+        wanted = new.checkpoint
+        is_wanted = wanted.steps is not None or wanted.epochs is not None or wanted.now
+        return self._why_never if is_wanted and not self._saves.warns else None
 
     def make_ready(self) -> None:
         """Make the memory for saving in the background, once, as soon as there is an interval to save at."""

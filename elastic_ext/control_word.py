@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 
-__all__ = ["AgreedWord", "ControlWord", "Purpose"]
+__all__ = ["REFUSES_ONE", "AgreedWord", "ControlWord", "Purpose"]
+
+REFUSES_ONE = "a layer refuses a single sample"
+"""With this begins what a rank says whose step failed for that, and not because memory ran out."""
 
 _PULSE_BYTES = 6  # 2**15 ranks' pulses still add up to a 64-bit integer
 _MOST_TEXT = 500
@@ -116,7 +119,7 @@ class ControlWord:
     refusal: str = ""
     """Why it holds nothing newer, where a file was refused."""
     failed: str = ""
-    """How memory ran out in the step under way."""
+    """How memory ran out in the step under way, or that a layer refuses a single sample."""
     brings: str = ""
     """Which gradients it has for the others, in short; or what it has seen in them."""
 

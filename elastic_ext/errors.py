@@ -17,6 +17,7 @@ ElasticError
 │   └── MasterRefused        it says that this cannot be; .about says whether that is the token, the place or the words
 │       └── NodeFenced           another agent has taken this node's place
 ├── WorkerDiedError      worker processes that load data die, again and again on the same samples; .indices names them
+│                        (also a RuntimeError, as torch's is)
 └── RanksError           something happened on one or more ranks; every rank raises
     ├── RanksFailedError     ranks raised while working together; holds each one's traceback
     │   └── ApplyError           ... while a config was being applied: resume from a checkpoint
@@ -26,10 +27,16 @@ ElasticError
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]
 
 __all__ = [
     "ApplyError",
@@ -93,6 +100,8 @@ class CheckpointError(ElasticError):
 
     is_in_log = False
     """It was logged where it came about, before it is raised."""
+    says_all = False
+    """It is a refusal in words, on all ranks: where it came about in this library adds nothing."""
 
 
 class CheckpointNotFound(CheckpointError):
@@ -190,8 +199,11 @@ class NodeFenced(MasterRefused):
     """Another agent has taken the place of this node, and is the node from now on."""
 
 
-class WorkerDiedError(ElasticError):
-    """Worker processes that died one after another, over the samples of ``indices`` or, with none, before any."""
+class WorkerDiedError(ElasticError, RuntimeError):
+    """Worker processes that died one after another, over the samples of ``indices`` or, with none, before any.
+
+    It is a RuntimeError too, as what torch's loader raises is: a script that catches that one catches this.
+    """
 
     def __init__(self, message: str, *, indices: Sequence[object] = ()) -> None:
         self.indices = tuple(indices)
@@ -240,7 +252,15 @@ def _some(names: Sequence[str], limit: int = 10) -> str:
 def in_words(error: BaseException) -> str:
     """What a person is told of an error that happened elsewhere."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f" ({error.filename})" if error.filename else "")
+        return error.strerror + (f" ({error.filename})" if error.filename else "") + _advice_on(error)
     if isinstance(error, (CheckpointError, OSError, ValueError, TypeError)):
         return str(error) or type(error).__name__
     return f"{type(error).__name__}: {error}"
+
+
+def _advice_on(error: OSError) -> str:
+    """What to do about an error of the system that says nothing of it."""
+    if error.errno == errno.EMFILE and resource is not None:
+        number, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"; this process may have {number} open at once: allow it more with `ulimit -n`, or have it open fewer"
+    return ""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
 import shutil
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +27,13 @@ try:
 except ImportError:  # Windows has no flock; one writer per file is then up to the user
     fcntl = None  # type: ignore[assignment]
 
+try:
+    import pwd
+except ImportError:
+    pwd = None  # type: ignore[assignment]
+
 __all__ = [
+    "FILE_MODE",
     "FileStamp",
     "NewFiles",
     "NotRegularError",
@@ -34,7 +43,9 @@ __all__ = [
     "is_taken",
     "is_temporary",
     "link_or_copy",
+    "lock_holders",
     "look_afresh",
+    "make_folder",
     "move_folder",
     "naming",
     "open_regular",
@@ -49,9 +60,18 @@ __all__ = [
     "write_whole",
 ]
 
+_logger = logging.getLogger(__name__)
+
+FILE_MODE = 0o664
+"""What new files may be used for, less what the umask takes off: whatever that is, nobody else may write to them."""
+_FOLDER_MODE = 0o775
+
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EINVAL})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+_LOOK_SECONDS = 1.0  # how long somebody who only looks whether a lock is held is waited for, at most
+_LOCK_POLL_SECONDS = 0.01
+_TELL_SECONDS = 5.0
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.DOTALL)
 
 
@@ -74,9 +94,9 @@ def write_whole(path: Path, data: bytes, *, durable: bool = True) -> None:
     target = Path(os.path.realpath(path))
     mode = _mode_of(target)
     temporary = temporary_beside(target)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
     try:
-        with open(descriptor, "wb") as file:
+        with naming(target), open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             if mode is not None:
@@ -128,7 +148,7 @@ class NewFiles:
     def begin(self, path: Path) -> int:
         """A descriptor by which to write what is to be the file ``path``."""
         temporary = temporary_beside(path)
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         self._open.append((path, file))
         self._waiting[path] = temporary
         return file
@@ -173,11 +193,12 @@ class NewFiles:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError name ``path`` where it names no file, as those of calls on descriptors do not."""
+    """Have an OSError of the system name ``path`` where it names no file, as those of calls on descriptors do not."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
 
 
@@ -194,7 +215,9 @@ def link_or_copy(source: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        write_new(path, source.read_bytes())
+        with naming(source):
+            data = source.read_bytes()
+        write_new(path, data)
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
@@ -243,7 +266,8 @@ def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` survive a power cut, where its file system can promise that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
@@ -259,7 +283,7 @@ def look_afresh(folder: Path) -> None:
     """
     path = temporary_beside(folder / "look")
     with contextlib.suppress(OSError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE))
         os.unlink(path)
 
 
@@ -282,7 +306,7 @@ class NotRegularError(OSError):
 def read_at_most(path: Path, limit: int) -> bytes:
     """The first ``limit`` + 1 bytes of a regular file, so that a longer one can be told; raises what ``open_regular``
     does."""
-    with open_regular(path) as file:
+    with open_regular(path) as file, naming(path):
         return file.read(limit + 1)
 
 
@@ -299,7 +323,9 @@ def open_regular(path: Path) -> IO[bytes]:
         raise
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, descriptor)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with naming(path):
+            mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
             raise NotRegularError(f"{path} is not a regular file")
         undo.pop_all()
     return open(descriptor, "rb")
@@ -316,25 +342,46 @@ def stamp_of(path: Path) -> FileStamp | None:
     )
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, where they are not there: whatever the umask, nobody else may write there."""
+    for each in reversed([path, *path.parents]):
+        if not each.is_dir():
+            each.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+
+
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold ``path`` as a lock among processes of this machine; waits until it is free."""
-    with open(path, "ab") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """Hold ``path`` as a lock among processes of this machine; waits until it is free, and says whom for."""
+    descriptor = _open_lock(path)
+    try:
+        began, waiting, has_told = time.monotonic(), threading.Event(), False
+        while fcntl is not None and not _flock(descriptor, path, is_shared=False):
+            if not has_told and time.monotonic() - began > _TELL_SECONDS:
+                _logger.warning("waiting for the lock %s, which is held by %s", path, lock_holders(path))
+                has_told = True
+            waiting.wait(_LOCK_POLL_SECONDS)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def try_lock(path: Path) -> int | None:
     """Hold ``path`` as a lock among processes: a descriptor that holds it until it is closed, None if another does.
 
-    OSError with errno.ENOLCK where the file system (or the machine) has no locks. A child process that is forked has
-    the descriptor too, and holds the lock as long as it has.
+    The lock file is its owner's alone, so that nobody who can only read the folder can keep its owner out; a lock that
+    is only looked at is waited for. OSError with errno.ENOLCK where the file system (or the machine) has no locks, and
+    a PermissionError where the file is another user's. A child process that is forked has the descriptor too, and holds
+    the lock as long as it has.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # NFS locks only what it may write to
-    is_held = False
+    descriptor, is_held = _open_lock(path), False
     try:
-        is_held = _flock(descriptor, path, is_shared=False)
+        deadline, waiting = time.monotonic() + _LOOK_SECONDS, threading.Event()
+        while not (is_held := _flock(descriptor, path, is_shared=False)):
+            if time.monotonic() >= deadline or not _flock(descriptor, path, is_shared=True):
+                break
+            with naming(path):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # nobody has it alone: somebody looks, which is soon over
+            waiting.wait(_LOCK_POLL_SECONDS)
     finally:
         if not is_held:
             os.close(descriptor)
@@ -353,12 +400,75 @@ def is_locked(path: Path) -> bool:
         os.close(descriptor)
 
 
+def lock_holders(path: Path) -> str:
+    """Which processes of this machine hold ``path`` as a lock, in words, as far as the kernel tells."""
+    try:
+        status = os.stat(path)
+        lines = Path("/proc/locks").read_text(errors="replace").splitlines()
+    except OSError:
+        return "a process that cannot be named here"
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    fields = [line.split() for line in lines]
+    holders = [
+        f"{_process_in_words(int(each[4]))}{' (for reading)' if each[3] == 'READ' else ''}"
+        for each in fields
+        if len(each) > 5 and each[1] == "FLOCK" and each[5] == place and each[4].lstrip("-").isdigit()
+    ]
+    return ", ".join(holders) or "a process of another machine, or one that has just ended"
+
+
+def _process_in_words(pid: int) -> str:
+    if pid <= 0:  # in another namespace
+        return "a process of another container"
+    process = Path("/proc", str(pid))
+    try:
+        name, user = (process / "comm").read_text(errors="replace").strip(), _user_in_words(process.stat().st_uid)
+    except OSError:
+        return f"process {pid}"
+    return f"process {pid} ({name}) of {user}"
+
+
+def _user_in_words(number: int) -> str:
+    if pwd is None:
+        return f"user {number}"
+    try:
+        return f"user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"user {number}"
+
+
+def _open_lock(path: Path) -> int:
+    """A descriptor of a lock file that nobody but its owner can open, made where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # NFS locks only what it may write to
+    except PermissionError as error:
+        try:
+            owner = os.stat(path).st_uid
+        except OSError:
+            raise error from None
+        if owner == os.geteuid():
+            raise
+        words = f"the lock belongs to {_user_in_words(owner)}, who alone can hold it"
+        raise PermissionError(errno.EACCES, words, str(path)) from None
+    try:
+        with naming(path):
+            status = os.fstat(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+        with contextlib.suppress(OSError):  # as on a file system without modes
+            os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 def _flock(descriptor: int, path: Path, *, is_shared: bool) -> bool:
     """Whether the lock could be had at once."""
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path))
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        with naming(path):
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

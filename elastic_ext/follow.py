@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -152,7 +152,8 @@ class ConfigFollower:
         self._knobs = Knobs()
         self._agreement.add(self._knobs)
         self._found_at_start: Applied | None = None  # until the first step has read its knobs
-        self._finished = self._closed = False
+        self._finished = False
+        self._closed_by = ""  # what the user did, in words; empty until then
 
     def take_pulse(self, pulse: Pulse) -> None:
         """Tell this one from here on what the rank does; it passes on to the one before what that is to hear."""
@@ -264,13 +265,13 @@ class ConfigFollower:
         now = time.perf_counter()
         return now < self.reports.due_at and self._agreement.pass_quietly(now, step, backwards)
 
-    def end_epoch(self, *, is_doubtful: bool = False) -> None:
+    def end_epoch(self, *, doubt: str = "") -> None:
         """Return once every rank has come here with the same counts; else all raise, and name those that differ.
 
-        ``is_doubtful`` says that others may be waiting elsewhere for this rank: then it does not wait long for them.
+        ``doubt`` says why others may be waiting elsewhere for this rank: then it does not wait long for them.
         """
         self._raise_if_closed()
-        with self._waiting(is_doubtful):
+        with self._waiting(doubt):
             self._agreement.end(Purpose.END)
 
     def retry(self, purpose: Purpose, exchanges: int = 0, lost: int = 0) -> None:
@@ -282,7 +283,7 @@ class ConfigFollower:
         says how many micro-batches it had taken that do not come again: ranks that differ there end steps apart.
         """
         self._raise_if_closed()
-        with self._waiting(is_doubtful=True):
+        with self._waiting("took back a step that had failed on it"):
             self._agreement.end(purpose, exchanges, lost)
 
     def hear_all(self, *, failed: str = "", brings: str = "") -> AgreedWord | None:
@@ -301,7 +302,7 @@ class ConfigFollower:
     def meet_to_shrink(self) -> None:
         """As ``end_epoch``, before a step comes again for which memory did not suffice; ``revise`` may come after."""
         self._raise_if_closed()
-        with self._waiting(is_doubtful=True):
+        with self._waiting("took back a step that ran out of memory"):
             self._agreement.end(Purpose.SMALLER)
 
     def revise(self, changes: Mapping[str, object], reason: str) -> str:
@@ -309,20 +310,20 @@ class ConfigFollower:
         self._raise_if_closed()
         return self._agreement.revise(changes, reason) if self.settings.enabled else _OFF
 
-    def meet_to_go_back(self, *, is_doubtful: bool = False) -> None:
+    def meet_to_go_back(self, *, doubt: str = "") -> None:
         """As ``end_epoch``, before training goes back to a checkpoint; ``go_back`` comes after."""
         self._raise_if_closed()
-        with self._waiting(is_doubtful):
+        with self._waiting(doubt):
             self._agreement.end(Purpose.REWIND)
 
     def go_back(self, step: int) -> None:
         """So many steps lie behind now, on all ranks; the config in force stays what it is."""
         self._agreement.step = step
 
-    def finish(self, *, is_doubtful: bool = False) -> None:
+    def finish(self, *, doubt: str = "") -> None:
         """As ``end_epoch``, at the end of training; ``close`` comes after."""
         self._raise_if_closed()
-        with self._waiting(is_doubtful):
+        with self._waiting(doubt):
             self._agreement.end(Purpose.FINISH)
         self._finished = True
         self._write_metrics()
@@ -369,16 +370,22 @@ class ConfigFollower:
         self._agreement.step = state["step"]
         self._agreement.resume(ElasticConfig.from_dict(state["config"], revision=state["revision"]))
 
-    def close(self) -> None:
-        """Stop following; what is in force stays readable. Closing twice is allowed."""
-        if self._closed:
+    def close(self, by: str = "follower.close() was called") -> None:
+        """Stop following; what is in force stays readable. Closing twice is allowed.
+
+        ``by`` is what the user did, for whoever calls something that comes too late.
+        """
+        if self._closed_by:
             return
-        self._closed = True
+        self._closed_by = by
         board = self._ranks.board
         if board is not None and not self._finished:
             board.post(Trouble(kind="failed", progress=self._ranks.progress(), text="it closed its follower"))
         if self._watcher is not None:
             self._watcher.close()
+            if self._finished:
+                with suppress(ElasticError):  # it has died, and said so
+                    self._agreement.refuse_late_file()
         self._agreement.close()
         self._ranks.close()
         self.pulse.end()
@@ -388,7 +395,7 @@ class ConfigFollower:
             self.start()
         except BaseException as error:
             self.tell_peers(error)
-            self.close()
+            self.close("the follower could not start")
             raise
         return self
 
@@ -401,19 +408,19 @@ class ConfigFollower:
             else:
                 self.tell_peers(error)
         finally:
-            self.close()
+            self.close("`with follower:` has ended" if error is None else "an exception has left `with follower:`")
 
     @contextmanager
-    def _waiting(self, is_doubtful: bool) -> Iterator[None]:
-        seconds = min(_DOUBTFUL_SECONDS if is_doubtful else math.inf, self.settings.timeout_seconds)
-        with self.pulse.during(Activity.BOUNDARY), self._ranks.waiting_at_most(seconds):
+    def _waiting(self, doubt: str) -> Iterator[None]:
+        seconds = min(_DOUBTFUL_SECONDS if doubt else math.inf, self.settings.timeout_seconds)
+        with self.pulse.during(Activity.BOUNDARY), self._ranks.waiting_at_most(seconds, doubt):
             yield
 
     def _raise_if_closed(self) -> None:
-        if self._closed:
+        if self._closed_by:
             raise ElasticError(
-                "this follower was closed (or the trainer that has it), and the other ranks with it; make a new one on "
-                "every rank"
+                f"{self._closed_by}, and with that the other ranks are not heard of any more; make this call before "
+                "it, or make a new one on every rank"
             )
 
     def _record(self, applied: Applied | None) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["as_list", "check_choice", "check_flag", "expanded", "path_given"]
+__all__ = ["as_list", "check_choice", "check_flag", "expanded", "names_given", "path_given"]
 
 _EMPTY = "is '', as where a variable is not set; allowed: a path, and '.' for the current folder"
 
@@ -36,6 +36,15 @@ def path_given(name: str, value: object) -> Path:
     if value == "":
         raise ValueError(f"{name} {_EMPTY}")
     return Path(value)
+
+
+def names_given(name: str, value: object) -> list[str]:
+    """``value`` as a list of names; ValueError for what is none, such as one name by itself, whose letters it has."""
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
+        found = list(value)
+        if all(isinstance(one, str) for one in found):
+            return found
+    raise ValueError(f"{name} is {value!r}; allowed: a list of names")
 
 
 def expanded(path: str | Path) -> Path:

@@ -88,6 +88,8 @@ class Gradients:
         """Outputs of a forward pass; its backward pass, which has not begun, shares gradients: other ranks wait."""
         self.before_step: Callable[[], None] | None = None
         """Called on all ranks as a step begins, when the model may have to be taken up anew."""
+        self.on_unused: Callable[[], None] | None = None
+        """Called once, when a pass through sharded modules has left out a parameter that is trained."""
         self.on_shared_buffers: Callable[[], None] | None = None
         """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
         self._has_shared_buffers = False  # in the step under way
@@ -257,6 +259,9 @@ class Gradients:
         """Raise where this micro-step's gradients cannot be those of the step."""
         state, before = self._state, self._witness
         self._weighing.refuse_pipeline()
+        if self.on_unused is not None and state.index == 0 and state.has_backward and self.sharing.leaves_unused():
+            self.on_unused()
+            self.on_unused = None
         if state.is_last:
             if not state.has_backward and not self._is_alone and state.num_begun == 0:
                 raise StepError(_UNSHARED)

@@ -1,5 +1,7 @@
 """Growing: how many samples a rank takes at once: fewer where memory did not suffice, more where somebody asks for it.
 
+A single one is no size to go to where a layer refuses that: it is found out by trying.
+
 What did not fit is remembered, with the plan by which the model lay then.
 """
 
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .batches import Batches
 from .config import ElasticConfig
+from .control_word import REFUSES_ONE
 from .errors import ElasticError, StepError
 from .rounds import Proposal
 
@@ -26,9 +29,10 @@ _logger = logging.getLogger(__name__)
 _KEY = "dataloader.batch_size"
 _REASON = "trainer.try_grow()"
 _NO_LESS = (
-    "{}, with {} sample(s) at once, and there cannot be fewer: have activations recomputed (activation_checkpoint), "
-    "share the model out (trainer.reshard), or make it smaller; the step was taken back"
+    "{}, and there cannot be fewer: have activations recomputed (activation_checkpoint), share the model out "
+    "(trainer.reshard), or make it smaller{}; the step was taken back"
 )
+_TAKES_NONE = ", or have its layers take a single sample, as GroupNorm does and BatchNorm does not"
 _FIXED = "trainer.try_grow() needs a dataloader that can be told another size of micro-batches; use ElasticDataLoader"
 _WHOLE = "a micro-batch is a rank's whole part of the global batch already: {} samples"
 _BOUND = "memory ran out with {} samples at once, and {} would be no fewer"
@@ -52,6 +56,13 @@ class Growing:
         self._memory = memory
         self._plan = plan
         self._bounds: dict[Hashable, int] = {}  # samples that did not fit, by plan
+        self._failed_with = 0  # samples at once, when memory ran out last
+        self._takes_one = True  # as far as is known
+
+    @property
+    def has_shrunk(self) -> bool:
+        """Whether micro-batches are smaller than the script would have them, since memory ran out."""
+        return self._failed_with > 0
 
     @property
     def bound(self) -> int | None:
@@ -88,17 +99,29 @@ class Growing:
         self._memory.per_sample = None
 
     def shrink(self, largest: int, failures: Mapping[int, str]) -> None:
-        """Memory did not suffice for so many samples at once: have fewer from here on, with all ranks."""
+        """Memory did not suffice for so many samples at once: have fewer from here on, with all ranks.
+
+        Or fewer had been too few for a layer: then as many as it takes, but not so many again as did not fit.
+        """
         follower, plan = self._follower, self._plan()
-        if largest >= self._batches.largest:  # else it was an epoch's tail, whose like has fitted
-            self._bounds[plan] = min(largest, self._bounds.get(plan, largest))
+        refusals = {rank: text for rank, text in failures.items() if text.startswith(REFUSES_ONE)}
+        self._takes_one &= not refusals
+        if len(refusals) < len(failures):
+            self._failed_with = largest
+            if largest >= self._batches.largest:  # else it was an epoch's tail, whose like has fitted
+                self._bounds[plan] = min(largest, self._bounds.get(plan, largest))
         follower.meet_to_shrink()
-        now, wanted = follower.config.dataloader.batch_size, self._batches.halved(largest)
+        now = follower.config.dataloader.batch_size
         assert now is not None
-        where = ", ".join(f"on rank {rank} {text}" for rank, text in sorted(failures.items()))
-        told = f"memory ran out {where} after step {self._counts.global_step}"
+        wanted = self._batches.fewer(self._failed_with, takes_one=self._takes_one)
+        where = ", ".join(f"on rank {rank} {text}" for rank, text in sorted((refusals or failures).items()))
+        step, with_so_many = self._counts.global_step, f"with {self._failed_with} sample(s) at once"
+        told = f"memory ran out {where} after step {step}"
+        if refusals:
+            told = f"memory ran out {with_so_many} after step {step}, and {where}"
         if wanted == 0:
-            raise StepError(_NO_LESS.format(told, largest))
+            told += "" if refusals else f", {with_so_many}"
+            raise StepError(_NO_LESS.format(told, "" if self._takes_one else _TAKES_NONE))
         if now != wanted:
             refusal = follower.revise({_KEY: wanted}, told)
             if refusal:

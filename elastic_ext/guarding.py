@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from .averaging import Averaging
-from .control_word import AgreedWord
+from .control_word import REFUSES_ONE, AgreedWord
 from .device_memory import DeviceMemory
 from .errors import StepError, StepUndone
 from .out_of_memory import is_out_of_memory
@@ -34,7 +34,7 @@ _STEPS = 3  # after something new: the first asks for the most, as a rule, and t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFailure:
-    """Where in a step memory ran out on this rank."""
+    """Where in a step memory ran out on this rank, or a layer refused a single sample."""
 
     micro_step: int
     during: str
@@ -45,10 +45,19 @@ class StepFailure:
     """No other rank waits for it but to hear of it."""
     keeps_all: bool
     """All that it has left was rolled back."""
+    refusal: str = ""
+    """What a layer said that refuses a single sample; empty where memory ran out."""
 
     @classmethod
     def of(
-        cls, state: StepState, *, sees_passes: bool, largest: int | None, holds_back: bool, keeps_all: bool
+        cls,
+        state: StepState,
+        *,
+        sees_passes: bool,
+        largest: int | None,
+        holds_back: bool,
+        keeps_all: bool,
+        refusal: str = "",
     ) -> StepFailure:
         """Of the micro-step under way; ``holds_back`` says that other ranks have a part in the step."""
         during = "forward pass" if state.has_forward else "before the model was called"
@@ -60,11 +69,12 @@ class StepFailure:
             largest=largest,
             is_guarded=state.is_guarded and not (state.is_shared and holds_back),
             keeps_all=keeps_all,
+            refusal=refusal,
         )
 
     def __str__(self) -> str:
-        told = f"in micro-step {self.micro_step + 1}"
-        return f"{told} ({self.during})" if self.during else told
+        told = f"in micro-step {self.micro_step + 1}" + (f" ({self.during})" if self.during else "")
+        return f"{REFUSES_ONE} {told}: {self.refusal}" if self.refusal else told
 
 
 class Hears(Protocol):
@@ -117,6 +127,10 @@ class Guarding:
     def expect_more(self) -> None:
         """The steps that come may."""
         self._num_left, self._most = _STEPS, 0
+
+    def expect_again(self) -> None:
+        """The step that comes was undone on all ranks, and may be once more."""
+        self._num_left = max(self._num_left, 1)
 
     def watch(self) -> None:
         """Such a step begins."""

@@ -32,6 +32,7 @@ class HeldCopies:
         self._counts = state.counts
         self._held_at = self._copied_at = -math.inf  # at an epoch's end, and whenever
         self._copy_seconds = 0.0
+        self._step = 0  # the global step that was copied last
 
     def hold(self, *, is_between: bool) -> None:
         """Copy what there is at the end of an epoch, to be written if training is told to end before the next step.
@@ -52,6 +53,7 @@ class HeldCopies:
         """
         manner = Manner(waits=waits, starts=False, on_failed=self._saves.note_failure)
         self._saves.save(name, moment, manner)
+        self._step = self._counts.global_step
         self._held_at = self._copied_at = time.monotonic()
 
     def wait(self) -> None:
@@ -91,6 +93,7 @@ class HeldCopies:
         try:
             manner = Manner(waits=False, starts=False, on_failed=self._saves.keep_failure)
             self._saves.save(name, moment or self._saves.moment(), manner)
+            self._step = self._counts.global_step
         except CheckpointFenced:
             raise
         except CheckpointError as error:  # nobody has asked for it
@@ -106,21 +109,23 @@ class HeldCopies:
         """Whether ``write_newest`` has something to write, or has nothing left to write."""
         return self._job.live.is_holding or self._saves.path_of_now is not None
 
-    def write_newest(self, seconds: float) -> str:
-        """Have a checkpoint of what was copied last, without the other ranks; what became of that, in words.
+    def write_newest(self, seconds: float) -> tuple[int | None, str]:
+        """Have a checkpoint of what was copied last, without the other ranks.
 
-        Another thread than training's may call this.
+        Gives the step from which training can go on, None where there is nothing to go on from, and what became of it
+        in words. Another thread than training's may call this.
         """
         step = self._counts.global_step
         if not self.has_some():
             if self._counts.num_boundaries == 0:
-                return "there is nothing to save yet"
-            return f"nothing was copied so far, and nothing is saved; training has come to step {step}"
+                return step, "there is nothing to save yet"
+            return None, f"nothing was copied so far, and nothing is saved; training has come to step {step}"
         path, path_of_now = self._job.live.write_held(seconds), self._saves.path_of_now
         if path is None and path_of_now is not None:
-            return f"{path_of_now} has all there is"
+            return step, f"{path_of_now} has all there is"
         if path is None and self._job.live.is_idle:
             path = self._saves.path  # whatever comes next has not begun
         if path is not None:
-            return f"{path} is what there is to go on from; training has come to step {step}"
-        return f"what was copied is not saved in the time that there is, and training has come to step {step}"
+            of = self._saves.step if path == self._saves.path else self._step
+            return of, f"{path} is what there is to go on from; training has come to step {step}"
+        return None, f"what was copied is not saved in the time that there is, and training has come to step {step}"

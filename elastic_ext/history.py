@@ -19,7 +19,7 @@ from typing import Any
 
 from .config import ElasticConfig
 from .errors import ConfigError, Refusal
-from .files import exclusive, read_at_most, try_lock, write_whole
+from .files import exclusive, make_folder, read_at_most, try_lock, write_whole
 from .strict_json import MAX_BYTES
 
 __all__ = ["ConfigHistory", "Entry", "edited", "next_version", "restored", "undone"]
@@ -184,7 +184,7 @@ class ConfigHistory:
 
     @contextmanager
     def _alone(self) -> Iterator[list[Entry]]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         with exclusive(self._lock) if self._patience_seconds is None else self._locked(self._patience_seconds):
             yield self._read()
 

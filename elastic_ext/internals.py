@@ -29,6 +29,7 @@ __all__ = [
     "is_flat_sharing",
     "is_idle",
     "is_unfinished",
+    "leaves_unused",
     "make_sure_of",
     "num_averaged",
     "num_exchanges",
@@ -52,6 +53,7 @@ def make_sure_of(part: nn.Module) -> None:
         shares(part, all_of_it=True)
         divides_by(part)
         num_hidden(part)
+        leaves_unused(part)
         _found(_found(part, "_get_fsdp_state")(), "_is_root")
         for group in _parameter_groups(part):
             _found(group, "_partial_reduce_output")
@@ -165,14 +167,18 @@ def is_flat_sharing(module: FullyShardedDataParallel) -> bool:
 def num_hidden(root: FSDPModule) -> int:
     """Grows with every gradient that is gathered without being shared."""
     number = 0
-    for part in _parts(root):
-        for group in _parameter_groups(part):
-            for parameter in _found(group, "fsdp_params"):
-                gathered = [_found(parameter, "unsharded_accumulated_grad")]
-                if hasattr(parameter, "_unsharded_param"):
-                    gathered.append(parameter._unsharded_param.grad)
-                number += sum(1 + each._version for each in gathered if each is not None)
+    for parameter in _sharded_parameters(root):
+        number += sum(1 + each._version for each in _unshared(parameter) if each is not None)
     return number
+
+
+def leaves_unused(root: FSDPModule) -> bool:
+    """Whether a trained parameter has no gradient, shared or gathered without being shared."""
+    return any(
+        sharded.requires_grad and sharded.grad is None and all(each is None for each in _unshared(parameter))
+        for parameter in _sharded_parameters(root)
+        if (sharded := _found(parameter, "sharded_param")) is not None
+    )
 
 
 def can_take_back_passes() -> bool:
@@ -235,6 +241,21 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
         return list(groups)
     group = _found(state, "_fsdp_param_group")
     return [] if group is None else [group]
+
+
+def _sharded_parameters(root: FSDPModule) -> Iterator[Any]:
+    """What fully_shard keeps of each parameter."""
+    for part in _parts(root):
+        for group in _parameter_groups(part):
+            yield from _found(group, "fsdp_params")
+
+
+def _unshared(parameter: Any) -> list[torch.Tensor | None]:
+    """Where fully_shard gathers the gradient of a parameter without sharing it."""
+    gathered = [_found(parameter, "unsharded_accumulated_grad")]
+    if hasattr(parameter, "_unsharded_param"):
+        gathered.append(parameter._unsharded_param.grad)
+    return gathered
 
 
 def _mesh_info(module: FSDPModule) -> Any:

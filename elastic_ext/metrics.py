@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from .record_json import JsonRecord
 
 __all__ = [
+    "CAN_GO_ON",
+    "TOLD_TO_END",
     "JobEvent",
     "Measures",
     "ModelProfile",
@@ -18,6 +20,11 @@ __all__ = [
     "StepTrace",
     "StepWindow",
 ]
+
+CAN_GO_ON = "can-go-on"
+"""The kind of a JobEvent by which a rank that was told to end says from which step training can go on: its ``step``."""
+TOLD_TO_END = "told-to-end"
+"""... and of one by which it says that nothing is saved to go on from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,5 @@
-"""Out of memory: which exceptions say so, what they are to say besides, and what lets memory go after them."""
+"""Out of memory: which exceptions say so, what they are to say besides, and what lets memory go after them; and which
+one says that micro-batches have become too small for that."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import gc
 
 import torch
 
-__all__ = ["advise", "is_out_of_memory", "let_go"]
+__all__ = ["advise", "is_out_of_memory", "let_go", "refuses_one"]
 
 _TEXTS = (
     "CUDA out of memory",
@@ -21,6 +22,7 @@ _TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
+_REFUSES_ONE = "Expected more than 1 value per channel when training"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -28,6 +30,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def refuses_one(error: BaseException) -> bool:
+    """Whether a layer that normalises over a micro-batch, as BatchNorm does, was given one of a single sample."""
+    return isinstance(error, ValueError) and _REFUSES_ONE in str(error)
 
 
 def advise(error: BaseException, advice: str) -> None:

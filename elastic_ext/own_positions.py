@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from .errors import CheckpointDamaged
 from .fsdp.checkpoint.opened import Opened
+from .fsdp.packed import read_plain
 from .fsdp.plain import pack, unpack
 
 __all__ = ["own_position", "packed_position"]
@@ -32,4 +34,7 @@ def own_position(opened: Opened, *, rank: int, num_ranks: int) -> Any:
     if opened.num_ranks != num_ranks or whole not in names:
         return None
     tensors = {name: opened.read_whole("extra", name) for name in sorted(names)}
-    return unpack(json.loads(bytes(tensors[whole].tolist())), tensors)
+    try:
+        return unpack(read_plain(tensors[whole].numpy().tobytes()), tensors)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{opened.found.path} does not say where the dataloader stood: {error}") from None

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .appliers import Declined
+from .appliers import Declined, Later
 from .config import ElasticConfig
 from .errors import ElasticError, RanksFailedError
 from .fsdp.companions import Tensors
@@ -96,9 +96,11 @@ class Parallelism:
         on_spread: Callable[[], None],
         give_up: Callable[[str], None],
         tell: Callable[[ReshardReport], None],
+        has_begun: Callable[[], bool],
     ) -> None:
         """Of a model with a plan. ``known`` lets go of what it can, and gives what else of ours refers to parameters.
 
+        ``has_begun`` says whether the model has made passes, and makes more: what can be tried in one, is.
         ``fence`` returns once none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell``
         what that has cost, and ``give_up`` why training cannot go on with it.
         """
@@ -116,6 +118,7 @@ class Parallelism:
         self._on_spread = on_spread
         self._give_up = give_up
         self._tell = tell
+        self._has_begun = has_begun
         self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
 
     def appliers(self) -> list[_Section]:
@@ -132,6 +135,12 @@ class Parallelism:
             made, told = self._spread.transition(plan, self._optimizers)
             if made is None:
                 return told
+            if "recompute" in made.steps and plan.ratio and self._has_begun():
+                is_tried, why_not = self._spread.try_recomputing()
+                if not is_tried:
+                    raise Later
+                if why_not is not None:
+                    return why_not
             change = None
             if "spread" in made.steps:
                 change = self._spread.prepare(plan, self._optimizers, self._registered(), self._known())

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from .accelerator import Accelerated
-from .arguments import check_ranks_are_joined, check_samples, check_scaler, check_shared, check_updates
+from .arguments import (
+    check_ranks_are_joined,
+    check_samples,
+    check_scaler,
+    check_sharded,
+    check_shared,
+    check_updates,
+)
 from .attempts import Attempts
 from .batches import Batches
 from .checkpoints import checkpoints_for
@@ -70,6 +77,8 @@ class Setup:
     guard: GuardMode
     when_not_finite: WhenNotFinite
     shares_always: bool
+    is_sharded: bool
+    """By ``prepare``, as the user has said."""
     shows_progress: bool | None
     following: Mapping[str, Any]
     """Arguments of follow_config."""
@@ -113,6 +122,8 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
     startup: dict[str, object] = {}
     epoch: EpochLength | None = None
     try:
+        if setup.is_sharded:
+            check_sharded(setup.model)
         check_updates(setup.model)
         parts = TakingPart.of(optimizer, lr_scheduler, scaler, state=setup.state, accelerated=setup.accelerated)
         _check(setup, parts, scaler)
@@ -196,7 +207,9 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
             on_spread=lambda: gradients.take_up(spread.engine),
             give_up=lambda why: session.steps.give_up(why),
             tell=lambda report: session.tell_resharded(report),
+            has_begun=lambda: not session.steps.has_not_begun,
         )
+        gradients.on_unused = spread.expect_unused
 
         def keep_up() -> None:
             if spread.keep_up():
@@ -330,7 +343,7 @@ def prepare(setup: Setup, optimizer: Any, lr_scheduler: Any, scaler: Any, *, lau
         guarding,
         has_others=lambda: gradients.sharing.has_others,
         leaves_nothing=lambda: not setup.registered and next(setup.model.buffers(), None) is None,
-        shrink=growing.shrink if follower.settings.enabled else None,
+        growing=growing if follower.settings.enabled else None,
     )
     if analyzer is not None:
         shown = batches.loader if isinstance(batches.loader, ShowingSource) else attempts

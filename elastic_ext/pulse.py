@@ -63,7 +63,7 @@ class Activity(IntEnum):
     STARTING = 0
     RESUMING = 1
     OUTSIDE = 2
-    """Between steps, where the loop does what it likes: evaluates, waits for data."""
+    """Neither in a step nor on the way to one: before the first, between epochs, in an evaluation that says so."""
     STEP = 3
     BOUNDARY = 4
     """Exchanges words with the other ranks, between steps as a rule."""
@@ -72,9 +72,12 @@ class Activity(IntEnum):
     CHANGING = 6
     """A config is coming into force."""
     ENDED = 7
+    BETWEEN = 8
+    """Between two micro-steps or steps, where the loop takes the next batch."""
 
 
-_STEP, _OUTSIDE = int(Activity.STEP), int(Activity.OUTSIDE)  # which are written faster
+_STEP, _BETWEEN = int(Activity.STEP), int(Activity.BETWEEN)  # which are written faster
+_SAVE = 1 << 32  # beside the micro-step: a save has begun since the last boundary, between two steps
 
 
 class Pulse:
@@ -102,6 +105,9 @@ class Pulse:
     def note(self, activity: Activity) -> None:
         """The rank does this from here on."""
 
+    def note_save(self) -> None:
+        """The rank begins a save, between two steps, as all ranks do there."""
+
     def note_change(self) -> None:
         """The next steps may take as long as the first ones."""
 
@@ -121,6 +127,7 @@ class FilePulse(Pulse):
         self._activity = int(Activity.STARTING)
         self._entered = time.monotonic_ns()
         self._inside = 0  # nanoseconds within the step under way
+        self._save = 0  # or _SAVE
         me, thread = this_process(), threading.get_ident()
         inode = os.fstat(self._stacks_descriptor).st_ino if self._stacks_signal else 0
         told = me.pid, rank, restart, self._stacks_signal, me.start_ticks, thread, inode, self._stacks_descriptor
@@ -151,26 +158,27 @@ class FilePulse(Pulse):
         numbers = self._numbers
         numbers[_SEQUENCE] = odd
         numbers[_ACTIVITY] = _STEP
-        numbers[_MICRO_STEP] = micro_step
+        numbers[_MICRO_STEP] = micro_step | self._save
         numbers[_SINCE] = self._entered = time.monotonic_ns()
         numbers[_SEQUENCE] = odd + 1
 
     def leave(self, step: int, num_boundaries: int, micro_step: int) -> None:
-        self._activity = _OUTSIDE
+        self._activity = _BETWEEN
         now = time.monotonic_ns()
         self._inside += now - self._entered
         odd = (self._sequence + 1) | 1
         self._sequence = odd + 1
         numbers = self._numbers
         numbers[_SEQUENCE] = odd
-        numbers[_ACTIVITY] = _OUTSIDE
-        numbers[_MICRO_STEP] = micro_step
+        numbers[_ACTIVITY] = _BETWEEN
         numbers[_SINCE] = now
         if num_boundaries != self._num_boundaries:
+            self._save = 0
             self._num_boundaries = numbers[_BOUNDARIES] = num_boundaries
             self._num_alike = numbers[_ALIKE] = self._num_alike + 1
             numbers[_STEPS] = step
             numbers[_NANOSECONDS] = self._inside
+        numbers[_MICRO_STEP] = micro_step | self._save
         numbers[_SEQUENCE] = odd + 1
 
     @contextlib.contextmanager
@@ -188,10 +196,15 @@ class FilePulse(Pulse):
         self._inside = 0
         self.leave(step, self._num_boundaries + 1, 0)
         self._entered = time.monotonic_ns()
+        self.note(Activity.OUTSIDE)  # as the next step may be, which does not say when it begins
 
     def note(self, activity: Activity) -> None:
         self._activity = int(activity)
         self._write({_ACTIVITY: self._activity, _SINCE: time.monotonic_ns()})
+
+    def note_save(self) -> None:
+        self._save = _SAVE
+        self._write({_MICRO_STEP: self._numbers[_MICRO_STEP] | _SAVE})
 
     def note_change(self) -> None:
         self._num_alike = 0
@@ -245,6 +258,8 @@ class PulseReading:
     """Steps that have ended in this process."""
     micro_step: int
     """Micro-steps of the step under way that have ended."""
+    has_begun_save: bool
+    """Since the last boundary, between two steps: ranks that have not will be waited for there."""
     last_step_seconds: float
     """What the last step took, without what lies between its micro-steps; 0 before the first."""
     num_alike: int
@@ -329,7 +344,8 @@ def _reading(data: bytes) -> PulseReading | None:
         since_ns=since,
         step=step,
         num_boundaries=num_boundaries,
-        micro_step=micro_step,
+        micro_step=micro_step % _SAVE,
+        has_begun_save=micro_step >= _SAVE,
         last_step_seconds=inside / 1e9,
         num_alike=alike,
         stacks_signal=stacks_signal,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import PeerLostError, RanksFailedError
+from .errors import PeerLostError, RanksDisagreeError, RanksError, RanksFailedError
 from .peers import NoticeBoard, PeerName, Store, Trouble
 
 __all__ = ["PendingSum", "Ranks"]
@@ -65,6 +65,7 @@ class Ranks:
         """How long to wait before reading the peers' notices, again and again."""
         self._group = group
         self._patience_seconds = math.inf  # beyond it the group's own timeout counts
+        self._doubt = ""  # why peers may well be somewhere else, and wait for this rank
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -116,7 +117,7 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.int64)
         if self._group is None:
             return PendingSum(tensor, lambda: None)
-        work = self._begin(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), doing)
+        work = self._begin(lambda: self._all_reduce(tensor), doing)
         return PendingSum(tensor, lambda: self._wait(work, doing))
 
     def sum(self, values: Sequence[int], doing: str) -> list[int]:
@@ -173,14 +174,27 @@ class Ranks:
         assert work is not None
         return work
 
+    def _all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
+        if self._patience_seconds == math.inf:
+            work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
+            return work
+        assert self._group is not None
+        options = dist.AllreduceOptions()
+        # What is under way keeps ``close`` waiting, and with it the end of this process, at which peers stop waiting.
+        options.timeout = timedelta(seconds=self._patience_seconds + 10 * self.slice_seconds)
+        return self._group.allreduce([tensor], options)
+
     @contextlib.contextmanager
-    def waiting_at_most(self, seconds: float) -> Iterator[None]:
-        """Within it, peers that do not come in time are lost: for where they may well be somewhere else."""
-        self._patience_seconds = seconds
+    def waiting_at_most(self, seconds: float, doubt: str = "") -> Iterator[None]:
+        """Within it, peers that do not come in time are lost: for where they may well be somewhere else.
+
+        ``doubt`` says why, of this rank: it is to blame then, unless a peer has said that it failed.
+        """
+        self._patience_seconds, self._doubt = seconds, doubt
         try:
             yield
         finally:
-            self._patience_seconds = math.inf
+            self._patience_seconds, self._doubt = math.inf, ""
 
     def _wait(self, work: dist.Work, doing: str) -> None:
         deadline = time.monotonic() + self._patience_seconds
@@ -201,17 +215,28 @@ class Ranks:
         except RuntimeError as error:
             raise self._peer_lost(doing, error) from error
 
-    def _peer_lost(self, doing: str, error: RuntimeError | None) -> PeerLostError:
+    def _peer_lost(self, doing: str, error: RuntimeError | None) -> RanksError:
         """The error that says what is known, after hearing the other survivors."""
         if self.board is None:
             return PeerLostError(f"a peer was lost while {doing}: {error}")
-        progress = self.progress()
+        progress, me = self.progress(), self.names[self.rank]
+        if self._doubt and error is None and self._are_well():
+            self.board.post(Trouble(kind="failed", progress=progress, text=f"it {self._doubt}"))
+            others = self.board.account({}, silent="did not, and waits for it there, unless it has died or hangs")
+            return RanksDisagreeError(f"{me} {self._doubt}, after {progress}: {others}; do the same on all ranks")
         self.board.post(Trouble(kind="lost", progress=progress, text=str(error or "")))
         known = self.board.account(
             self.board.gather(_GRACE_SECONDS), silent="gave no sign: it died, hangs or is elsewhere, see its output"
         )
         cause = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
-        return PeerLostError(f"{self.names[self.rank]} lost a peer while {doing}, after {progress}: {known}{cause}")
+        return PeerLostError(f"{me} lost a peer while {doing}, after {progress}: {known}{cause}")
+
+    def _are_well(self) -> bool:
+        """Whether no peer has said that it failed, or was seen to have ended."""
+        try:
+            return self.board is not None and not self.board.troubles()
+        except RuntimeError:
+            return False
 
 
 def _my_name(rank: int) -> PeerName:

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from .strict_json import shown
+
 __all__ = ["JsonRecord", "object_of", "record_of"]
 
 _Record = TypeVar("_Record")
@@ -85,7 +87,7 @@ def _value(kind: Any, value: object, field: Field[Any]) -> Any:
     if get_origin(kind) in (Union, types.UnionType) and isinstance(value, dict):
         for each in filter(is_dataclass, get_args(kind)):
             return record_of(each, value)  # type: ignore[arg-type]
-    raise ValueError(f"{field.name} is {value!r}; allowed: {field.type}")
+    raise ValueError(f"{field.name} is {shown(value)}; allowed: {field.type}")
 
 
 def _fits(value: object, kind: Any) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from .appliers import Applied, Appliers
+from .appliers import Applied, Appliers, Later
 from .config import ElasticConfig
 from .decide import Choice, Place, Report, choose
 from .errors import ConfigError, RanksDisagreeError
@@ -155,7 +155,11 @@ class Rounds:
         """Put the scheduled config in force."""
         new, self.scheduled = self.scheduled, None
         assert new is not None
-        applied, reasons = self._put_in_force(new, step)
+        try:
+            applied, reasons = self._put_in_force(new, step)
+        except Later:
+            self.scheduled = new  # and due at the next boundary
+            return None
         self._tell_refusal(new, _in_words(reasons))
         return applied
 
@@ -183,6 +187,16 @@ class Rounds:
             agreed.version + 1,
         )
 
+    def refuse_late_file(self, step: int) -> None:
+        """After the last boundary: say what becomes of a file that ranks have not heard of, or whose version is old."""
+        self.warn_of_stale_file()
+        late = self._newer_file()
+        if late is not None:
+            self._settled.add(_key(late))
+            self._tell_refusal(
+                late, f"it came after the last step boundary, of step {step}; the next run begins with it"
+            )
+
     @property
     def _newest_agreed(self) -> ElasticConfig:
         return self.config if self.scheduled is None else self.scheduled
@@ -197,9 +211,16 @@ class Rounds:
 
     def _hold(self, file: ElasticConfig | None, place: Place, *, at_start: bool) -> Applied | None:
         choice, content = self._choose(file, place)
-        if choice.kind == "file":
-            return self._consider_file(_file_in(content), place.step, at_start=at_start)
-        return self._consider_proposal(Report.from_bytes(content), place.step) if choice.kind == "revision" else None
+        try:
+            if choice.kind == "file":
+                return self._consider_file(_file_in(content), place.step, at_start=at_start)
+            if choice.kind == "revision":
+                return self._consider_proposal(Report.from_bytes(content), place.step)
+        except Later:  # it comes again with the next agreement
+            if choice.kind == "file":
+                self._settled.discard(_key(_file_in(content)))
+                self._told = None
+        return None
 
     def _choose(self, file: ElasticConfig | None, place: Place) -> tuple[Choice, bytes]:
         """What comes next of what the ranks bring, and its content."""

@@ -24,15 +24,16 @@ _logger = logging.getLogger(__name__)
 
 
 class Saves:
-    """One rank's part in them; where it ``warns`` a save that fails is a warning."""
+    """One rank's part in them."""
 
     def __init__(self, job: JobCheckpoints, state: TrainingState, *, warns: bool, pulse: Pulse) -> None:
         self.path: Path | None = None
         """Of the last checkpoint that there is, or is being saved."""
+        self.warns = warns
+        """A save that fails is a warning."""
         self._job = job
         self._state = state
         self._counts = state.counts
-        self._warns = warns
         self._pulse = pulse  # where it is noted that training waits for a save
         self.names_of_now: set[str] = set()
         """Of all checkpoints that this run has saved of the step that ``path`` is of."""
@@ -44,6 +45,11 @@ class Saves:
     def path_of_now(self) -> Path | None:
         """Of a checkpoint of this very step, if there is one."""
         return self.path if self._saved_at == self._counts.global_step else None
+
+    @property
+    def step(self) -> int | None:
+        """The global step of the last checkpoint that there is, or is being saved."""
+        return self._saved_at
 
     def moment(self, *, is_between: bool = False) -> Moment:
         """What belongs to now: a loader's position, for one, which may take a while to be told.
@@ -57,6 +63,7 @@ class Saves:
         """Begin to save, where that goes on while training does; else save. None where another save is under way."""
         if not self._job.live.can_save:
             return self.save_and_wait(name, moment)
+        self._pulse.note_save()
         with self._pulse.during(Activity.SAVING):
             path = self._job.save_live(self._request(name, moment, overlaps=manner.overlaps), manner)
         if path is not None and manner.starts:
@@ -65,6 +72,7 @@ class Saves:
 
     def save_and_wait(self, name: str, moment: Moment) -> Path:
         """Save while training waits."""
+        self._pulse.note_save()
         self.settle()
         with self._pulse.during(Activity.SAVING):
             path = self._job.save(self._request(name, moment))
@@ -137,7 +145,7 @@ class Saves:
         except CheckpointFenced:
             raise
         except CheckpointError as error:
-            if not self._warns:
+            if not self.warns:
                 raise
             if self._state.rank == 0 and not error.is_in_log:
                 _logger.warning("a checkpoint was not saved, and training goes on: %s", error)

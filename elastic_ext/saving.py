@@ -16,6 +16,7 @@ from .errors import CheckpointError, CheckpointExists, CheckpointFenced, in_word
 from .follow import ConfigFollower
 from .fsdp.checkpoint.letters import OwnStore
 from .leaving import EXIT_STATUS, Leaving
+from .metrics import CAN_GO_ON, TOLD_TO_END
 from .steps import Steps
 from .training_state import Moment
 
@@ -40,6 +41,7 @@ class Saving:
         self._steps = steps
         self._on_leave = on_leave
         self._save_at = math.inf  # the next global step with something to save
+        self._try_at = math.inf  # the first that training takes here, after which there is all that is saved
         self._leaving = self._listening() if checkpoints.leaves_on_signals else None
         self._leaves_at: Moment | None = None  # of the boundary at which that was agreed on
         self._copies_at: Moment | None = None
@@ -48,6 +50,8 @@ class Saving:
     def start(self) -> None:
         """From here on checkpoints are saved, and a signal ends training with one."""
         self.plan()
+        self._try_at = self._follower.step + 1
+        self._follower.on_change("checkpoint", lambda old, new: None, self.checkpoints.check)
         if self._leaving is not None:
             self._leaving.start()
 
@@ -66,6 +70,9 @@ class Saving:
         """After a step: note what is to be saved before the next one. ``boundary`` is None where nothing was agreed."""
         if self._is_fenced:
             self._take_down_fence()
+        if step >= self._try_at:
+            self._try_at = math.inf
+            self.checkpoints.try_out_stepped()
         is_due, is_asked_for = step >= self._save_at, False
         if boundary is not None:
             self.plan()
@@ -181,7 +188,7 @@ class Saving:
             can_write=self.checkpoints.held.has_newest,
             has_some=self.checkpoints.held.has_some,
             has_nothing=lambda: self._steps.has_not_begun and not self._steps.is_inside,
-            write=self.checkpoints.held.write_newest,
+            write=self._write_newest,
             look=self.checkpoints.held.write_with_others,
             rank=follower.ranks.rank,
             world_size=follower.ranks.world_size,
@@ -208,19 +215,33 @@ class Saving:
         if ranks.sum([int(is_claimed)], "leaving")[0] == 0:
             self._leaving.wait()
         elif self._steps.torn is None:
-            _logger.info("%s, and training ends", self._save())
+            is_saved, words = self._save()
+            _logger.info("%s, and training ends", words)
+            self._tell_left(self.checkpoints.step if is_saved else None, words)
         raise SystemExit(EXIT_STATUS)
 
-    def _save(self) -> str:
-        """Whatever became of the save before; what there is now, in words."""
+    def _write_newest(self, seconds: float) -> str:
+        step, words = self.checkpoints.held.write_newest(seconds)
+        self._tell_left(step, words)
+        return words
+
+    def _tell_left(self, step: int | None, words: str) -> None:
+        """An event of a training that was told to end: from which ``step`` it can go on, None where from none."""
+        now = self.checkpoints.step
+        kind, how = (TOLD_TO_END, f"at step {now}") if step is None else (CAN_GO_ON, f"and can go on from step {step}")
+        text = f"training was told to end, {how}: {words}"
+        self._follower.reports.tell(kind, step=now if step is None else step, text=text, details={})
+
+    def _save(self) -> tuple[bool, str]:
+        """Save, whatever became of the save before: whether this step is there to go on from, and what in words."""
         for is_last in (False, True):
             try:
-                return f"{self.checkpoints.save_now(self._leaves_at)} is saved"
+                return True, f"{self.checkpoints.save_now(self._leaves_at)} is saved"
             except CheckpointExists as error:
-                return f"nothing is saved again ({error})"
+                return True, f"nothing is saved again ({error})"
             except CheckpointError as error:
                 if is_last or isinstance(error, CheckpointFenced):
                     _logger.error("nothing newer is saved: %s", error)
-                    return "nothing newer is saved"
+                    return False, f"nothing newer is saved ({error})"
                 _logger.warning("%s; once more", error)
         raise AssertionError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from .profile.analyzing import Analyzer
 from .profile.recorder import Recorder
 from .profile.showing import Showing
 from .progress import Progress
+from .pulse import Activity
 from .rates import OptimizerSettings
 from .remarks import Remarks
 from .same_loading import SameLoading
@@ -148,6 +149,14 @@ class Session:
         self._batches.is_resuming = False
         self._take_up(self.follower.config)
 
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Within it this rank is outside of steps, where it may take as long as it likes."""
+        if self.steps.is_inside:
+            raise StepError(
+                "trainer.evaluation() was entered inside `with trainer.step():`; evaluate between two steps"
+            )
+        return self.follower.pulse.during(Activity.OUTSIDE)
+
     def save_checkpoint(self) -> Path:
         """Save now, with all ranks; gives the folder."""
         saving = self._kept()
@@ -179,7 +188,9 @@ class Session:
                 "catch it inside of that to go back to a checkpoint, or start the job again"
             )
         steps.catch_up()
-        self.follower.meet_to_go_back(is_doubtful=torn is not None or steps.is_doubtful)
+        self.follower.meet_to_go_back(
+            doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step"
+        )
         if torn is None:
             saving.begin_due()
         loaded = checkpoints.load_earlier(
@@ -289,6 +300,7 @@ class Session:
         if not self._has_begun_epoch:
             self._has_begun_epoch = True
             self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
+        self.follower.pulse.note(Activity.BETWEEN)
         if self._recorder is not None:
             self._recorder.begin_epoch()
         if epoch == self._counts.unfinished_epoch:
@@ -304,6 +316,7 @@ class Session:
     def end_epoch(self, error: BaseException | None) -> None:
         """Come to the end of an epoch with all ranks; an exception is told to them instead."""
         self._is_in_epoch = False
+        self.follower.pulse.note(Activity.OUTSIDE)
         if self._recorder is not None:
             self._recorder.end_epoch()
         self._progress.end()
@@ -317,7 +330,7 @@ class Session:
             self.steps.settle()
             self.steps.drop_partial("the epoch ended before the step did")
             self.steps.end_epoch()
-            self.follower.end_epoch(is_doubtful=self.steps.is_doubtful)
+            self.follower.end_epoch(doubt=self.steps.doubt)
         finally:
             self._counts.is_in_epoch = False
         if self._counts.num_steps > 0:
@@ -351,8 +364,11 @@ class Session:
             if self._saving is not None:
                 self._saving.begin_due_in_step()
 
-    def end(self, error: BaseException | None) -> None:
-        """End training with all ranks; an exception is told to them instead. Twice is allowed."""
+    def end(self, error: BaseException | None, *, by: str = "the trainer could not start") -> None:
+        """End training with all ranks; an exception is told to them instead. Twice is allowed.
+
+        ``by`` is what the user did, for whoever calls something that comes too late.
+        """
         if self._has_ended:
             return
         self._has_ended = True
@@ -365,12 +381,26 @@ class Session:
                 self.steps.settle()
                 self.steps.drop_partial("training ended before the step did")
                 self.steps.end_epoch()
-                self.follower.finish(is_doubtful=self.steps.is_doubtful)
+                self.follower.finish(doubt=self.steps.doubt)
                 self._begin_due()
                 if self._saving is not None:
                     self._saving.end()
+                self._tell_of_nothing_left()
         finally:
-            self._let_go()
+            self._let_go(by)
+
+    def _tell_of_nothing_left(self) -> None:
+        """A run that went on from an earlier one has ended well, and has taken no step: that is no training."""
+        counts = self._counts
+        if counts.num_boundaries > 0 or counts.global_step == 0 or self.follower.ranks.rank > 0:
+            return
+        anew = "load no state" if self.checkpoints is None else "give another job="
+        text = (
+            f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, "
+            f"before this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
+        )
+        _logger.warning("%s", text)
+        self.follower.reports.tell("nothing-left", step=counts.global_step, text=text, details={})
 
     def abandon(self) -> None:
         """End without its trainer, which was dropped and not closed; several ranks end only together."""
@@ -385,13 +415,13 @@ class Session:
             return
         self._has_ended = True
         _logger.info("a trainer was dropped and not closed; it follows nothing any more")
-        self._let_go()
+        self._let_go("the trainer was dropped")
 
-    def _let_go(self) -> None:
+    def _let_go(self, by: str) -> None:
         """Of everything, whichever of it fails."""
         with ExitStack() as ending:
             ending.callback(self._showing.close)
-            ending.callback(self.follower.close)  # which ends the last window
+            ending.callback(self.follower.close, by)  # which ends the last window
             if self.checkpoints is not None:
                 ending.callback(self.checkpoints.close)
             if self._accelerated is not None:

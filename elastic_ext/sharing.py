@@ -104,6 +104,10 @@ class Sharing:
         """Grows with what passes gather outside of ``grad``; 0 where they do not, or where there is nothing."""
         return 0
 
+    def leaves_unused(self) -> bool:
+        """Whether a pass has given some of the trained parameters no gradient, where passes may; after the first."""
+        return False
+
     @property
     def num_exchanges(self) -> int:
         """Grows with every collective that this rank begins; the same on all ranks that have come equally far."""

@@ -169,6 +169,9 @@ class _Sharded(Sharing):
     def num_hidden(self) -> int:
         return sum(map(internals.num_hidden, self._roots))
 
+    def leaves_unused(self) -> bool:
+        return any(map(internals.leaves_unused, self._roots))
+
     @property
     def forgets_passes(self) -> bool:  # type: ignore[override]
         return internals.can_take_back_passes()

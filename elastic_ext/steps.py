@@ -19,7 +19,7 @@ from .errors import StepError, TornStepError
 from .guarding import Guarding, StepFailure
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
 from .optimizer import NO_GRADIENTS_HERE
-from .out_of_memory import advise, is_out_of_memory
+from .out_of_memory import advise, is_out_of_memory, refuses_one
 from .remarks import BETWEEN_LOOKS, is_looked_at
 from .undoing import Retry, StepParts, Undoing
 
@@ -59,6 +59,12 @@ _STALE = (
     "trained on twice. After a step that failed, and after trainer.rewind(), take the next batch from the dataloader "
     "first"
 )
+_NO_BACKWARD = "left the backward pass of its last step out"
+_NO_STEP = "left optimizer.step() out of its last step"
+_ALL_LEAVE = (
+    "; ranks that have not left it too wait for this one's gradients, and then all end: leave the loop on all ranks "
+    "after the same micro-step, as `if trainer.sync_gradients: break` does at a step's end"
+)
 _OVER = "the dataloader has no samples left for a step; begin the next epoch"
 
 
@@ -86,8 +92,8 @@ class Steps:
         """The micro-step under way, or the one that ended last, ends a step."""
         self.num_backwards = 0
         """Micro-steps with a backward pass, of the steps that passed a boundary."""
-        self.is_doubtful = False
-        """This rank left something out of its last step: if others did not, they wait for it."""
+        self.doubt = ""
+        """What this rank left out of its last step: if others did not, they wait for it. Empty for nothing."""
         self.torn: TornStepError | None = None
         """The error after which nothing goes on."""
         self.can_mend = True
@@ -241,9 +247,9 @@ class Steps:
         self._num_own_backwards += state.has_backward
         if self._gradients.awaited:
             self._gradients.answer()
-            self.is_doubtful = True
+            self.doubt = _NO_BACKWARD
         elif state.is_last:
-            self.is_doubtful = state.num_stepped < state.num_optimizers
+            self.doubt = "" if state.num_stepped == state.num_optimizers else _NO_STEP
         if state.is_last:
             self._end()
             self._pass_boundary()
@@ -277,7 +283,8 @@ class Steps:
         elif self.torn is None:
             why = _TOO_EARLY if not state.is_last and _is_of_bare_scaler(error) else None
             why = NO_GRADIENTS_HERE if _is_without_gradients(error) else why
-            if is_out_of_memory(error):
+            is_too_small = refuses_one(error)
+            if is_too_small or is_out_of_memory(error):
                 snapshot, holds_back = self._undoing.snapshot, self._guarding.holds_back
                 self.failure = StepFailure.of(
                     state,
@@ -285,8 +292,9 @@ class Steps:
                     largest=self._step.largest,
                     holds_back=holds_back,
                     keeps_all=snapshot is not None,
+                    refusal=str(error) if is_too_small else "",
                 )
-                if not self.by_function:
+                if not (self.by_function or is_too_small):
                     advise(error, _USE_A_FUNCTION)
             self.rollback()
             state.is_inside = self._was_rolled_back = False
@@ -369,7 +377,7 @@ class Steps:
         self._undoing.start_over(self.num_torn, passes_over=passes_over)
         self._is_taken_back = not passes_over
         self.num_torn = 0
-        self._is_like_before = self.is_doubtful = False
+        self._is_like_before, self.doubt = False, ""
 
     def end_epoch(self) -> None:
         """An epoch ends, or training: the last moment to say that nothing was trained."""
@@ -378,13 +386,12 @@ class Steps:
     def drop_partial(self, why: str) -> None:
         """Roll back a step that will not be completed, and say so."""
         if self.is_partial:
-            self.is_doubtful = True
-            num_taken = self._state.index
+            told = f"{self._state.index} of {self._step.num_micro_steps} micro-steps"
+            self.doubt = f"left a step after {told} ({why})"
             self.rollback()
             self._must_meet = False  # the end that comes now compares all ranks
-            _logger.warning(
-                "%d of %d micro-steps of a step were dropped: %s", num_taken, self._step.num_micro_steps, why
-            )
+            advice = _ALL_LEAVE if self._gradients.are_exchanged else ""
+            _logger.warning("%s of a step were dropped: %s%s", told, why, advice)
 
     def _begin(self, keep_batch: bool) -> None:
         """Begin a step."""

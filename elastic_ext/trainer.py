@@ -47,7 +47,7 @@ from .batches import Batches
 from .checkpoints import Resume, WhenSaveFails, WhenSaving
 from .config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
-from .errors import ElasticError, StepError
+from .errors import CheckpointError, ElasticError, StepError
 from .finite_gradients import WHEN_NOT_FINITE, WhenNotFinite
 from .fsdp.blocks import Units
 from .fsdp.checkpoint.launched import Launched
@@ -92,9 +92,10 @@ class ElasticTrainer:
     ``guard`` says in which steps taken with ``run()`` memory may run out: "auto", after a start, a larger micro-batch
     or another plan; "always"; "never". ``when_not_finite`` says what becomes of a step whose gradients are not finite:
     "warn" says so, of steps that are looked at; "skip" leaves each of them out; "stop" takes it back and raises
-    StepError. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by default on rank 0, if
-    it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a checkpoint, unless
-    ``save_on_signals`` is False or the script handles them.
+    StepError. ``use_fsdp`` makes sure that the model is sharded by ``prepare()``, by ``fully_shard`` or by
+    ``parallelize()``. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by default on
+    rank 0, if it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a checkpoint,
+    unless ``save_on_signals`` is False or the script handles them.
 
     ``model_factory`` makes a model like this one, and ``loss_fn(outputs, batch)`` its loss, where that is not what it
     gives: functions at the top of a module, which another process calls to tell what other micro-batches would take of
@@ -162,7 +163,7 @@ class ElasticTrainer:
         )
         refuse_in_analysis(os.environ)
         factory = factory_of(model_factory, loss_fn)
-        check_model(model, use_fsdp=use_fsdp, accelerator=accelerator)
+        check_model(model, accelerator=accelerator)
         accelerated = None if accelerator is None else Accelerated(accelerator)
         state = StepState()
         self._setup = Setup(
@@ -173,6 +174,7 @@ class ElasticTrainer:
             guard=guard,
             when_not_finite=when_not_finite,
             shares_always=sync_every_micro_step,
+            is_sharded=use_fsdp,
             shows_progress=progress,
             following={
                 "config_file": config_file,
@@ -226,6 +228,11 @@ class ElasticTrainer:
             raise ValueError(f"model is another {type(model).__name__} than ElasticTrainer was given; give it the same")
         if self._session is not None:
             raise ElasticError("parallelize() comes before prepare(); after it trainer.reshard(plan) changes the plan")
+        if self._setup.is_sharded and plan.is_replicated:
+            raise ValueError(
+                "use_fsdp is True, and no_shard shards nothing; choose another strategy, hybrid_shard with "
+                "shard_degree=1 for whole copies, or leave use_fsdp out"
+            )
         spread = Spread(model, units, num_local=_num_local())
         spread.put_on(plan)
         self._setup.spread = spread
@@ -256,7 +263,12 @@ class ElasticTrainer:
             raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
         check_process_group(LaunchSize.in_environment(os.environ))
         launched = Launched.in_environment(os.environ)
-        made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
+        try:
+            made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
+        except CheckpointError as error:
+            if not error.says_all:
+                raise
+            raise error.with_traceback(None) from None  # what shows is the script's own line, and the sentence
         self._session, self._parallelism = made.session, made.parallelism
         self._attempts, self._growing = made.attempts, made.growing
         weakref.finalize(self, made.session.abandon)  # a notebook's cell, run again, or a script that closes nothing
@@ -281,6 +293,13 @@ class ElasticTrainer:
     def save_checkpoint(self) -> Path:
         """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
         return self._prepared.save_checkpoint()
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """``with trainer.evaluation():`` around what may take long between two steps, and is no hang for that.
+
+        On one rank or on all; between two epochs, and before the first step, there is no need of it.
+        """
+        return self._prepared.evaluation()
 
     def mutate(self) -> AbstractContextManager[None]:
         """``with trainer.mutate():`` around changes in place of parameters or optimizer state within a step.
@@ -506,7 +525,7 @@ class ElasticTrainer:
         Called while an exception is handled, it waits for nobody and tells the other ranks of it.
         """
         if self._session is not None:
-            self._session.end(sys.exc_info()[1])
+            self._session.end(sys.exc_info()[1], by="trainer.close() was called")
 
     def __enter__(self) -> ElasticTrainer:
         return self
@@ -515,7 +534,8 @@ class ElasticTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._session is not None:
-            self._session.end(error)
+            by = "`with trainer:` has ended" if error is None else "an exception has left `with trainer:`"
+            self._session.end(error, by=by)
 
     @property
     def _prepared(self) -> Session:

@@ -88,9 +88,13 @@ class Undoing:
             self.snapshot.restore()
         if not self._batches.can_replay and not self._has_warned:
             self._has_warned = True
+            which = "the trainer was given no dataloader, and the loop's own has gone past them"
+            if self._batches.loader is not None:
+                which = "this dataloader cannot hand them out twice"
             _logger.warning(
-                "a step was rolled back, and its samples do not come again: this dataloader cannot hand them out "
-                "twice; an ElasticDataLoader can"
+                "a step was rolled back, and its samples do not come again: %s; an ElasticDataLoader can hand them out "
+                "again",
+                which,
             )
 
     def leave_out(self, *, restores: bool) -> None:

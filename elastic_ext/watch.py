@@ -33,7 +33,8 @@ class ConfigWatcher:
     """Watches one config file from ``start()`` (or ``with``) to ``close()``.
 
     ``settle_seconds`` is how long bad contents must stay before they are warned of: a file that is written in place
-    is seen half-written in between. Of several processes that watch one file, one ``warns``.
+    is seen half-written in between. What is there at the end is warned of at once. Of several processes that watch one
+    file, one ``warns``.
     """
 
     def __init__(
@@ -138,10 +139,11 @@ class ConfigWatcher:
                 told = self._wake.wait(self._seconds_to_wait())
                 self._wake.clear()
                 if self._stop.is_set():
-                    return
+                    break
                 if self._events is not None:
                     told |= self._events.follow(self.path)
                 self._look(must_read=told)
+            self._look(must_read=True, is_last=True)
         except Exception as error:  # the top of a thread: kept for the owner, who learns of it in ``held``
             self._die(error)
 
@@ -164,7 +166,7 @@ class ConfigWatcher:
             return self._poll_seconds
         return min(self._poll_seconds, max(self._warn_at - time.monotonic(), 0.0) + 0.001)
 
-    def _look(self, *, must_read: bool) -> None:
+    def _look(self, *, must_read: bool, is_last: bool = False) -> None:
         with self._changed:
             try:
                 stamp = stamp_of(self.path)
@@ -177,7 +179,7 @@ class ConfigWatcher:
             except OSError as error:
                 self._stamp = None
                 self._refuse(_hash(str(error).encode()), f"it cannot be read: {error}")
-            self._warn_if_settled()
+            self._warn_if_settled(is_last=is_last)
             self._changed.notify_all()
 
     def _forget_file(self) -> None:
@@ -205,8 +207,8 @@ class ConfigWatcher:
         self._refusal = reason
         self._warn_at = None if fingerprint in self._warned else time.monotonic() + self._settle_seconds
 
-    def _warn_if_settled(self) -> None:
-        if self._warn_at is None or self._seen is None or time.monotonic() < self._warn_at:
+    def _warn_if_settled(self, *, is_last: bool) -> None:
+        if self._warn_at is None or self._seen is None or (time.monotonic() < self._warn_at and not is_last):
             return
         self._warn_at = None
         self._warned[self._seen] = None

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer
+from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer, ParallelPlan
 from tests.file_operations import FileOperations
 
 NUM_SAMPLES = 96
@@ -36,10 +36,13 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--hang-at", type=int, default=-1, help="a step in which rank 1 waits for ever, once")
     parser.add_argument("--full-from", type=int, default=-1, help="from that step on nothing more goes on the disk")
+    parser.add_argument("--sharded", action="store_true", help="with a model whose plan can be changed")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(4, 1))
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if not options.sharded:
+        model = DistributedDataParallel(nn.Linear(4, 1))
     dataset = TensorDataset(torch.arange(NUM_SAMPLES), torch.randn(NUM_SAMPLES, 4))
     loader = ElasticDataLoader(dataset, batch_size=2, shuffle=True, seed=3)
     trainer = ElasticTrainer(
@@ -50,6 +53,8 @@ def main() -> None:
         checkpoint_interval=CheckpointInterval(steps=options.every),
         when_save_fails="warn",
     )
+    if options.sharded:
+        model = trainer.parallelize(model, ParallelPlan(strategy="full_shard"))
     optimizer = trainer.prepare(torch.optim.Adam(model.parameters(), lr=1e-2))
     rank = dist.get_rank()
     with trainer, open(options.folder / f"samples-{rank}-{os.getpid()}.txt", "w") as file:

@@ -52,9 +52,12 @@ class Reached:
         self._channels.append(channel)
         return channel
 
-    def caller(self, token: str | None = TOKEN) -> Caller:
-        """Somebody who calls it."""
-        return Caller(self.channel(), token)
+    def caller(self, token: str | None = TOKEN, *, is_connected: bool = False) -> Caller:
+        """Somebody who calls it; who is connected knows how many calls may be under way, and has others wait."""
+        channel = self.channel()
+        if is_connected:
+            grpc.channel_ready_future(channel).result(_DEADLINE)
+        return Caller(channel, token)
 
     def disconnect(self) -> None:
         for channel in self._channels:

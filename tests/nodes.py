@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from elastic_ext.agent.processes import Process, is_alive, process_of
 from elastic_ext.agent.records import AGENT_FILE, EVENTS_FILE, AgentRecord
 
-__all__ = ["Node", "nodes", "samples_of_steps", "until"]
+__all__ = ["Node", "nodes", "samples_of_steps", "set_config", "until"]
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 240.0
 _Found = TypeVar("_Found")
 TORCHRUN = ("-m", "torch.distributed.run")
 ELASTIC_RUN = ("-m", "elastic_ext.run")
@@ -36,7 +36,9 @@ class Node:
         *,
         launcher: Sequence[str] = ELASTIC_RUN,
         environ: dict[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
+        """``within`` is what the command begins with, as for one that is run on another host."""
         self.run_dir = folder
         self.lines: list[str] = []
         self._environ = {
@@ -51,7 +53,7 @@ class Node:
             **(environ or {}),
         }
         self.process = subprocess.Popen(
-            [sys.executable, *launcher, *arguments],
+            [*within, sys.executable, *launcher, *arguments],
             env=self._environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -146,6 +148,12 @@ def until(look: Callable[[], _Found | None], *, what: str = "") -> _Found:
         assert time.monotonic() < end, f"not in time: {what}"
         time.sleep(0.02)
     return found
+
+
+def set_config(node: Node, change: str) -> None:
+    """As a person does, on the node's machine."""
+    command = [sys.executable, "-m", "elastic_ext.cli", "config", "set", change, "--file", node.record().config_file]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def samples_of_steps(folder: Path) -> dict[int, list[int]]:

@@ -299,6 +299,17 @@ def open_gate(path: Path | str) -> None:
     Path(path).write_bytes(b".")
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[None]:
+    """In here a gate lets one worker go on, whether it is there already or comes later."""
+    gate = os.open(path, os.O_RDWR)
+    try:
+        os.write(gate, b".")
+        yield
+    finally:
+        os.close(gate)
+
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 

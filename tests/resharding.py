@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "Net",
     "agreeing",
     "all_of_it",
+    "any_plan",
     "by_blocks",
     "change",
     "hash_of",
@@ -81,6 +83,19 @@ class Net(nn.Module):
             x = block(x)
         result: torch.Tensor = self.head(self.batch_norm(x))
         return result
+
+
+def any_plan(draw: random.Random, num_ranks: int = 2) -> ParallelPlan:
+    """One of all that so many ranks may have, a power of two of them."""
+    strategy: Any = draw.choice(["no_shard", "no_shard", "shard_grad_op", "full_shard", "hybrid_shard"])
+    return ParallelPlan(
+        strategy=strategy,
+        shard_degree=draw.choice([1, 2] if num_ranks == 2 else [1, 2, 4]) if strategy == "hybrid_shard" else None,
+        unit=draw.choice([1, 2, 3, "whole"]),
+        activation_checkpoint=draw.choice([0.0, 0.4, 1.0]),
+        prefetch=draw.choice([None, None, 0, 1, 2]),
+        bucket_cap_mb=draw.choice([None, 0.01, 25.0]),
+    )
 
 
 def make(

@@ -7,9 +7,11 @@ Nothing is patched: the code under test runs as it is.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -29,6 +31,8 @@ class Calls:
 def _name_of(function: object) -> str | None:
     """The name of a function that has to do with files, None for another."""
     owner = getattr(function, "__objclass__", None) or type(getattr(function, "__self__", None))
+    if owner in (io.StringIO, io.BytesIO):  # which are memory
+        return None
     modules = {getattr(function, "__module__", None), getattr(owner, "__module__", None)}
     name = str(getattr(function, "__name__", ""))
     return name if modules & _MODULES and name not in _HARMLESS else None
@@ -36,13 +40,23 @@ def _name_of(function: object) -> str | None:
 
 @contextlib.contextmanager
 def at_call(
-    number: int, happens: Callable[[], None], *, counts: Callable[[str], bool] = lambda name: True
+    number: int,
+    happens: Callable[[], None],
+    *,
+    counts: Callable[[str], bool] = lambda name: True,
+    is_after: bool = False,
+    in_new_threads: bool = False,
 ) -> Iterator[Calls]:
-    """Within this, just before the call ``number`` (from 0) of those whose name counts, ``happens`` is called once."""
-    calls = Calls()
+    """Within this, just before the call ``number`` (from 0) of those whose name counts, ``happens`` is called once.
+
+    Just after it where it ``is_after``: the call has been made, and what ``happens`` raises is its answer. Calls are
+    those of this thread, and of those that are started meanwhile where they are ``in_new_threads``.
+    """
+    calls, is_over = Calls(), threading.Event()
+    told = "c_return" if is_after else "c_call"
 
     def watch(frame: FrameType, event: str, function: object) -> None:
-        name = _name_of(function) if event == "c_call" else None
+        name = _name_of(function) if event == told and not is_over.is_set() else None
         if name is not None and counts(name):
             calls.names.append(name)
             if len(calls.names) == number + 1:
@@ -51,11 +65,15 @@ def at_call(
                 sys.setprofile(watch)
 
     before = sys.getprofile()
+    if in_new_threads:
+        threading.setprofile(watch)
     sys.setprofile(watch)
     try:
         yield calls
     finally:
         sys.setprofile(before)
+        threading.setprofile(None)
+        is_over.set()
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from elastic_ext.agent.control import Control
 from elastic_ext.errors import ElasticError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-END_SECONDS = 60.0
+END_SECONDS = 240.0
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,

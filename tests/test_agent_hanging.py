@@ -39,6 +39,7 @@ def reading(since: float, activity: Activity = Activity.STEP, *, steps: int = ST
         "step": steps,
         "num_boundaries": steps,
         "micro_step": 0,
+        "has_begun_save": False,
         "last_step_seconds": 0.1,
         "num_alike": steps,
         "stacks_signal": 0,
@@ -158,7 +159,8 @@ def test_storage_and_starts_have_a_limit_of_their_own_and_others_wait_for_them(a
     assert verdict(pulses, 1800).hang is None
     found = verdict(pulses, 1801).hang
     assert found is not None
-    assert found.ranks == (0, 1)
+    assert found.ranks == (0,)
+    assert found.reason.endswith("; rank 1 waits for it")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -213,6 +215,62 @@ def test_a_rank_that_nothing_can_wake_is_named_after_a_few_looks() -> None:
     assert standing.progress == "slow"
     assert "nothing can wake it (state D)" in standing.reason
     assert verdict(pulses, 1000, states={0: "D"}).hang is None
+
+
+# --- between two steps ----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_come_to_the_next_step_hangs_and_those_in_it_wait() -> None:
+    pulses = {0: reading(START), 1: reading(START, Activity.BETWEEN), 2: reading(START)}
+    waiting = verdict(pulses, 600)
+    assert waiting.hang is None
+    assert waiting.said == "rank 1 has been between two steps for 600 s; ranks 0 and 2 wait for it"
+    found = verdict(pulses, 601).hang
+    assert found is not None
+    assert (found.ranks, found.may_be_elsewhere) == ((1,), False)
+    assert found.reason == (
+        "rank 1: it has been between two steps for 601 s (limit 600 s; what may take longer, such as an evaluation, "
+        "goes into `with trainer.evaluation():`); ranks 0 and 2 wait for it"
+    )
+
+
+def test_all_ranks_that_wait_for_data_in_vain_hang() -> None:
+    found = verdict({rank: reading(START, Activity.BETWEEN) for rank in range(2)}, 601).hang
+    assert found is not None
+    assert found.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(("has_begun_save", "seconds"), [(False, 601), (True, 1801)])
+def test_a_save_that_waits_for_a_rank_does_not_hide_that_it_does_not_come(has_begun_save: bool, seconds: int) -> None:
+    """One that it has begun too may be what the others are still about: that has its own limit."""
+    saving = reading(START, Activity.SAVING, has_begun_save=True)
+    stuck = reading(START, Activity.BETWEEN, has_begun_save=has_begun_save)
+    assert verdict({0: saving, 1: stuck}, seconds - 1).hang is None
+    found = verdict({0: saving, 1: stuck}, seconds).hang
+    assert found is not None
+    assert 1 in found.ranks
+    assert found.ranks == ((0, 1) if has_begun_save else (1,))
+
+
+def test_a_rank_that_is_late_with_a_save_is_waited_for_in_the_step_after_it() -> None:
+    pulses = {0: reading(START, Activity.SAVING, has_begun_save=True), 1: reading(START, has_begun_save=True)}
+    assert verdict(pulses, 1800).hang is None
+
+
+def test_between_first_steps_there_is_more_time() -> None:
+    pulses = {0: reading(START, Activity.BETWEEN, steps=2)}
+    assert verdict(pulses, 1800).hang is None
+    assert verdict(pulses, 1801).hang is not None
+
+
+def test_ten_times_the_longest_time_between_two_steps_is_no_hang() -> None:
+    judge = Judge(HangLimits())
+    judged({0: reading(START, Activity.BETWEEN)}, 90, judge=judge)
+    later = reading(START + 100, Activity.BETWEEN, steps=STEADY + 1)
+    looks = [WorkerLook(rank=0, pid=100, reading=later, process_state="S")]
+    stand = {second: judge.look(START + second, looks)[0] for second in range(91, 1003)}
+    assert stand[1000].limit_seconds == 900.0
+    assert (stand[1000].is_over, stand[1001].is_over) == (False, True)
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
@@ -326,7 +384,7 @@ def test_what_looks_like_a_hang_here_is_none_with_a_rank_of_another_node_that_ev
     assert together.said == "rank 2 has been outside of steps for 60 s; ranks 0, 1 and 3 wait for it"
 
 
-places = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 2))
+places = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))
 
 
 @st.composite
@@ -378,7 +436,7 @@ def test_a_hang_is_of_ranks_that_are_there_and_only_where_one_waits_for_nobody_w
 
 @given(standings())
 def test_with_a_rank_at_the_beginning_that_may_come_nothing_is_a_hang(given: list[Standing]) -> None:
-    evaluating = Standing(rank=99, activity="outside of steps", where="outside of steps", place=(0, 0))
+    evaluating = Standing(rank=99, activity="outside of steps", where="outside of steps", place=(0, 0, 0, 0))
     assert find_hang([*given, evaluating], world_size=100).hang is None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.losses import Begun, Ended, begun_in, cost_in_words
+from elastic_ext.agent.losses import Begun, Ended, begun_in, cost_in_words, left_in
 
 BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
 
@@ -22,7 +22,7 @@ BEGUN = Begun(step=8, global_batch_size=12, checkpoints="/shared")
     ],
 )
 def test_steps_samples_and_seconds_are_told(ended: int, begun: Begun, words: str) -> None:
-    assert words in cost_in_words(Ended(step=ended, time=100.0), begun, now=106.5)
+    assert words in cost_in_words(Ended(step=ended, clock=100.0), begun, now=106.5)
 
 
 def event(step: int, time: float, kind: str = "training-began", **details: object) -> str:
@@ -35,6 +35,16 @@ def test_the_last_beginning_counts_where_it_is_of_this_round(tmp_path: Path) -> 
     file.write_text(event(0, 1.0) + event(8, 5.0, global_batch_size=12, checkpoints="/shared") + event(9, 6.0, "other"))
     assert begun_in(file, since=4.0) == BEGUN
     assert begun_in(file, since=5.5) is None
+
+
+def test_what_a_rank_says_that_was_told_to_end_is_found_where_it_is_of_this_round(tmp_path: Path) -> None:
+    file = tmp_path / "events-0.jsonl"
+    assert left_in(file, since=0.0) is None
+    words = "training was told to end, and can go on from step 8"
+    left = json.dumps({"time": 5.0, "kind": "can-go-on", "step": 8, "text": words}) + "\n"
+    file.write_text(event(0, 1.0) + left + event(8, 6.0, "other"))
+    assert left_in(file, since=4.0) == words
+    assert left_in(file, since=5.5) is None
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", "[" * 100_000, '{"kind": "training-began", "step": 1}', "\x00\xff"])

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from elastic_ext.agent.processes import is_alive
+from elastic_ext.agent.status import NodeStatus, status_of
+from elastic_ext.agent.status_files import read_run_directory
 from elastic_ext.doctor.hardware_records import NodeHardware
 from elastic_ext.doctor.machine import check_node
+from elastic_ext.fsdp.checkpoint.commit import read_commit
 from tests.elastic_job import NUM_SAMPLES
 from tests.nodes import Node, last_step, nodes, samples_of_steps, until
 from tests.ports import free_port
@@ -26,6 +32,10 @@ JOB = ("-m", "tests.elastic_job")
 
 def started(tmp_path: Path, *arguments: str, launch: tuple[str, ...] = ()) -> Node:
     return Node(tmp_path / "node", ["--standalone", "--nproc-per-node=2", *launch, *JOB, str(tmp_path), *arguments])
+
+
+def status_in(run_dir: Path) -> NodeStatus:
+    return status_of(read_run_directory(run_dir, now=time.time(), host=socket.gethostname()))
 
 
 def held(folder: Path, step: int, *, ranks: int = 2) -> bool:
@@ -62,7 +72,27 @@ def test_sigterm_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
         until(lambda: last_step(tmp_path) > 3 or None)
         node.send(signal.SIGTERM)
         assert node.end() == 143
-    assert list((tmp_path / "checkpoints").rglob("COMMIT"))
+        told = re.search(r"has ended its workers after SIGTERM; (training was told to end, .*)", node.text)
+        events = [event["text"] for event in node.events() if event["kind"] == "ended"]
+    (commit,) = (tmp_path / "checkpoints").rglob("COMMIT")
+    step, status = read_commit(commit.parent).global_step, status_in(node.run_dir)
+    words = f"training was told to end, and can go on from step {step}"
+    assert told is not None and told[1] == f"{words}: {commit.parent} is saved"
+    assert events == [f"this node has ended its workers after SIGTERM; {told[1]}"]
+    assert status.troubles == () and status.notes == (words,)
+    assert [(each.state, each.exit_code) for each in status.ranks] == [("left", 143)] * 2
+
+
+def test_a_worker_that_somebody_has_told_to_end_is_said_to_have_saved(tmp_path: Path) -> None:
+    with nodes(started(tmp_path, "--steps=100000", "--pace=0.01", "--every=100000")) as (node,):
+        until(lambda: last_step(tmp_path) > 3 or None)
+        os.kill(node.workers()[1].pid, signal.SIGTERM)
+        assert node.end() == 1
+    (commit,) = (tmp_path / "checkpoints").rglob("COMMIT")
+    words = f"training was told to end, and can go on from step {read_commit(commit.parent).global_step}"
+    line = next(line for line in node.lines if "no restart is left" in line)
+    assert f"exited with status 143: {words}: {commit.parent} is saved" in line
+    assert status_in(node.run_dir).notes == (words,)
 
 
 DEAF = """
@@ -90,6 +120,39 @@ def test_however_often_it_is_told_to_end_no_worker_is_left(tmp_path: Path) -> No
         assert node.end() in (143, -signal.SIGTERM)  # the last may have come when Python itself was about to end
         assert "this node has ended its workers after SIGTERM" in node.text
         assert len(workers) == 2 and not any(is_alive(worker) for worker in workers.values())
+
+
+WAITS = """
+import os, signal, sys
+print(os.environ["MASTER_ADDR"], file=open(f"{sys.argv[1]}/address-{os.environ['RANK']}", "w"))
+os.rename(f"{sys.argv[1]}/address-{os.environ['RANK']}", f"{sys.argv[1]}/ready-{os.environ['RANK']}")
+signal.pause()
+"""
+
+
+def addresses_listened_at(node: Node) -> set[str]:
+    """Where other processes can connect to an agent, whatever the port."""
+    connections = psutil.Process(node.process.pid).net_connections(kind="inet")
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("how", ["alone", "two nodes", "two static nodes"])
+def test_nodes_that_meet_on_this_machine_listen_at_its_loopback_address_alone(tmp_path: Path, how: str) -> None:
+    script, port = tmp_path / "waits.py", free_port()
+    script.write_text(WAITS)
+    launches = [["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job"]] * 2
+    if how == "alone":
+        launches = [["--standalone"]]
+    elif how == "two static nodes":
+        launches = [["--nnodes=2", f"--node-rank={rank}", f"--master-port={port}"] for rank in range(2)]
+    made = [
+        Node(tmp_path / f"node-{index}", [*launch, str(script), str(tmp_path)]) for index, launch in enumerate(launches)
+    ]
+    with nodes(*made) as started:
+        until(lambda: len(list(tmp_path.glob("ready-*"))) == len(started) or None)
+        assert {each.read_text().strip() for each in tmp_path.glob("ready-*")} == {"127.0.0.1"}
+        found = [addresses_listened_at(node) for node in started]
+    assert set.union(*found) == {"127.0.0.1"}, found
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -224,3 +287,29 @@ def left_on_machine() -> set[str]:
     }
     files = {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).glob("*elastic*")}
     return processes | files
+
+
+_UNWRITABLE = """
+import sys, torch
+from elastic_ext import ElasticTrainer
+model = torch.nn.Linear(2, 2)
+with ElasticTrainer(model, micro_batch_size=1, shared_storage_path=sys.argv[1], job="job") as trainer:
+    trainer.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+def test_a_folder_that_cannot_be_used_is_one_sentence_of_the_worker_and_of_the_agent(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "script.py").write_text(_UNWRITABLE)
+    arguments = [
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        str(tmp_path / "script.py"),
+        str(tmp_path / "file" / "below"),
+    ]
+    with nodes(Node(tmp_path / "node", arguments)) as (node,):
+        assert node.end() == 1
+    words = f"{tmp_path / 'file'} is no folder, and checkpoints are to lie there; move it away"
+    lines = [line for line in node.lines if words in line]
+    assert [line.split()[0] for line in lines] == ["elastic_ext.errors.CheckpointError:", "elastic-run", "elastic-run"]
+    assert "Traceback" not in node.text and len(node.lines) < 20, node.text

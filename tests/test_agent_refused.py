@@ -23,7 +23,7 @@ def start(*arguments: str | bytes, cwd: Path, **environ: str | None) -> subproce
     for name in (name for name, value in environ.items() if value is None):
         given.pop(name, None)
     command = [sys.executable, "-m", "elastic_ext.run", *arguments]
-    return subprocess.run(command, env=given, cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=given, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_job_starts_where_nothing_can_be_written_at_home_and_status_finds_it(t
     environ.pop("XDG_CACHE_HOME", None)
     for arguments in (["status"], ["status", "--job", "j"]):
         command = [sys.executable, "-m", "elastic_ext.cli", *arguments]
-        found = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        found = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
         assert found.returncode == 0 and found.stdout.startswith("j: has ended"), found
 
 

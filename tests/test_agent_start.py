@@ -59,9 +59,28 @@ def test_an_exception_that_cannot_be_told_is_named_all_the_same(tmp_path: Path) 
     assert told["message"].startswith("Odd: ") and "line 3" in told["extraInfo"]["py_callstack"]
 
 
+def test_of_an_exception_whose_words_say_all_there_is_nothing_more_is_shown(tmp_path: Path) -> None:
+    script = "class Refusal(Exception):\n  says_all = True\nraise Refusal('no room')"
+    environ = with_start({**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "e")}, None, os.getpid())
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "__main__.Refusal: no room\n")
+    told = json.loads((tmp_path / "e").read_text())["message"]
+    assert (told["message"], told["extraInfo"]["py_callstack"]) == ("Refusal: no room", "")
+
+
 def test_a_sitecustomize_of_the_machines_own_is_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("OWN = 5\n")
     assert output_of(str(tmp_path), agent_pid=os.getpid())[2] == "5"
+
+
+def test_where_a_sitecustomize_of_the_machines_own_raises_exceptions_are_still_written(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('its own trouble')\n")
+    environ = with_start({**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "e")}, str(tmp_path), os.getpid())
+    done = subprocess.run(
+        [sys.executable, "-c", "raise ValueError('ours')"], env=environ, capture_output=True, text=True
+    )
+    assert "its own trouble" in done.stderr, "Python tells of it as it does without this library"
+    assert json.loads((tmp_path / "e").read_text())["message"]["message"] == "ValueError: ours"
 
 
 def test_virtual_local_ranks_see_one_device_each() -> None:

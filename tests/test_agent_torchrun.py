@@ -75,7 +75,7 @@ def run(
     given |= {"OUT": str(out), "PYTHONPATH": os.pathsep.join(path for path in [*sys.path, str(folder)] if path)}
     given |= {"ELASTIC_EXT_RUN_DIR": str(folder / "node"), **environ}
     done = subprocess.run(
-        [sys.executable, *launcher, *command, *arguments], env=given, capture_output=True, text=True, timeout=60
+        [sys.executable, *launcher, *command, *arguments], env=given, capture_output=True, text=True, timeout=240
     )
     found = {file.name: json.loads(file.read_text()) for file in sorted(out.iterdir())}
     for values in found.values():

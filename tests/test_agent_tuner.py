@@ -26,7 +26,7 @@ from elastic_ext.files import exclusive, stamp_of
 from tests.configs import configs, unhurried
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-END_SECONDS = 60.0
+END_SECONDS = 240.0
 
 
 class Node:

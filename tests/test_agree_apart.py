@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext import ElasticConfig, ElasticError
+from elastic_ext.errors import RanksDisagreeError
 from elastic_ext.ranks import Ranks
 from tests.faults import Fault, Faults
 from tests.loops import (
@@ -285,7 +286,7 @@ def go_on_after_close(rank: int, folder: Path) -> list[str]:
 def test_a_closed_follower_does_not_go_on_alone(ranks: RankPool, tmp_path: Path) -> None:
     texts = same(ranks.run(2, go_on_after_close, tmp_path))
     assert len(texts) == 3
-    assert all("was closed" in text for text in texts)
+    assert all("the other ranks are not heard of any more" in text for text in texts)
 
 
 def wait_at_the_edge_of_a_slice(rank: int, num_waits: int) -> None:
@@ -334,7 +335,7 @@ def test_a_rank_that_closes_its_follower_before_the_end_is_named(ranks: RankPool
     outcomes = ranks.run_outcomes(2, close_on_one_rank, tmp_path, deadline_seconds=45.0)
     first, second = errors_of(outcomes, but=-1)
     assert "failed after 1 steps, 1 boundaries: it closed its follower" in first
-    assert second.startswith("ElasticError: this follower was closed")
+    assert second.startswith("ElasticError: follower.close() was called, and with that the other ranks")
 
 
 def end_while_a_peer_is_in_a_collective_of_its_own(rank: int, folder: Path) -> None:
@@ -355,3 +356,23 @@ def test_a_rank_that_ended_early_gives_up_after_the_timeout_and_frees_its_peers(
     assert "rank 0" in second
     assert "gave no sign: it died, hangs or is elsewhere" in second
     assert first.startswith("RuntimeError"), "what the user's own collective raises"
+
+
+def give_up_and_end(rank: int) -> str:
+    """The first rank waits for the other, where nothing tells it that this has given up."""
+    ranks = Ranks.join(timeout_seconds=600.0)
+    if rank == 0:
+        with pytest.raises(RuntimeError) as raised:
+            dist.all_reduce(torch.ones(()))
+        return str(raised.value)
+    words = r"rank 1 .* left a step, after the start: rank 0 .* did not, and waits"
+    with ranks.waiting_at_most(1.0, "left a step"), pytest.raises(RanksDisagreeError, match=words):
+        ranks.sum([1], "ending")
+    ranks.close()
+    raise LookupError("and this process ends")
+
+
+def test_what_a_rank_gave_up_waiting_for_does_not_keep_its_process(ranks: RankPool) -> None:
+    stayed, left = ranks.run_outcomes(2, give_up_and_end, deadline_seconds=60.0)
+    assert left.error is not None and left.error.type_name == "LookupError"
+    assert "Connection closed" in stayed.value or "Connection reset" in stayed.value

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from elastic_ext import ApplyError, ElasticConfig
-from elastic_ext.appliers import Declined
+from elastic_ext.appliers import Declined, Later
 from tests.loops import (
     Every,
     RecordingApplier,
@@ -58,6 +58,61 @@ def test_four_ranks_run_every_step_under_the_same_version_whenever_their_files_a
     assert versions == sorted(versions)
     assert all(label == f"version {value}" for label, value in values)
     assert every == "auto" or len(set(versions)) > 3  # short steps on a busy machine may thin out to very few
+
+
+# --- what a step has to tell first ------------------------------------------------------------------------------------
+
+
+class Trying:
+    """An applier that has to try each version first, in a step of one rank; the steps at which it was asked."""
+
+    section = "optimizer"
+
+    def __init__(self, *, tries: bool, refusal: str | None) -> None:
+        self.asked: list[str] = []
+        self.applied: list[str] = []
+        self._tries, self._refusal = tries, refusal
+
+    def check(self, new: ElasticConfig) -> str | None:
+        self.asked.append(new.label)
+        if self._tries and self.asked.count(new.label) == 1:
+            raise Later
+        return self._refusal
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        self.applied.append(new.label)
+
+
+def try_first(rank: int, folder: Path, how: str, refusal: str | None) -> tuple[list[str], list[str], list[str]]:
+    applier = Trying(tries=rank == 1, refusal=refusal if rank == 1 else None)
+    with seen_by() as seen, follower_of(folder, rank) as follower:
+        follower.add(applier)
+        if how == "revision":
+            proposal = follower.propose({"optimizer.learning_rate": 0.2}, "a test") if rank == 0 else None
+        else:
+            put(folder, rank, {**rate(2, 0.2), **({"apply_at_step": 60} if how == "scheduled" else {})})
+        step_until(follower, seen, lambda: bool(applier.asked))
+        step_until(follower, seen, lambda: len(applier.asked) >= (3 if how == "scheduled" and refusal is None else 2))
+        for _ in range(4):
+            take_step(follower, seen)
+        if how == "revision" and proposal is not None:
+            assert proposal.outcome == ("in force" if refusal is None else "refused"), proposal
+    return applier.asked, applier.applied, [line for line in seen.log if "was refused" in line]
+
+
+@pytest.mark.parametrize("refusal", [None, "it was tried"])
+@pytest.mark.parametrize("how", ["file", "revision", "scheduled"])
+def test_a_config_that_one_rank_has_to_try_is_asked_about_again_on_all(
+    ranks: RankPool, tmp_path: Path, how: str, refusal: str | None
+) -> None:
+    results = ranks.run(2, try_first, tmp_path, how, refusal)
+    label = "version 0, revision 1" if how == "revision" else "version 2"
+    for asked, applied, _ in results:
+        assert asked == [label] * (3 if how == "scheduled" and refusal is None else 2)
+        assert applied == ([label] if refusal is None else [])
+    warnings = [line for _, _, lines in results for line in lines]
+    assert len(warnings) == (refusal is not None)
+    assert all("rank 1: optimizer: it was tried" in line for line in warnings)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

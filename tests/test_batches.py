@@ -384,6 +384,16 @@ def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> Non
             "the batch size of a DataLoader is its own (this one has 4); that of an ElasticDataLoader changes",
         ),
         (
+            None,
+            {"global_batch_size": 16, "dataloader__num_workers": 2},
+            "num_workers cannot change: no dataloader was given to the trainer; give it an ElasticDataLoader,",
+        ),
+        (
+            None,
+            {"global_batch_size": 16, "dataloader__batch_size": 8},
+            "the batch size is the loop's own: no dataloader was given to the trainer; give it an ElasticDataLoader",
+        ),
+        (
             loader_of(64),
             {"global_batch_size": 16, "dataloader__pin_memory": True, "dataloader__prefetch_factor": 2},
             "prefetch_factor, pin_memory of this dataloader cannot change while it is in use",
@@ -391,7 +401,7 @@ def test_only_a_source_that_follows_keys_of_its_own_is_asked_about_them() -> Non
     ],
 )
 def test_a_live_change_is_refused_with_the_reason(loader: Any, values: dict[str, object], reason: str | None) -> None:
-    batches = begun(loader, global_batch_size=16, num_ranks=2)
+    batches = begun(loader, global_batch_size=16, num_ranks=2, micro_batch_size=None if loader is not None else 4)
     told = batches.check(config_of(**values))
     assert told is None if reason is None else told is not None and reason in told
 
@@ -496,13 +506,30 @@ def test_sizes_are_halved_until_the_step_that_comes_takes_fewer_at_once(
     source = Source(batch_size=batch_size)
     batches = begun(source, global_batch_size=global_batch, num_ranks=2 if batch_size < 8 else 1)
     source.remaining = remaining
-    assert batches.halved(largest) == halved
+    assert batches.fewer(largest, takes_one=True) == halved
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "share", "largest", "fewer"),
+    [
+        (8, 16, 8, 4),
+        (3, 12, 3, 2),  # halved it would be one
+        (4, 9, 3, 0),  # by two, one of the micro-batches would have a single sample
+        (1, 6, 4, 3),  # which one has been tried
+        (2, 6, 2, 0),
+    ],
+)
+def test_where_one_sample_is_refused_no_micro_batch_has_a_single_one(
+    batch_size: int, share: int, largest: int, fewer: int
+) -> None:
+    batches = begun(Source(batch_size=batch_size), global_batch_size=2 * share, num_ranks=2)
+    assert batches.fewer(largest, takes_one=False) == fewer
 
 
 def test_unequal_parts_that_cannot_be_cut_are_left_to_whoever_says_why() -> None:
     batches = begun(Source(batch_size=7), global_batch_size=8, num_ranks=2, share_weights=(1.0, 7.0))
     assert batches.largest == 7  # in one micro-step, since a rank has a single sample
-    assert batches.halved(7) == 3
+    assert batches.fewer(7, takes_one=True) == 3
     assert "cannot be cut" in (batches.check(config_of(global_batch_size=8, dataloader__batch_size=3)) or "")
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import master_load
+from benchmarks import master_flood, master_load
 from benchmarks.harness import table
+from benchmarks.master_flood import Flooded
 from benchmarks.master_load import Load, Measured, Row
 from benchmarks.master_load_agents import quantile
 
@@ -80,6 +81,36 @@ def test_a_row_of_which_nothing_is_claimed_has_no_verdict() -> None:
 def test_a_quantile_is_one_of_the_values() -> None:
     assert [quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 3.0, 3.0]
     assert math.isnan(quantile([], 0.5))
+
+
+def _flooded(p99: float, num_bytes: float = 1e8, num_answered: int = 0) -> Flooded:
+    found = _made(p99=p99, bytes=num_bytes)
+    return Flooded(measured=found, num_refused=1000, num_answered=num_answered)
+
+
+@pytest.mark.parametrize(
+    ("found", "failing"),
+    [
+        (_flooded(0.012), set()),
+        (_flooded(0.016), {"... over the former"}),
+        (_flooded(0.11), {"... over the former", "... in a flood, p99"}),
+        (_flooded(0.012, num_bytes=3.1e8), {"memory, at most"}),
+        (_flooded(0.012, num_answered=1), {"calls without the token that were answered"}),
+    ],
+)
+def test_in_a_flood_beats_are_answered_as_they_are_beside_some_that_spin(found: Flooded, failing: set[str]) -> None:
+    rows = master_flood.table_of(LOAD, [_flooded(0.01)], [found]).rows
+    assert {row.name for row in rows if row.verdict == "fail"} == failing
+
+
+@pytest.mark.slow  # as below
+def test_a_master_is_measured_in_a_flood_and_beside_those_that_spin() -> None:
+    found, spun = (
+        master_flood.flooded(LOAD, ways) for ways in (("messages", "calls", "connections", "silence"), ("spinning",))
+    )
+    assert found.num_answered == spun.num_refused == 0 < found.num_refused
+    assert found.measured.told["over"][0]["num_failures"] == 0
+    assert spun.most_bytes > 1e7 and found.most_bytes < 3e8
 
 
 @pytest.mark.slow  # what it measures with is tried where that is changed

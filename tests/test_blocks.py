@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext.fsdp.blocks import blocks_of, recompute, why_not_recompute
+from elastic_ext.fsdp.blocks import Trial, blocks_of, recompute, why_not_recompute
 
 
 class Block(nn.Module):
@@ -280,6 +280,122 @@ def test_a_share_of_blocks_is_computed_again_and_hooks_are_put_on_once() -> None
     assert num_hooks[2:] == [num_hooks[2]] * 4
     assert [name for name, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == names
+
+
+class Cache:
+    """What a block appends its keys to, and attends to all of."""
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+
+    def grow(self, keys: torch.Tensor) -> torch.Tensor:
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys])
+        return self.keys
+
+
+class Attending(nn.Module):
+    """A block with most of what a pass may change: a cache, a counter, a batch norm, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.num_passes = 0
+
+    def forward(self, x: torch.Tensor, cache: Any = None, has_bias: bool = False) -> torch.Tensor:
+        self.num_passes += 1
+        keys = self.linear(self.norm(x))
+        if cache is not None:
+            keys = cache.grow(keys)
+        scores = x @ keys.t()
+        if has_bias:
+            scores = scores + torch.ones(len(x), len(x))
+        result: torch.Tensor = x + self.dropout(scores.softmax(-1) @ keys)
+        return result
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *, make: Callable[[], Any] = lambda: None, has_bias: bool = False) -> Any:
+        for block in self.blocks:
+            x = block(x, cache=make(), has_bias=has_bias)
+        return x
+
+
+def test_a_trial_leaves_nothing_behind() -> None:
+    found = []
+    for is_tried in (False, True):
+        torch.manual_seed(0)
+        model, called = Language(), []
+        for part in model.modules():
+            part.register_forward_hook(lambda module, inputs, output: called.append(type(module).__name__))  # noqa: B023
+        caches: list[Cache] = []
+        num_hooks = _num_hooks(model)
+        trial = Trial(model, blocks_of(model)) if is_tried else None
+        with torch.no_grad():
+            model(torch.randn(3, 4))  # which says nothing of backward passes
+        assert trial is None or not trial.is_over
+
+        def make(caches: list[Cache] = caches) -> Cache:
+            caches.append(Cache())
+            return caches[-1]
+
+        output = model(torch.randn(3, 4), make=make)
+        output.square().sum().backward()
+        assert trial is None or trial.is_over
+        assert _num_hooks(model) == num_hooks
+        gradients = [part.grad for part in model.parameters()]
+        passes = [block.num_passes for block in model.blocks]
+        found.append((gradients, [*model.buffers()], [each.keys for each in caches], torch.rand(1)))
+        assert passes == [2, 2]
+        assert len(called) == 2 * (1 + 2 * 4)
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, None),
+        (
+            {"make": Cache},
+            "it keeps a torch.float32 of shape (4, 3) the first time and a torch.float32 of shape (4, 6)",
+        ),
+        ({"make": Cache, "has_bias": True}, "the second time it raises RuntimeError: The size of tensor a (6)"),
+        ({"make": lambda: (each for each in range(3))}, None),  # not to be copied
+    ],
+)
+def test_what_is_not_the_same_when_it_is_computed_again_is_found_in_a_pass(given: Any, says: str | None) -> None:
+    model = Language()
+    if "make" in given and given["make"] is not Cache:
+        model.blocks[0].forward = model.blocks[1].forward = lambda x, cache, has_bias: x * x
+    trial = Trial(model, blocks_of(model))
+    model(torch.randn(3, 4, requires_grad=True), **given)
+    assert trial.is_over
+    if says is None:
+        assert trial.why_not is None
+    else:
+        assert trial.why_not is not None
+        assert says in trial.why_not
+        assert "a block, Attending, does not come to the same when it is computed again" in trial.why_not
+        assert "use_cache=False (model.config.use_cache = False)" in trial.why_not
+
+
+def test_a_trial_that_raises_does_so_once_and_before_the_pass() -> None:
+    model = Language()
+    Trial(model, blocks_of(model), raises=True)
+    with pytest.raises(ValueError, match="does not come to the same when it is computed again"):
+        model(torch.randn(3, 4), make=Cache)
+    assert model.blocks[0].num_passes == 0
+    model(torch.randn(3, 4), make=Cache)
+
+
+def test_compiled_models_are_not_tried() -> None:
+    model = Language()
+    model.blocks[0].compile(backend="eager")
+    assert Trial(model, blocks_of(model)).is_over
 
 
 def test_a_copy_of_a_model_that_is_computed_again_is_trained_by_itself() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
+from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError, ElasticError, RanksDisagreeError
 from elastic_ext.fsdp import ShardCheckpointer
 from elastic_ext.fsdp.checkpoint.reading import is_mark
@@ -206,6 +211,130 @@ def test_trainers_that_are_asked_for_different_things_all_say_so(ranks: RankPool
     assert "rank 0: save step_0 at step 0 of epoch 0; rank 1: load the newest checkpoint" in first
 
 
+# --- optimizers whose state no checkpoint can hold ------------------------------------------------------------------
+
+
+class Packed(torch.Tensor):
+    """A tensor that is made of another, in half its bytes, as the state of torchao's optimizers is."""
+
+    packed: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor) -> Packed:
+        made: Packed = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+        made.packed = whole.to(torch.bfloat16)
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["packed"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        whole = [each.packed.to(each.dtype) if isinstance(each, Packed) else each for each in args]
+        made = func(*whole, **(kwargs or {}))
+        return Packed(made) if func is torch.ops.aten.detach.default else made
+
+
+class PackedMomentum(torch.optim.Optimizer):
+    """SGD whose momentum is packed, and is made in the first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for part in group["params"]:
+                before = self.state[part].get("momentum", Packed(torch.zeros_like(part)))
+                self.state[part]["momentum"] = Packed(before * 0.9 + part.grad)
+                part.sub_(0.1 * (self.state[part]["momentum"] * 1.0))
+
+
+CANNOT_HOLD = (
+    r"0\.weight/momentum is a Packed, made of other tensors; .* plain tensors, as torch\.optim's are, or have no"
+)
+
+
+def take_packed_steps(trainer: Any, model: nn.Module) -> None:
+    with trainer:
+        optimizer = trainer.prepare(PackedMomentum(model.parameters(), {}))
+        for _ in range(3):
+            take(trainer, model, optimizer)
+
+
+def packed_rank(rank: int, folder: Path, num_ranks: int) -> int:
+    """The step that training had come to when it was refused."""
+    trainer, model = small_trainer(folder, rank, num_ranks, checkpoint_interval=CheckpointInterval(steps=1000))
+    with pytest.raises(CheckpointError, match=CANNOT_HOLD):
+        take_packed_steps(trainer, model)
+    return int(trainer.global_step)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_state_that_no_checkpoint_can_hold_is_refused_after_the_first_step(
+    ranks: RankPool, tmp_path: Path, num_ranks: int
+) -> None:
+    assert ranks.run(num_ranks, packed_rank, tmp_path, num_ranks) == [1] * num_ranks
+
+
+@pytest.mark.parametrize("asks", [{"checkpoint_interval": None}, {"when_save_fails": "warn"}])
+def test_state_that_no_checkpoint_can_hold_is_a_warning_where_none_has_to_be_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asks: dict[str, Any]
+) -> None:
+    trainer, model = small_trainer(tmp_path, 0, 1, **{"checkpoint_interval": CheckpointInterval(steps=1000), **asks})
+    with trainer:
+        optimizer = trainer.prepare(PackedMomentum(model.parameters(), {}))
+        for _ in range(3):
+            take(trainer, model, optimizer)
+        (told,) = messages_of(caplog)
+        assert re.search(CANNOT_HOLD, told)
+        assert told.endswith("; training goes on without")
+        later = trainer.propose({"checkpoint.steps": 5}, "what if")
+        for _ in range(3):
+            take(trainer, model, optimizer)
+        assert later.outcome == ("in force" if "when_save_fails" in asks else "refused")
+        assert "when_save_fails" in asks or re.search(CANNOT_HOLD, later.refusal)
+
+
+TORCHAO = """
+import sys
+import torch
+from torchao.optim import AdamW8bit
+from elastic_ext import CheckpointInterval, ElasticTrainer
+
+model = torch.nn.Linear(64, 128)
+interval = CheckpointInterval(steps=1000)
+with ElasticTrainer(
+    model, micro_batch_size=4, shared_storage_path=sys.argv[1], job="packed", checkpoint_interval=interval
+) as trainer:
+    optimizer = trainer.prepare(AdamW8bit(model.parameters()))
+    for _ in range(3):
+        with trainer.step():
+            model(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print("a step came to its end")
+"""
+
+
+@pytest.mark.slow  # torchao takes seconds to import
+def test_the_optimizer_of_torchao_is_refused_after_its_first_step(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHAO, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},  # it compiles its step, which takes long and changes nothing
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    told = done.stderr.splitlines()[-1]
+    assert (
+        "CheckpointError: after the first step seeing what a checkpoint would hold failed: weight/exp_avg is a " in told
+    )
+    assert (
+        "OptimState8bit, made of other tensors; allowed: plain tensors and DTensors of them. Use an optimizer" in told
+    )
+
+
 # --- models that are not one ----------------------------------------------------------------------------------------
 
 
@@ -268,3 +397,13 @@ def test_a_file_where_checkpoints_are_to_lie_is_one_error_and_no_traceback(
         ):
             checkpointer.claim()
     assert messages_of(caplog) == []
+
+
+def test_of_a_folder_that_cannot_be_used_a_script_sees_its_own_line_and_the_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = nn.Linear(2, 2)
+    trainer = trainer_of(tmp_path, model, shared_storage_path=tmp_path / "file" / "further")
+    with pytest.raises(CheckpointError, match="file is no folder, and checkpoints are to lie there") as caught:
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+    assert [Path(each.path).name for each in caught.traceback] == ["test_checkpoint_misuse.py", "trainer.py"]
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__

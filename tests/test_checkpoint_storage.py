@@ -342,7 +342,10 @@ def test_folder_without_permission_loads_and_refuses_saves_on_all_ranks(ranks: R
     for folder in folders:
         folder.chmod(0o755)
     error = error_of_all(ends)
-    assert error.startswith("CheckpointError: ") and "rank 0: Permission denied (" in error, error
+    words = f"rank 0: checkpoints cannot be kept in {storage}: Permission denied ("
+    assert error.startswith("CheckpointError: ") and words in error, error
+    assert error.endswith("); give a shared_storage_path in which this process may write")
+    assert [end.log for end in ends] == [(), ()], "the sentence is all that is said"
     assert newest_of(storage) == 1
 
 

@@ -59,6 +59,28 @@ def test_a_second_run_is_refused_with_who_has_the_folder_and_what_to_do(tmp_path
     Run(tmp_path, "second").end()
 
 
+READER = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_SH)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_holds_the_lock_for_reading_fences_nobody_and_is_named(tmp_path: Path) -> None:
+    Run(tmp_path, "first").end()
+    command = [sys.executable, "-I", "-c", READER, str(tmp_path / "RUN.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == "held\n"
+        with pytest.raises(
+            CheckpointError, match=rf"no run has .*process {reader.pid} \(.*for reading.*; end that"
+        ) as told:
+            Claim(tmp_path, "second", patience_seconds=0, visit_seconds=0)
+        assert not isinstance(told.value, CheckpointFenced)
+        threading.Timer(0.1, reader.kill).start()
+        Claim(tmp_path, "second", patience_seconds=END_SECONDS).release()
+
+
 VISITOR = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -26,7 +26,7 @@ from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-END_SECONDS = 60.0
+END_SECONDS = 240.0
 
 
 class Agent:

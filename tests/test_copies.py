@@ -69,20 +69,20 @@ def test_what_was_due_and_is_not_begun_leaves_the_checkpoint_before_to_go_on_fro
     held = checkpoints_of(small).held
     held._copied_at = math.inf  # nothing is copied by itself
     small.take()
-    assert not held.has_some() and "nothing was copied so far, and nothing is saved" in held.write_newest(1.0)
+    assert not held.has_some() and "nothing was copied so far, and nothing is saved" in held.write_newest(1.0)[1]
     small.take(3)
     assert checkpoints_of(small).is_due
     assert held.has_some() and not held.has_newest()
-    told = held.write_newest(30.0)
-    assert "step_2 is what there is to go on from; training has come to step 4" in told
+    step, told = held.write_newest(30.0)
+    assert step == 2 and "step_2 is what there is to go on from; training has come to step 4" in told
     assert small.saved == ["step_2"]
     small.trainer.close()
     resumed = Small(tmp_path)
     held = checkpoints_of(resumed).held
     held._copied_at = math.inf
     resumed.take()
-    told = held.write_newest(30.0)
-    assert "step_4 is what there is to go on from; training has come to step 5" in told
+    step, told = held.write_newest(30.0)
+    assert step == 4 and "step_4 is what there is to go on from; training has come to step 5" in told
     resumed.trainer.close()
 
 

@@ -234,6 +234,11 @@ def test_what_matters_to_several_nodes_alone_is_told_to_them_alone(hardware: Nod
     assert what in wrong.what
 
 
+def test_several_nodes_are_told_who_can_reach_their_rendezvous() -> None:
+    assert [one.what for one in findings(GOOD, num_nodes=2) if "whoever reaches its port can run code" in one.what]
+    assert not any("rendezvous" in one.what for one in findings(GOOD))
+
+
 def test_a_gpu_that_idles_may_have_a_slow_link_and_a_low_clock() -> None:
     idle = gpu(pcie_generation=1, clock_mhz=210, slowed_by=())
     assert all(one.severity == "ok" for one in findings(machine(gpus=gpus(idle))))

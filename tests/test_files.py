@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,10 @@ from elastic_ext.files import (
     NotRegularError,
     append_line,
     exclusive,
+    is_locked,
     is_taken,
     is_temporary,
+    lock_holders,
     move_folder,
     put_in_place,
     read_at_most,
@@ -393,6 +395,118 @@ def test_a_lock_that_is_tried_is_given_to_one_until_it_is_closed(tmp_path: Path)
     assert num_descriptors() == descriptors
 
 
+@contextmanager
+def held_if_free(path: Path) -> Iterator[None]:
+    descriptor = try_lock(path)
+    assert descriptor is not None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def open_to_all(folder: Path) -> Iterator[None]:
+    """A folder that every user can look into, with those above it; as they were afterwards."""
+    above = [each for each in (folder, *folder.parents) if each.stat().st_uid == os.geteuid() and len(each.parts) > 2]
+    modes = [each.stat().st_mode for each in above]
+    try:
+        for each in above:
+            each.chmod(0o755)
+        yield
+    finally:
+        for each, mode in zip(above, modes, strict=True):
+            each.chmod(stat.S_IMODE(mode))
+
+
+LOOKER = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_SH)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def looked_at(path: Path) -> Iterator[None]:
+    """Another process has taken ``path`` as a lock for reading, and keeps it."""
+    command = [sys.executable, "-I", "-c", LOOKER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield
+        finally:
+            process.stdin.close()
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """What this process does is done as another user."""
+    os.setegid(65534)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.mark.parametrize("lock", [exclusive, held_if_free])
+def test_a_lock_file_is_its_owners_alone_whatever_the_umask_and_its_mode_were(
+    tmp_path: Path, lock: Callable[[Path], AbstractContextManager[None]]
+) -> None:
+    (tmp_path / "before").touch(mode=0o644)
+    umask = os.umask(0)
+    try:
+        for name in ("new", "before"):
+            with lock(tmp_path / name):
+                assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    finally:
+        os.umask(umask)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a process as another user")
+def test_a_user_who_can_read_the_folder_can_neither_hold_its_locks_nor_look_at_them(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with held_if_free(path):
+        pass
+    with open_to_all(tmp_path), as_nobody():
+        assert os.listdir(tmp_path) == ["lock"]
+        with pytest.raises(PermissionError):
+            os.open(path, os.O_RDONLY)
+        for hold in (exclusive, held_if_free):
+            with (
+                pytest.raises(PermissionError, match="the lock belongs to user root, who alone can hold it"),
+                hold(path),
+            ):
+                pass
+        with pytest.raises(PermissionError):
+            is_locked(path)
+
+
+def test_a_lock_that_is_looked_at_is_waited_for_and_not_taken_for_held(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    with looked_at(path):
+        assert not is_locked(path)
+        first = try_lock(path)
+    assert first is None, "who looks for so long is told apart by whoever asks"
+    with held_if_free(path):
+        assert is_locked(path)
+
+
+def test_who_holds_a_lock_is_told_by_process_and_user(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert "cannot be named" in lock_holders(path)
+    path.touch()
+    assert "just ended" in lock_holders(path)
+    with held_if_free(path):
+        assert f"process {os.getpid()} (" in lock_holders(path) and " of user " in lock_holders(path)
+    with looked_at(path):
+        assert "(for reading)" in lock_holders(path)
+
+
 # ---- links and modes ----
 
 
@@ -431,7 +545,7 @@ def test_a_new_file_gets_the_mode_that_the_umask_allows(tmp_path: Path, mask: in
     path = tmp_path / "config.json"
     with umask(mask):
         write_whole(path, b"new")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    assert stat.S_IMODE(path.stat().st_mode) == 0o664 & ~mask, "others may never write"
 
 
 @pytest.mark.parametrize("name", ["größe.json", "a b", "-", "..x", "\udcff.json", "x" * 200])

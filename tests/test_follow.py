@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +300,83 @@ def test_closing_ends_every_thread_and_twice_is_allowed(folder: Path) -> None:
     follower.close()
     assert set(threading.enumerate()) == threads
     assert follower.config.version == 0
+
+
+def refusals_in(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "0" / "events-0.jsonl").read_text().splitlines()]
+    return [event["text"] for event in events if event["kind"] == "config-refused"]
+
+
+def test_a_version_that_comes_after_the_last_step_is_said_to_be_too_late(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    with seen_by() as seen, follower_in(folder) as follower:
+        follower.boundary()
+        follower.finish()
+        put(folder, 0, rate(4, 0.5), seen_by=follower)
+    why = "it came after the last step boundary, of step 1; the next run begins with it"
+    assert [line for line in seen.log if "refused" in line] == [
+        f"WARNING version 4 was refused, version 3 stays in force: {why}"
+    ]
+    assert refusals_in(folder) == [f"version 4 was refused: {why}"]
+
+
+def test_an_old_version_or_one_that_cannot_be_is_said_even_after_the_last_step(folder: Path) -> None:
+    put(folder, 0, rate(3, 0.25))
+    for contents, words in (
+        (rate(2, 0.5), "holds version 2 and was refused, since version 3 is in force; give it a version of 4 or more"),
+        ({"version": 4, "typo": 1}, "was refused, version 3 stays: typo is not a known key"),
+    ):
+        put(folder, 0, rate(3, 0.25))
+        with seen_by() as seen, follower_in(folder) as follower:
+            follower.boundary()
+            put(folder, 0, contents, seen_by=follower)
+            follower.finish()
+        assert [words in line for line in seen.log if "refused" in line] == [True]
+
+
+def test_of_a_run_that_an_exception_ended_no_version_is_said_to_be_late(folder: Path) -> None:
+    with seen_by() as seen, suppress(LookupError), follower_in(folder) as follower:
+        follower.boundary()
+        put(folder, 0, rate(4, 0.5), seen_by=follower)
+        raise LookupError
+    assert not [line for line in seen.log if "refused" in line]
+
+
+def end_of_with(folder: Path) -> ConfigFollower:
+    with follower_in(folder) as follower:
+        pass
+    return follower
+
+
+def exception_in_with(folder: Path) -> ConfigFollower:
+    with suppress(LookupError), follower_in(folder) as follower:
+        raise LookupError
+    return follower
+
+
+def call_of_close(folder: Path) -> ConfigFollower:
+    follower = follower_in(folder)
+    follower.start()
+    follower.close()
+    return follower
+
+
+@pytest.mark.parametrize(
+    ("closed", "words"),
+    [
+        (end_of_with, "`with follower:` has ended, and"),
+        (exception_in_with, "an exception has left `with follower:`, and"),
+        (call_of_close, r"follower\.close\(\) was called, and"),
+    ],
+)
+def test_what_comes_after_the_end_says_what_the_user_did(
+    folder: Path, closed: Callable[[Path], ConfigFollower], words: str
+) -> None:
+    follower = closed(folder)
+    for _ in range(2):
+        with pytest.raises(ElasticError, match=f"^{words}.* make this call before it, or make a new one on every rank"):
+            follower.boundary()
+        follower.close()  # changes nothing of what it was
 
 
 def test_a_follower_that_was_not_started_says_what_to_do(folder: Path) -> None:

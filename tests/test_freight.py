@@ -21,7 +21,7 @@ ITEM_BYTES = np.dtype(np.int64).itemsize
 def _held_by(layout: Layout, num_ranks: int) -> Layout:
     """The same, and nothing for ranks that it does not have."""
     more = num_ranks - len(layout.boxes)
-    return Layout(layout.shape, layout.boxes + (Box.empty(layout.shape),) * more)
+    return Layout(layout.shape, (*layout.boxes, *(Box.empty(layout.shape),) * more))
 
 
 @st.composite

@@ -49,6 +49,19 @@ def names_of(found: list[Found]) -> list[str]:
     return [one.name for one in found]
 
 
+def test_whatever_the_umask_nobody_else_may_write_into_a_jobs_folder(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = JobFolder.find_or_make(tmp_path / "new" / "storage", "job", now=NOW)
+        run = Run(folder.path, "first")
+        run.save("step_1")
+        run.end()
+    finally:
+        os.umask(before)
+    made = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert len(made) > 8 and [path for path in made if path.stat().st_mode & 0o002] == []
+
+
 # ---- killed, failed and interrupted at every call ----
 
 

@@ -20,6 +20,7 @@ import torch
 from elastic_ext import CheckpointInterval, ElasticTrainer
 from elastic_ext.fsdp.checkpoint.letters import OwnStore
 from elastic_ext.leaving import EXIT_STATUS, Leaving
+from elastic_ext.metrics import CAN_GO_ON
 from tests.leaving import Job, started
 from tests.thinning import the_first
 from tests.training import ResumableSlices, make_data
@@ -101,6 +102,23 @@ def job_in(
     return started(folder, LOOP, where, str(num_steps), num_ranks=num_ranks, seconds=seconds)
 
 
+_GOES_ON = "training was told to end, and can go on from step"
+
+
+def told_on(folder: Path, num_ranks: int) -> list[tuple[int, str]]:
+    """What each rank has written of where training can go on."""
+    found = []
+    for rank in range(num_ranks):
+        lines = (folder / str(rank) / f"events-{rank}.jsonl").read_text().splitlines()
+        (event,) = [event for event in map(json.loads, lines) if event["kind"] == CAN_GO_ON]
+        found.append((event["step"], event["text"]))
+    return found
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    return next(folder.glob(f"storage/*/*/{name}"))
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "number"), the_first([(2, signal.SIGTERM), (1, signal.SIGUSR1), (1, signal.SIGTERM)])
 )
@@ -114,6 +132,8 @@ def test_in_steps_all_ranks_finish_the_same_one_and_it_is_saved(
         assert job.end() == [EXIT_STATUS] * num_ranks, job.text
         ((name, step),) = job.saved.items()
         assert step >= 5 and name == f"step_{step}"
+        words = f"{_GOES_ON} {step}: {folder_of(tmp_path, name)} is saved"
+        assert told_on(tmp_path, num_ranks) == [(step, words)] * num_ranks
         state = json.loads(next(tmp_path.glob(f"storage/*/*/{name}/trainer_state.json")).read_text())
         assert state["counts"]["global_step"] == step
     with job_in(tmp_path, 1, num_steps=1, where="outside") as job:
@@ -131,6 +151,8 @@ def test_outside_of_steps_what_the_last_epoch_came_to_is_saved(tmp_path: Path, n
         assert time.monotonic() - began < 20
         assert job.saved == {"step_7": 7}, job.text
         assert "is what there is to go on from" in job.text
+    for step, text in told_on(tmp_path, num_ranks):
+        assert step == 7 and text.startswith(f"{_GOES_ON} 7: {folder_of(tmp_path, 'step_7')} is what there is to go on")
 
 
 @pytest.mark.parametrize("num_ranks", the_first([2, 1]))

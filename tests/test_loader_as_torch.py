@@ -23,6 +23,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -130,6 +131,32 @@ def test_arguments_that_exclude_one_another_are_refused(
 ) -> None:
     with pytest.raises(error, match=said):
         loader_class(range(10), **arguments)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"shuffle": True}, "expected unspecified shuffle option, but got shuffle=True"),
+        ({"shuffle": 3}, "expected unspecified shuffle option, but got shuffle=3"),
+        ({"sampler": SequentialSampler(range(3))}, "expected unspecified sampler option, but got sampler="),
+        ({"sampler": 3}, "expected unspecified sampler option, but got sampler=3"),
+        (
+            {"batch_sampler": BatchSampler(SequentialSampler(range(3)), 3, False)},
+            "expected unspecified batch_sampler option, but got batch_sampler=",
+        ),
+        ({"batch_sampler": 3}, "expected unspecified batch_sampler option, but got batch_sampler=3"),
+    ],
+)
+def test_arguments_that_say_an_order_are_refused_beside_a_stream(
+    loader_class: Any, arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        loader_class(Stream(), **arguments)
 
 
 def test_an_empty_dataset_cannot_be_shuffled(loader_class: Any) -> None:

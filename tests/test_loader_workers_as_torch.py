@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -35,7 +36,7 @@ from tests.loading import (
     loader_of,
     settled,
 )
-from tests.pools import Raise, WaitAt, gate, kill_for_good, open_gate
+from tests.pools import Raise, WaitAt, gate, kill_for_good, open_gate, opened
 
 pytestmark = pytest.mark.usefixtures("started_once", "no_process_left")
 
@@ -463,23 +464,52 @@ def test_an_exception_of_collate_fn_arrives_too(loader_class: Any) -> None:
     assert list(batches) == []
 
 
+def test_in_order_false_hands_out_what_is_ready_first(loader_class: Any, tmp_path: Path) -> None:
+    slow = gate(tmp_path / "slow")
+    dataset: Any = SizedSamples({0: WaitAt(slow)}, 6)
+    batches = iter(loader_class(dataset, batch_size=None, num_workers=2, in_order=False))
+    assert [next(batches) for _ in range(4)] == [1, 3, 4, 5]
+    with opened(slow):
+        assert list(batches) == [0, 2]
+
+
+def test_workers_that_die_are_a_runtime_error(loader_class: Any) -> None:
+    batches = loader_class(SizedSamples({1: pools.die_by_sigkill}, 4), num_workers=1)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
+        list(batches)
+
+
+# --- whose turn it is -----------------------------------------------------------------------------------------------
+
+
+def who_made_them(_: Any) -> int:
+    info = get_worker_info()
+    assert info is not None
+    return info.id
+
+
+def test_batch_i_of_each_loop_is_made_by_worker_i_modulo_their_number(loader_class: Any) -> None:
+    loader = loader_class(
+        Numbers(7), num_workers=2, persistent_workers=True, prefetch_factor=3, collate_fn=who_made_them
+    )
+    for _ in range(3):
+        assert list(loader) == [0, 1, 0, 1, 0, 1, 0]
+    next(iter(loader))  # a loop that is left with batches on their way
+    assert list(loader) == [0, 1, 0, 1, 0, 1, 0]
+
+
 # --- where ours is another on purpose -------------------------------------------------------------------------------
 
 
-def test_in_order_false_gives_torch_leave_to_hand_out_what_is_ready_first(tmp_path: Path) -> None:
-    slow = gate(tmp_path / "slow")
-    dataset: Any = SizedSamples({0: WaitAt(slow)}, 6)
-    batches = iter(DataLoader(dataset, batch_size=None, num_workers=2, in_order=False))
-    assert next(batches) == 1
-    open_gate(slow)
-    assert sorted(batches) == [0, 2, 3, 4, 5]
-
-
-def test_ours_keeps_the_order_since_a_position_in_it_is_all_that_is_kept_of_an_epoch(tmp_path: Path) -> None:
-    slow = gate(tmp_path / "slow")
-    dataset = SizedSamples({0: WaitAt(slow), 1: OpenGate(slow)}, 6)
-    loader = ElasticDataLoader(dataset, batch_size=None, num_workers=2, in_order=False)
-    assert list(loader) == [0, 1, 2, 3, 4, 5]
+def test_batch_i_is_made_by_worker_i_again_once_a_change_is_over() -> None:
+    loader = loader_of(400, 1, num_workers=2, persistent_workers=True, collate_fn=who_made_them)
+    for number, _ in enumerate(loader):
+        if number == 5:
+            changed(loader, num_workers=3)
+        if number == 9:
+            changed(loader, num_workers=2, batch_size=3)
+    changed(loader, num_workers=2, batch_size=1)
+    assert list(itertools.islice(loader, 50)) == [0, 1] * 25
 
 
 def test_workers_that_are_started_later_are_no_two_seeded_alike() -> None:

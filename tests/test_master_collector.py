@@ -151,6 +151,15 @@ def test_a_rank_that_is_slow_for_three_rounds_is_named_and_no_more_some_rounds_a
     assert rounds(6)[-1] == ()
 
 
+def test_who_is_slow_is_named_also_once_the_masters_clock_was_put_back() -> None:
+    collector = Collector()
+    for begin, slow in ((BEGIN, None), (BEGIN - 3600, 13)):
+        for number in range(8):
+            _beat(collector, begin + 10 * number, 4, slow=slow)
+            collector.tick(begin + 10 * number + 1)
+    assert [each.rank for each in collector.stragglers] == [13]
+
+
 def test_when_nobody_tells_of_anything_any_more_nobody_is_slow() -> None:
     collector = Collector(fresh_seconds=45)
     for number in range(6):

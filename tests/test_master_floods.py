@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from elastic_ext.master.guard import Guard, host_of
+from elastic_ext.master.guard import Door, Ended, Guard, host_of
 from elastic_ext.master.shown import Shown
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.masters import TOKEN, MasterProcess, master_in_process
@@ -79,7 +79,6 @@ class Peer:
 
     name: str
     token: str | None = TOKEN
-    ended: list[tuple[grpc.StatusCode, str]] = field(default_factory=list)
 
     def peer(self) -> str:
         return self.name
@@ -87,21 +86,14 @@ class Peer:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
-    async def abort(self, code: grpc.StatusCode, words: str) -> None:
-        self.ended.append((code, words))
-        raise Ended
-
-
-class Ended(Exception):
-    """Of a call."""
-
 
 async def admitted(guard: Guard, name: str, **given: Any) -> grpc.StatusCode | None:
     """With what a call ends, None where it is let be."""
-    peer = Peer(name, **given)
-    with contextlib.suppress(Ended):
-        await guard.admit(peer)  # type: ignore[arg-type]
-    return peer.ended[0][0] if peer.ended else None
+    try:
+        await guard.admit(Peer(name, **given))  # type: ignore[arg-type]
+    except Ended as error:
+        return error.code
+    return None
 
 
 class Gate:
@@ -113,10 +105,11 @@ class Gate:
 
     def refusal(self, name: str, **given: Any) -> tuple[grpc.StatusCode, str] | None:
         """With what a call of the connection of that name ends, None where it is let be."""
-        peer = Peer(name, **given)
-        with contextlib.suppress(Ended):
-            asyncio.run(self.guard.admit(peer))  # type: ignore[arg-type]
-        return peer.ended[0] if peer.ended else None
+        try:
+            asyncio.run(self.guard.admit(Peer(name, **given)))  # type: ignore[arg-type]
+        except Ended as error:
+            return error.code, error.words
+        return None
 
     def num_new(self, host: str, *, first: int = 0, num: int = 30) -> int:
         """How many new connections of a host are let be."""
@@ -164,8 +157,8 @@ def test_those_that_have_to_wait_keep_nobody_else_waiting_and_are_no_more_than_s
 
     async def come() -> tuple[int, set[str]]:
         await guard.admit(Peer("ipv4:10.0.0.7:0"))  # type: ignore[arg-type]
-        calls = [asyncio.ensure_future(guard.admit(Peer(f"ipv4:10.0.0.7:{1 + each}"))) for each in range(1_500)]  # type: ignore[arg-type]
-        while sum(each.done() for each in calls) < 1_500 - 1_024:
+        calls = [asyncio.ensure_future(guard.admit(Peer(f"ipv4:10.0.0.7:{1 + each}"))) for each in range(5_000)]  # type: ignore[arg-type]
+        while sum(each.done() for each in calls) < 5_000 - 4_096:
             await asyncio.sleep(0)
         done, waiting = [each for each in calls if each.done()], [each for each in calls if not each.done()]
         await guard.admit(Peer("ipv4:10.0.0.7:0"))  # type: ignore[arg-type]
@@ -175,7 +168,7 @@ def test_those_that_have_to_wait_keep_nobody_else_waiting_and_are_no_more_than_s
         await asyncio.gather(*waiting, return_exceptions=True)
         return len(waiting), {type(each.exception()).__name__ for each in done}
 
-    assert asyncio.run(come()) == (1_024, {"Ended"})
+    assert asyncio.run(come()) == (4_096, {"Ended"})
 
 
 def test_who_has_no_token_takes_nothing_from_those_who_have() -> None:
@@ -215,6 +208,132 @@ def test_a_host_is_where_a_connection_comes_from(peer: str, host: str) -> None:
     assert host_of(peer) == host
 
 
+# ---- what of a message is read ----
+
+
+class Doorkeeping:
+    """A server with a door, and what its method was given."""
+
+    def __init__(self, *, read_seconds: float = 3600.0) -> None:
+        self.given: list[bytes] = []
+        self.guard = Guard(TOKEN, lambda: 0.0, wait_seconds=0.0)
+        self._door = Door(self.guard, open_service="open.Service", read_seconds=read_seconds)
+
+    @contextlib.asynccontextmanager
+    async def channel(self) -> AsyncIterator[Any]:
+        async def one(request: bytes, peer: Any) -> bytes:
+            self.given.append(request)
+            return b"answer"
+
+        async def many(request: bytes, peer: Any) -> AsyncIterator[bytes]:
+            yield await one(request, peer)
+            yield b"end"
+
+        methods: dict[str, Any] = {
+            "Beat": grpc.unary_unary_rpc_method_handler(one),
+            "Watch": grpc.unary_stream_rpc_method_handler(many),
+        }
+        server = grpc.aio.server(interceptors=(self._door,))
+        for name in ("a.Service", "open.Service"):
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                yield channel
+        finally:
+            await server.stop(0)
+
+
+AS_OURS = (("authorization", f"Bearer {TOKEN}"),)
+
+
+async def outcome(call: Any) -> tuple[grpc.StatusCode, str]:
+    """With what a call ends."""
+    return await call.code(), await call.details()
+
+
+def test_calls_are_answered_as_they_are_without_a_door() -> None:
+    found = Doorkeeping()
+
+    async def come() -> None:
+        async with found.channel() as channel:
+            assert await channel.unary_unary("/a.Service/Beat")(b"x", metadata=AS_OURS) == b"answer"
+            assert [each async for each in channel.unary_stream("/a.Service/Watch")(b"y", metadata=AS_OURS)] == [
+                b"answer",
+                b"end",
+            ]
+            assert await channel.unary_unary("/open.Service/Beat")(b"z") == b"answer"
+
+    asyncio.run(come())
+    assert found.given == [b"x", b"y", b"z"]
+
+
+def test_of_who_has_no_token_nothing_is_waited_for() -> None:
+    found = Doorkeeping()
+
+    async def come() -> None:
+        async with found.channel() as channel:
+            for method in ("Beat", "Watch", "NoSuch"):
+                silent = channel.stream_unary(f"/a.Service/{method}")()
+                assert await outcome(silent) == (
+                    grpc.StatusCode.UNAUTHENTICATED,
+                    "this master wants its token, and this is not it: look at --token-file",
+                )
+
+    asyncio.run(come())
+    assert found.given == [] and found.guard.refusals == {"unauthenticated": 3}
+
+
+def test_a_message_that_does_not_come_is_refused_after_a_while() -> None:
+    found = Doorkeeping(read_seconds=0.1)
+
+    async def come() -> tuple[grpc.StatusCode, str]:
+        async with found.channel() as channel:
+            return await outcome(channel.stream_unary("/a.Service/Beat")(metadata=AS_OURS))
+
+    words = "the message of Beat has not come within 0.1 seconds"
+    assert asyncio.run(come()) == (grpc.StatusCode.DEADLINE_EXCEEDED, words)
+
+
+def test_a_message_that_is_none_or_too_large_is_refused_with_what_is_allowed() -> None:
+    found = Doorkeeping()
+
+    async def come() -> list[tuple[grpc.StatusCode, str]]:
+        async with found.channel() as channel:
+            ended = channel.stream_unary("/a.Service/Beat")(metadata=AS_OURS)
+            await ended.done_writing()
+            watch = channel.unary_unary("/a.Service/Watch")(bytes(20_000), metadata=AS_OURS)
+            probe = channel.unary_unary("/open.Service/Beat")(bytes(300))
+            other = channel.unary_unary("/a.Service/NoSuch")(b"", metadata=AS_OURS)
+            return [await outcome(each) for each in (ended, watch, probe, other)]
+
+    code = grpc.StatusCode
+    assert asyncio.run(come()) == [
+        (code.INVALID_ARGUMENT, "Beat was called without a message"),
+        (code.RESOURCE_EXHAUSTED, "the message of Watch has 20000 bytes; allowed: 16384"),
+        (code.RESOURCE_EXHAUSTED, "the message of Beat has 300 bytes; allowed: 256"),
+        (code.UNIMPLEMENTED, "this master has no such method"),
+    ]
+    assert found.given == []
+
+
+def test_messages_that_do_not_come_are_waited_for_a_few_at_once() -> None:
+    found = Doorkeeping()
+
+    async def come() -> None:
+        async with found.channel() as channel:
+            silent = [channel.stream_unary("/a.Service/Beat")(metadata=AS_OURS) for _ in range(16)]
+            await asyncio.gather(*(each.wait_for_connection() for each in silent))
+            waiting = channel.unary_unary("/a.Service/Beat")(b"x", metadata=AS_OURS)
+            for each in silent[1:]:
+                each.cancel()
+            assert await waiting == b"answer", "as soon as there is a place"
+            silent[0].cancel()
+
+    asyncio.run(come())
+
+
 def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess) -> None:
     workers = [wire.Worker(rank=rank, state="running", step=1) for rank in range(8)]
     honest = [master.caller() for _ in range(NUM_HONEST)]
@@ -226,7 +345,7 @@ def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess) -> None
         return [caller.future("Beat", beat) for caller, beat in zip(honest, beats, strict=True)]
 
     def flood(method: str, request: Any, token: str) -> list[Any]:
-        caller = master.caller(token)
+        caller = master.caller(token, is_connected=True)
         return [caller.future(method, request, timeout=60) for _ in range(NUM_CALLS)]
 
     for _ in range(3):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from tests.masters import TOKEN, Caller, MasterProcess, join_request, master_in_
 
 METHODS = [each.name for each in wire.DESCRIPTOR.services_by_name["Master"].methods]
 NUM_MESSAGES = 10_000
+NUM_CONNECTIONS = 13_000
+"""More than a master has at once."""
 MOST_GROWN = 64 << 20
 
 
@@ -28,6 +32,13 @@ def master(tmp_path: Path) -> Iterator[MasterProcess]:
 def memory_of(master: MasterProcess) -> int:
     assert master.process is not None
     return int(Path(f"/proc/{master.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def most_memory_of(master: MasterProcess) -> int:
+    """The most that it has held at any time."""
+    assert master.process is not None
+    status = Path(f"/proc/{master.process.pid}/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def assert_it_goes_on(master: MasterProcess) -> None:
@@ -142,8 +153,45 @@ def test_messages_that_are_too_large_are_refused(master: MasterProcess) -> None:
     request = join_request(hardware="x" * (300 << 10))
     assert caller.refusal("Join", request)[0] == grpc.StatusCode.INVALID_ARGUMENT
     config = '{"version": 5, "user": {"x": "' + "y" * (2 << 20) + '"}}'
-    caller.beat(held=wire.ConfigHeld(version=5, digest="x", text=config))
+    huge = wire.BeatRequest(node_id="a", incarnation=1, held=wire.ConfigHeld(version=5, digest="x", text=config))
+    code, words = caller.refusal("Beat", huge)
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and "allowed: 1310720" in words
     assert caller.status().config.version == 0
+    assert_it_goes_on(master)
+
+
+def test_nobody_can_take_a_nodes_place_for_good_by_the_largest_number_there_is(master: MasterProcess) -> None:
+    caller = master.caller()
+    code, words = caller.refusal("Join", join_request(incarnation=2**63 - 1))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and "days ahead of the master's clock; one day is allowed" in words
+    caller.join()
+    caller.beat()
+
+
+NOTHING_A_MILLION_TIMES = b"\x32\x00" * (1 << 20)
+"""A Beat of workers of whom nothing is told: what is parsed of it takes a hundred times as much."""
+
+
+@pytest.mark.parametrize("token", [None, "a-wrong-token-of-somebody", TOKEN])
+def test_a_message_of_a_million_empty_parts_is_not_read(master: MasterProcess, token: str | None) -> None:
+    before = most_memory_of(master)
+    beat = master.channel().unary_unary("/elastic_ext.v1.Master/Beat")
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    calls = [beat.future(NOTHING_A_MILLION_TIMES, metadata=metadata, timeout=60) for _ in range(4)]
+    refused = grpc.StatusCode.RESOURCE_EXHAUSTED if token == TOKEN else grpc.StatusCode.UNAUTHENTICATED
+    assert {each.code() for each in calls} == {refused}
+    assert most_memory_of(master) - before < MOST_GROWN
+    assert_it_goes_on(master)
+
+
+def test_what_was_packed_by_the_caller_is_not_unpacked(master: MasterProcess) -> None:
+    before = most_memory_of(master)
+    channel: Any = grpc.insecure_channel(master.address, options=[("grpc.default_compression_algorithm", 2)])
+    with channel:
+        beat = channel.unary_unary("/elastic_ext.v1.Master/Beat")
+        call = beat.future(bytes(128 << 20), metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=60)
+        assert call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert most_memory_of(master) - before < MOST_GROWN
     assert_it_goes_on(master)
 
 
@@ -156,24 +204,51 @@ def test_connections_that_say_nothing_or_nonsense_are_borne(master: MasterProces
         each.close()
 
 
+@pytest.mark.slow  # it waits for gRPC to lose patience
+def test_connections_that_say_nothing_are_so_many_at_most_and_soon_closed(master: MasterProcess) -> None:
+    caller = master.caller()
+    caller.join("honest")
+    before = memory_of(master)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert most > NUM_CONNECTIONS + 100, f"this process may open {most} files; allow {NUM_CONNECTIONS + 100} of them"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    kept = [socket.create_connection(("127.0.0.1", master.port)) for _ in range(NUM_CONNECTIONS)]
+    until(lambda: memory_of(master) - before > 60 << 20, 60)
+    assert caller.beat("honest").epoch == 1
+    assert memory_of(master) - before < 200 << 20
+    until(lambda: all(is_closed(each) for each in kept), 60)
+    for each in kept:
+        each.close()
+    assert_it_goes_on(master)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def test_one_who_joins_under_ever_other_names_is_stopped_at_the_limit(master: MasterProcess) -> None:
     before = memory_of(master)
-    num_joined = num_refused = 0
-    for _ in range(80):
-        caller = master.caller()
-        pending = [
-            caller.future("Join", join_request(f"node {len(master._channels)} {number} " + "x" * 200))
-            for number in range(150)
-        ]
-        num_refused += sum(each.code() == grpc.StatusCode.RESOURCE_EXHAUSTED for each in pending)
-        num_joined += sum(each.code() == grpc.StatusCode.OK for each in pending)
-    assert 5_000 < num_joined <= 10_000 and num_refused > 0
+    codes: Counter[grpc.StatusCode] = Counter()
+    for caller in [master.caller() for _ in range(75)]:
+        for batch in range(15):  # no more at once than a connection may have under way
+            names = [f"node {id(caller)} {batch} {number} " + "x" * 200 for number in range(10)]
+            pending = [caller.future("Join", join_request(name)) for name in names]
+            codes.update(each.code() for each in pending)
+    assert codes[grpc.StatusCode.OK] == 10_000 and codes[grpc.StatusCode.RESOURCE_EXHAUSTED] > 0
     assert memory_of(master) - before < MOST_GROWN
 
 
 def test_followers_and_streams_are_bounded(master: MasterProcess) -> None:
-    caller = master.caller()
-    followers = [caller("ReadEvents", wire.ReadEventsRequest(follow=True), timeout=60) for _ in range(64)]
+    callers = [master.caller() for _ in range(8)]
+    followers = [each("ReadEvents", wire.ReadEventsRequest(follow=True), timeout=60) for each in callers * 8]
     for each in followers:
         next(each)
     other = master.caller()

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from elastic_ext.agent.node_identity import (
     next_incarnation,
     node_id_of,
 )
+from elastic_ext.agent.node_report import NodeReport
 from elastic_ext.agent.outbox import Outbox
 from elastic_ext.agent.records import (
     MASTER_FILE,
@@ -37,12 +39,13 @@ from elastic_ext.agent.records import (
     MasterRecord,
     MembershipPlan,
     NodeShare,
+    Since,
     WorkerSeen,
     WorkersRecord,
 )
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import MasterAbsent
-from elastic_ext.master.places import Address, MasterPlace
+from elastic_ext.master.places import MOST_BEAT_BYTES, Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.metrics import JobEvent, Measures, RankMetrics, StepWindow
 from tests.linked import LinkedNode, config, in_file, linked
@@ -106,7 +109,7 @@ def test_the_outbox_keeps_the_newest_and_counts_what_it_drops_until_that_was_tol
     assert len(box) == 0 and box.lend(9) == ((), 0)
 
 
-@given(st.lists(st.sampled_from(["put", "lend", "confirm"]), max_size=60))
+@given(st.lists(st.sampled_from(["put", "lend", "less", "confirm"]), max_size=60))
 def test_every_event_is_lent_until_it_is_confirmed_or_counted_as_dropped(doings: list[str]) -> None:
     box, num_put, arrived, num_dropped = Outbox(most=4), 0, set(), 0
     lent: tuple[tuple[JobEvent, ...], int] = ((), 0)
@@ -116,6 +119,9 @@ def test_every_event_is_lent_until_it_is_confirmed_or_counted_as_dropped(doings:
             num_put += 1
         elif doing == "lend":
             lent = box.lend(2)
+        elif doing == "less":
+            box.lend_less(1)
+            lent = lent[0][:1], lent[1]
         else:
             box.confirm()
             arrived |= {each.step for each in lent[0]}
@@ -629,3 +635,34 @@ def test_many_events_while_the_master_is_away_take_no_more_memory_than_there_is_
             assert beat.num_events_dropped >= 2000 and len(beat.events) == 200
             master.wait_for("Beat", lambda request: any(each.step == 2999 for each in request.events))
             assert sum(each.num_events_dropped for each in master.called["Beat"]) == beat.num_events_dropped
+
+
+def test_events_that_are_too_many_for_one_beat_come_in_several_and_none_is_lost(tmp_path: Path) -> None:
+    port = free_port()
+    with linked(tmp_path, MasterPlace(address=Address(host="127.0.0.1", port=port))) as node:
+        for number in range(300):
+            node.link._note(replace(event(number, "\u20ac" * 2_000), details={"long": "x" * 3_900}))
+        with ScriptedMaster(port=port) as master:
+            master.wait_for("Beat", lambda request: any(each.step == 299 for each in request.events))
+            beats = list(master.called["Beat"])
+    told = [each.step for beat in beats for each in beat.events if each.kind == event(0).kind]
+    assert told == list(range(300)) and sum(beat.num_events_dropped for beat in beats) == 0
+    assert max(beat.ByteSize() for beat in beats) <= MOST_BEAT_BYTES
+    assert len(beats[0].events) > 60, "and no more beats than that takes"
+
+
+def test_what_has_no_room_in_a_beat_comes_in_the_next(tmp_path: Path) -> None:
+    write_workers(tmp_path)
+    append(tmp_path / "profile-0.jsonl", window(0, 10.0, 10).to_json() + "\n", window(0, 11.0, 20).to_json() + "\n")
+    (tmp_path / "hardware.json").write_text("x" * 200_000)
+    report = NodeReport(tmp_path, since=Since(0.0))
+    small, full, later = (pb.BeatRequest(held=pb.ConfigHeld(text="x" * num)) for num in (1_000, 0, 0))
+    report.fill(small, 1_200)
+    assert (len(small.workers), len(small.workers[0].windows), small.hardware) == (1, 0, "")
+    assert small.ByteSize() <= 1_200
+    report.confirm()
+    report.fill(full, MOST_BEAT_BYTES)
+    assert (len(full.workers[0].windows), len(full.hardware)) == (2, 200_000)
+    report.confirm()
+    report.fill(later, MOST_BEAT_BYTES)
+    assert (len(later.workers[0].windows), later.hardware) == (0, "")

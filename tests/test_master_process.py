@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from elastic_ext.master.tokens import make_token
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.masters import ROOT, TOKEN, MasterProcess, join_request, master_in_process, until
 
@@ -174,6 +175,32 @@ def test_prometheus_is_answered_where_that_was_asked_for(tmp_path: Path) -> None
         assert TOKEN not in page
         taken = started("--port", "0", "--state-dir", str(tmp_path / "other"), "--metrics-port", found.group(1))
         assert taken.returncode == 2 and "--metrics-port 0" in taken.stderr
+
+
+def test_one_that_others_can_use_says_so_in_its_log(tmp_path: Path) -> None:
+    told = {}
+    for name, options in {
+        "open": ["--bind", "127.0.0.1"],
+        "own": ["--bind", "127.0.0.1", "--token-file", str(a_token(tmp_path))],
+        "seen": ["--bind", "0.0.0.0", "--token-file", str(tmp_path / "token")],
+    }.items():
+        port_file, log = tmp_path / f"{name}.port", tmp_path / f"{name}.log"
+        given = ["--port", "0", "--port-file", str(port_file), "--state-dir", str(tmp_path / name)]
+        command = [sys.executable, "-m", "elastic_ext.master", *given, *options]
+        with log.open("wb") as file, subprocess.Popen(command, stderr=file, cwd=ROOT) as process:
+            until(lambda port_file=port_file: port_file.exists() or process.poll() is not None)  # type: ignore[misc]
+            process.terminate()
+            assert process.wait(30) == 0
+        told[name] = log.read_text()
+    assert "asks for no token: any user of this machine can set the config" in told["open"]
+    assert "give --token-file" in told["open"]
+    assert "token" not in told["own"] and "TLS" not in told["own"]
+    assert "reached at 0.0.0.0 without TLS" in told["seen"] and "give --tls-cert and --tls-key" in told["seen"]
+
+
+def a_token(folder: Path) -> Path:
+    make_token(folder / "token")
+    return folder / "token"
 
 
 def test_its_token_is_nowhere_to_be_seen(master: MasterProcess, tmp_path: Path) -> None:

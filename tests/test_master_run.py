@@ -16,6 +16,7 @@ from elastic_ext.agent.processes import is_alive, process_of
 from elastic_ext.agent.records import MASTER_FILE, MasterRecord
 from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
+from elastic_ext.errors import MasterRefused
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import make_token
@@ -120,6 +121,9 @@ def test_standalone_has_a_master_that_is_found_by_the_run_directory_and_ends_wit
         assert stat.S_IMODE((node.run_dir / "master.token").stat().st_mode) == 0o600
         process = process_of(record.pid)
         assert process is not None
+        place = MasterPlace(address=Address.parse(record.address))
+        with MasterClient(place) as stranger, pytest.raises(MasterRefused, match="wants its token"):
+            stranger.set_config(pb.SetConfigRequest(changes={"user.x": "2"}))
         with client_of(record) as client:
             status = until(lambda: found if (found := client.status()).nodes[0].workers else None)
             assert status.membership.nodes[0].num_workers == 1

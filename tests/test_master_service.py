@@ -324,8 +324,8 @@ def test_events_that_come_again_as_an_answer_was_lost_are_taken_once(caller: Cal
 def test_a_node_that_tells_of_too_much_is_cut_short_and_counted(caller: Caller) -> None:
     caller.join("a")
     caller.join("b")
-    for _ in range(4):
-        caller.beat("a", events=[wire.JobEvent(kind="noise", text="x" * 5_000)] * 500)
+    for _ in range(10):
+        caller.beat("a", events=[wire.JobEvent(kind="noise", text="x" * 5_000)] * 200)
     caller.beat("b", events=[wire.JobEvent(kind="note", text="heard all the same")])
     dropped = until(lambda: [each for each in caller("ReadEvents") if each.kind == "events-dropped"])
     noise = [each for each in caller("ReadEvents") if each.kind == "noise"]

@@ -177,3 +177,20 @@ def test_storage_over_a_network_is_refused_with_the_reason() -> None:
     assert network_in_words("/mnt/shared/local/job", mounts) is None
     assert network_in_words("/home/job", mounts) is None
     assert network_in_words("/home/job", "") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DROP TABLE events; CREATE VIEW events AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+        "SELECT i AS number, 'x' AS record FROM n",
+        "ALTER TABLE nodes ADD COLUMN large TEXT GENERATED ALWAYS AS (printf('%.*c', 900000000, 'x'))",
+        "CREATE TRIGGER more AFTER UPDATE ON meta BEGIN INSERT INTO points VALUES (random(), zeroblob(900000000)); END",
+    ],
+)
+def test_a_file_that_computes_what_is_read_is_refused(tmp_path: Path, change: str) -> None:
+    Store(tmp_path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "master.db")) as db:
+        db.executescript(change)
+    with pytest.raises(StoreError, match="is computed by the file; give --state-dir another folder"):
+        Store(tmp_path)

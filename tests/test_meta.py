@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -170,6 +171,26 @@ def test_a_thousand_parameters_on_64_ranks_take_less_than_a_megabyte() -> None:
 
 
 # --- what cannot be -------------------------------------------------------------------------------------------------
+
+
+def test_metadata_takes_memory_for_what_it_says_and_not_for_each_rank_that_there_may_be() -> None:
+    layouts = [f'{{"shape":[{size}],"cuts":[0,{size}],"order":0}}' for size in range(1, 101)]
+    tensors = [f'"{at}":{{"dtype":"F32","kind":"parameter","layout":{at}}}' for at in range(100)]
+    data = (
+        f'{{"format":1,"num_ranks":{1 << 20},"orders":[[7]],"layouts":[{",".join(layouts)}],'
+        f'"tensors":{{{",".join(tensors)}}},"aliases":{{}}}}'
+    ).encode()
+    tracemalloc.start()
+    try:
+        meta = StateMeta.from_json(data)
+        assert meta.fault() is None
+        assert tracemalloc.get_traced_memory()[1] < 64 * len(data)
+    finally:
+        tracemalloc.stop()
+    layout = meta.tensors["99"].layout
+    assert len(layout.boxes) == 1 << 20 and list(layout.held()) == [(7, Box.whole((100,)))]
+    assert layout.boxes[7] == Box.whole((100,)) and layout.boxes[-1] == Box.empty((100,))
+    assert StateMeta.from_json(meta.to_json()) == meta
 
 
 def test_fault_names_the_first_tensor_that_is_not_tiled() -> None:

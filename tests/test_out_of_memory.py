@@ -101,6 +101,46 @@ def test_less_than_one_sample_is_an_error_on_all_ranks(ranks: RankPool, tmp_path
         assert "there cannot be fewer: have activations recomputed" in told
 
 
+def down_to_two(rank: int, folder: Path, limit: int) -> tuple[list[tuple[int, ...]], str, list[str]]:
+    """From micro-batches of three on, of a model with a BatchNorm, which takes no single sample."""
+    limits = Shortage(limit=limit) if rank == 0 else Shortage()
+    error = ""
+    with seen_by() as seen:
+        run = Short(rank, folder, batch_size=3, num_micro_steps=2, shortage=limits)
+        try:
+            run.train(4)
+        except StepError as raised:
+            error = str(raised)
+        run.trainer.close()
+    return run.loader.sizes, error, [line for line in seen.log if line.startswith("WARNING")]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_where_a_layer_refuses_one_sample_two_are_taken(ranks: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    for rank, (sizes, error, told) in enumerate(ranks.run(num_ranks, down_to_two, tmp_path, 2)):
+        assert (sizes, error) == ([(2, 2, 2)] * 4, "")
+        assert len(told) == (0 if rank else 2)
+        if rank == 0:
+            assert told[0].endswith("the step is taken again in micro-batches of 1 instead of 3 samples")
+            assert (
+                "memory ran out with 3 sample(s) at once after step 0, and on rank 0 a layer refuses a single"
+                in told[1]
+            )
+            assert told[1].endswith("the step is taken again in micro-batches of 2 instead of 1 samples")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_where_a_layer_refuses_one_sample_and_two_are_too_many_all_ranks_say_so(
+    ranks: RankPool, tmp_path: Path, num_ranks: int
+) -> None:
+    for sizes, error, _ in ranks.run(num_ranks, down_to_two, tmp_path, 1):
+        assert sizes == []
+        assert error.startswith(
+            "memory ran out on rank 0 in micro-step 1 (forward pass) after step 0, with 2 sample(s)"
+        )
+        assert "have its layers take a single sample, as GroupNorm does and BatchNorm does not; the step was" in error
+
+
 def test_nothing_of_the_failed_pass_is_held_when_the_step_comes_again(tmp_path: Path) -> None:
     run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="forward done", at=(0, 0)))
     held: list[weakref.ref[torch.Tensor]] = []

@@ -25,6 +25,7 @@ def _parallelism(spread: Any, optimizer: Any, told: list[Any]) -> Parallelism:
         on_spread=lambda: told.append("taken up"),
         give_up=told.append,
         tell=told.append,
+        has_begun=lambda: False,
     )
 
 

@@ -70,7 +70,7 @@ def test_steps_are_counted_and_timed_without_what_lies_between_their_micro_steps
     assert (first.activity, first.micro_step, first.step) == (Activity.STEP, 0, 0)
     pulse.leave(0, 0, 1)
     between = said(tmp_path)
-    assert (between.activity, between.micro_step, between.last_step_seconds) == (Activity.OUTSIDE, 1, 0.0)
+    assert (between.activity, between.micro_step, between.last_step_seconds) == (Activity.BETWEEN, 1, 0.0)
     before = time.monotonic_ns()
     while time.monotonic_ns() - before < 20_000_000:  # as an evaluation would
         pass
@@ -150,7 +150,7 @@ def test_no_reader_sees_half_of_what_is_written(tmp_path: Path) -> None:
                 continue
             entered = found.activity is Activity.STEP
             assert found.step == found.num_boundaries == found.num_alike
-            assert entered or found.activity in (Activity.OUTSIDE, Activity.STARTING)
+            assert entered or found.activity in (Activity.BETWEEN, Activity.STARTING)
             seen.add(found.num_boundaries)
         assert len(seen) > 10, "it was not being written meanwhile"
 
@@ -287,7 +287,7 @@ def test_a_training_says_what_it_does(tmp_path: Path, monkeypatch: pytest.Monkey
             with trainer.epoch(epoch):
                 for batch in loader:
                     before = reading_of(tmp_path)
-                    assert (before.activity, before.step) == (Activity.OUTSIDE, trainer.global_step)
+                    assert (before.activity, before.step) == (Activity.BETWEEN, trainer.global_step)
                     with trainer.step():
                         inside = reading_of(tmp_path)
                         assert inside.activity is Activity.STEP
@@ -295,6 +295,10 @@ def test_a_training_says_what_it_does(tmp_path: Path, monkeypatch: pytest.Monkey
                         nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
                         optimizer.step()
                         optimizer.zero_grad()
+                with trainer.evaluation():
+                    assert reading_of(tmp_path).activity is Activity.OUTSIDE
+                assert reading_of(tmp_path).activity is Activity.BETWEEN
+            assert reading_of(tmp_path).activity is Activity.OUTSIDE
             if epoch == 0:
                 assert reading_of(tmp_path).last_step_seconds > 0
                 trainer.propose({"optimizer.learning_rate": 0.2}, "a test")
@@ -317,12 +321,14 @@ def test_a_step_that_fails_or_cannot_begin_is_left(tmp_path: Path, monkeypatch: 
         with contextlib.suppress(KeyError), trainer.step():
             assert reading_of(tmp_path).micro_step == 1
             raise KeyError
-        assert (reading_of(tmp_path).activity, reading_of(tmp_path).micro_step) == (Activity.OUTSIDE, 0)
+        assert (reading_of(tmp_path).activity, reading_of(tmp_path).micro_step) == (Activity.BETWEEN, 0)
         with trainer.step():
             with pytest.raises(StepError, match="inside another"), trainer.step():
                 pass
+            with pytest.raises(StepError, match="evaluate between two steps"), trainer.evaluation():
+                pass
             assert reading_of(tmp_path).activity is Activity.STEP
-        assert reading_of(tmp_path).activity is Activity.OUTSIDE
+        assert reading_of(tmp_path).activity is Activity.BETWEEN
 
 
 def test_a_micro_step_that_is_a_function_is_one_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +347,7 @@ def test_a_micro_step_that_is_a_function_is_one_too(tmp_path: Path, monkeypatch:
     with trainer:
         for batch in loader:
             trainer.run(work, batch)
-            assert reading_of(tmp_path).activity is Activity.OUTSIDE
+            assert reading_of(tmp_path).activity is Activity.BETWEEN
     assert [(each.activity, each.micro_step) for each in seen] == [(Activity.STEP, 0), (Activity.STEP, 1)]
 
 
@@ -361,7 +367,9 @@ def test_checkpoints_that_training_waits_for_are_told(tmp_path: Path, monkeypatc
             take_step(trainer, model, optimizer, batch)
             trainer.save_checkpoint()
             assert Activity.SAVING in seen
-            assert reading_of(tmp_path).activity is Activity.OUTSIDE
+            assert (reading_of(tmp_path).activity, reading_of(tmp_path).has_begun_save) == (Activity.BETWEEN, True)
+            take_step(trainer, model, optimizer, batch)
+            assert not reading_of(tmp_path).has_begun_save
             seen.clear()
     assert Activity.RESUMING in resumed
 

@@ -15,7 +15,7 @@ from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp.plan import ParallelPlan
 from tests.faults import PlantedFault
 from tests.ranks import RankPool
-from tests.resharding import FULL
+from tests.resharding import FULL, any_plan
 from tests.retraining import Retraining, differing, needs_passes_taken_back, stayed
 
 NUM_STEPS = 10
@@ -54,23 +54,11 @@ class Disturbed:
         return cls(
             num_micro_steps,
             given,
-            _any_plan(draw),
-            {step: (_any_plan(draw), draw.choice([None, 0, 1])) for step in steps if draw.random() < 0.5},
+            any_plan(draw),
+            {step: (any_plan(draw), draw.choice([None, 0, 1])) for step in steps if draw.random() < 0.5},
             {step: (draw.randrange(num_micro_steps), draw.choice(ways)) for step in steps if draw.random() < 0.3},
             {draw.randrange(3, NUM_STEPS - 1): draw.randrange(1, 3)} if every == 1 and draw.random() < 0.7 else {},
         )
-
-
-def _any_plan(draw: random.Random) -> ParallelPlan:
-    strategy: Any = draw.choice(["no_shard", "no_shard", "shard_grad_op", "full_shard", "hybrid_shard"])
-    return ParallelPlan(
-        strategy=strategy,
-        shard_degree=draw.choice([1, 2]) if strategy == "hybrid_shard" else None,
-        unit=draw.choice([1, 2, 3, "whole"]),
-        activation_checkpoint=draw.choice([0.0, 0.4, 1.0]),
-        prefetch=draw.choice([None, None, 0, 1, 2]),
-        bucket_cap_mb=draw.choice([None, 0.01, 25.0]),
-    )
 
 
 def disturb(rank: int, folder: Path, seed: int) -> None:

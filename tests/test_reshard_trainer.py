@@ -122,6 +122,22 @@ def test_one_rank_changes_its_plan_too(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, go_through_alone, tmp_path)
 
 
+def parallelized_as_said(rank: int, folder: Path) -> None:
+    """With ``use_fsdp`` a model is sharded by ``prepare``; no_shard is refused, and so is one that nobody shards."""
+    with pytest.raises(ValueError, match="use_fsdp is True, and no_shard shards nothing; choose another strategy"):
+        Retraining(rank, folder, WHOLE, name="replicated", use_fsdp=True)
+    with pytest.raises(ValueError, match=r"or trainer\.parallelize\(model, ParallelPlan"):
+        Retraining(rank, folder, None, name="unsharded", use_fsdp=True)
+    run = Retraining(rank, folder, FULL, use_fsdp=True)
+    with run.trainer:
+        run.train(6, {2: WHOLE})  # said of how training begins
+        assert run.plan == WHOLE
+
+
+def test_a_trainer_with_use_fsdp_takes_what_parallelize_has_sharded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, parallelized_as_said, tmp_path)
+
+
 def test_without_parallelize_a_process_by_itself_trains_as_ever_and_a_plan_is_refused(tmp_path: Path) -> None:
     run = Retraining(0, tmp_path, None)
     with run.trainer:

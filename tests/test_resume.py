@@ -397,6 +397,25 @@ def test_registered_state_comes_back_before_prepare_and_after(tmp_path: Path) ->
         other.prepare(SGD(model.parameters(), lr=0.1))
 
 
+def test_a_run_that_finds_nothing_left_to_do_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "nothing was left to do" in each.getMessage()]
+
+    train(tmp_path, tmp_path / "storage", until=NUM_STEPS)
+    assert told() == []
+    train(tmp_path, tmp_path / "storage", until=NUM_STEPS)
+    words = (
+        "nothing was left to do: training had come to step 10, epoch 1, before this run, which has taken no step; to "
+        "train on ask for more epochs or steps, to begin anew give another job="
+    )
+    assert told() == [words]
+    events = [json.loads(line) for line in (tmp_path / "0" / "events-0.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["text"]) for each in events if each["kind"] == "nothing-left"] == [(10, words)]
+    train(tmp_path, tmp_path / "storage", until=NUM_STEPS + HALF)
+    train(tmp_path, None, until=0)  # which has nothing to do either, and went on from nothing
+    assert told() == [words]
+
+
 def test_one_line_says_what_a_run_resumes_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     trainer, model, optimizer = small(tmp_path, "a")

@@ -46,8 +46,8 @@ def saved_rank(rank: int, folder: Path, way: str, how: How, skips: bool) -> None
             elif how == "signal":
                 os.kill(os.getpid(), signal.SIGTERM)
             elif how == "memory":
-                written = run.trainer._prepared.checkpoints.held.write_newest(60.0)
-                assert f"step_{BACK} is what there is to go on from" in written
+                step, written = run.trainer._prepared.checkpoints.held.write_newest(60.0)
+                assert step == BACK and f"step_{BACK} is what there is to go on from" in written
             run.trainer._prepared.should_stop = True  # the epoch is not over
     except SystemExit:
         assert how == "signal"

@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None
         ElasticDistributedSampler(**{"dataset": range(5)} | arguments)
 
 
-def test_a_sampler_that_shares_out_by_itself_is_refused() -> None:
+def test_a_sampler_that_shares_out_by_itself_is_refused_where_another_shares_its_order_out() -> None:
     sampler = ElasticDistributedSampler(None, 1, 0, sampler=DistributedSampler(range(5), 2, 0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="DistributedSampler shares its samples out by itself"):
         iter(sampler).__next__()

@@ -512,6 +512,12 @@ def test_what_another_process_of_the_rank_has_left_is_never_mixed_with_what_come
     assert another.exists()
 
 
+def test_storage_whose_name_is_no_utf8_has_copies_too(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, f"{os.fsdecode(b'/caf' + bytes([0xE9]))}/{JOB}", rank=0)
+    pages = shelf.pages(shelf.begin() or 0, 4096)
+    assert pages is not None and len(pages) == 4096
+
+
 def test_copies_of_other_ranks_and_saves_are_not_mixed(left: Left) -> None:
     """The first rank has staged step 2; of the second there is an older save, and one of another number of ranks."""
     record = Record.decoded(record_in(left.shelf).read_bytes())

@@ -32,6 +32,7 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
@@ -586,10 +587,10 @@ def test_an_exception_comes_again_with_the_batch_that_is_taken_again() -> None:
     assert next(batches) == [8, 9, 10, 11]
 
 
-def test_what_is_more_than_the_length_is_counted_in_samples_and_told_once() -> None:
+def test_what_is_more_than_the_length_is_counted_in_samples_and_told_with_each_batch() -> None:
     """torch counts batches, so that copies of the same samples stay unseen where a batch has several."""
     settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "collate_fn": listed}
-    for loader_class, num_warnings in ((DataLoader[Any], 0), (ElasticDataLoader, 1)):
+    for loader_class, num_warnings in ((DataLoader[Any], 0), (ElasticDataLoader, 2)):
         loader = loader_class(Understated(0, 8), **settings)
         assert len(loader) == 1
         with warnings.catch_warnings(record=True) as caught:
@@ -597,6 +598,18 @@ def test_what_is_more_than_the_length_is_counted_in_samples_and_told_once() -> N
             list(itertools.islice(loader, 2))
         assert len(caught) == num_warnings
         assert all("share them out by get_worker_info()" in str(each.message) for each in caught)
+
+
+def test_each_batch_beyond_the_length_is_warned_of_in_torchs_words(loader_class: Any) -> None:
+    loader = loader_class(Understated(0, 5), num_workers=2)
+    assert len(loader) == 2
+    batches = iter(loader)
+    next(batches), next(batches)
+    for _ in range(3):
+        with pytest.warns(
+            UserWarning, match=r"but [0-9]+ samples have been fetched\. For multiprocessing data-loading, "
+        ):
+            next(batches)
 
 
 def test_a_loop_in_a_loop_has_persistent_workers_of_its_own() -> None:
@@ -607,12 +620,45 @@ def test_a_loop_in_a_loop_has_persistent_workers_of_its_own() -> None:
         assert len([(one, other) for one in loader for other in loader]) == size
 
 
-class Pipe(IterDataPipe[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
+def pipe_of(size: int) -> IterDataPipe[int]:
+    return IterableWrapper(range(size)).shuffle().sharding_filter()
 
 
-def test_a_data_pipe_is_refused_as_torchs_loop_alone_shuffles_it_and_shares_it_out() -> None:
-    assert numbers_in(DataLoader(Pipe())) == [0, 1, 2]
-    with pytest.raises(ValueError, match="only torch's own loop shuffles and shares out"):
-        ElasticDataLoader(Pipe())
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_pipe_is_shared_out_among_workers_and_shuffled_where_it_is_asked_to_be(
+    loader_class: Any, num_workers: int
+) -> None:
+    assert numbers_in(loader_class(pipe_of(6), num_workers=num_workers, shuffle=False)) == [0, 1, 2, 3, 4, 5]
+    loader = loader_class(pipe_of(60), num_workers=num_workers, shuffle=True)
+    one, other = numbers_in(loader), numbers_in(loader)
+    assert sorted(one) == sorted(other) == list(range(60))
+    assert one != other != list(range(60)) != one
+
+
+def test_a_data_pipe_is_shuffled_by_the_seed_of_this_process_or_of_the_generator(loader_class: Any) -> None:
+    loader = loader_class(pipe_of(30), num_workers=2, shuffle=True, persistent_workers=True)
+    orders = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        orders.append(numbers_in(loader))
+    assert orders[0] == orders[1] != orders[2]
+    drawn = [
+        numbers_in(loader_class(pipe_of(30), shuffle=True, generator=torch.Generator().manual_seed(5)))
+        for _ in range(2)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_shuffled_data_pipe_goes_on_where_it_was(seed: int | None) -> None:
+    arguments: dict[str, Any] = {"num_workers": 2, "shuffle": True, "fast_forward": True, "seed": seed}
+    loader = ElasticDataLoader(pipe_of(30), **arguments)
+    batches = iter(loader)
+    begun = numbers_in(itertools.islice(batches, 7))
+    again = ElasticDataLoader(pipe_of(30), **arguments)
+    again.load_state_dict(loader.state_dict())
+    rest = numbers_in(again)
+    assert rest == numbers_in(batches) and sorted(begun + rest) == list(range(30))
+    if seed is not None:
+        assert numbers_in(ElasticDataLoader(pipe_of(30), **arguments)) == begun + rest
+        assert numbers_in(ElasticDataLoader(pipe_of(30), **arguments | {"seed": 4})) != begun + rest

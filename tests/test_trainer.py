@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import struct
 import sys
 import termios
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +354,62 @@ def test_what_a_plain_dataloader_cannot_do_is_refused_with_the_reason(
         assert why in proposal.refusal
 
 
+def test_of_a_dataloader_that_the_trainer_was_not_given_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    with trainer_of(tmp_path, model) as trainer:
+        optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+        proposal = trainer.propose({"dataloader.num_workers": 8}, "to see")
+        for number, batch in enumerate(loader_of()):
+            if number == 1:
+                with pytest.raises(LookupError):
+                    in_step(trainer, lambda: [][0])
+            train_on(trainer, optimizer, batch)
+    words = "no dataloader was given to the trainer; give it an ElasticDataLoader, which could change them"
+    assert proposal.outcome == "refused" and words in proposal.refusal
+    (told,) = [each.getMessage() for each in caplog.records if each.name == "elastic_ext.undoing"]
+    assert told == (
+        "a step was rolled back, and its samples do not come again: the trainer was given no dataloader, and the "
+        "loop's own has gone past them; an ElasticDataLoader can hand them out again"
+    )
+
+
+def ends_its_with(trainer: Any) -> None:
+    with trainer:
+        pass
+
+
+def closes_it(trainer: Any) -> None:
+    trainer.close()
+
+
+def leaves_by_an_exception(trainer: Any) -> None:
+    with suppress(LookupError), trainer:
+        raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (ends_its_with, "`with trainer:` has ended, and"),
+        (closes_it, "trainer.close() was called, and"),
+        (leaves_by_an_exception, "an exception has left `with trainer:`, and"),
+    ],
+)
+def test_what_comes_after_the_end_says_what_the_user_did(
+    tmp_path: Path, end: Callable[[Any], None], words: str
+) -> None:
+    model = make_model()
+    trainer = trainer_of(tmp_path, model)
+    optimizer = trainer.prepare(SGD(model.parameters(), lr=0.1))
+    end(trainer)
+    with pytest.raises(ElasticError, match=f"^{re.escape(words)}"):
+        train_on(trainer, optimizer, next(iter(loader_of())))
+    with pytest.raises(ElasticError, match=f"^{re.escape(words)}"):
+        trainer.propose({"optimizer.learning_rate": 0.2}, "too late")
+
+
 def test_a_plain_dataloaders_global_batch_changes_by_whole_micro_batches(tmp_path: Path) -> None:
     model = make_model()
     with trainer_of(tmp_path, model, loader_of(48), global_batch_size=8) as trainer:
@@ -534,7 +592,6 @@ def test_without_the_library_switched_on_training_is_the_same(tmp_path: Path, mo
         ({"dataloader": loader_of(), "share_weights": (1.0,)}, ValueError, "share_weights needs a dataloader"),
         ({"rollback": "half"}, ValueError, "rollback is 'half'; allowed: gradients, full"),
         ({"learning_rate_rule": "cube"}, ValueError, "allowed: none, linear, sqrt, adascale"),
-        ({"use_fsdp": True}, ValueError, "the model is not sharded; call fully_shard"),
         ({"checkpoint_interval": 5, "shared_storage_path": "x"}, ValueError, "allowed: a CheckpointInterval"),
         ({"checkpoint_interval": CheckpointInterval(steps=5)}, ValueError, "say where checkpoints go"),
         ({"shared_storage_path": 5}, ValueError, "allowed: a path"),

@@ -353,7 +353,8 @@ def test_a_rank_that_fails_alone_where_gradients_are_exchanged_does_not_go_on(
     healthy, failed = ranks.run_outcomes(2, failing_rank, tmp_path, place, num_micro_steps, deadline_seconds=40)
     assert healthy.error is None and "peer" in str(healthy.value)
     assert failed.exit_code == 3
-    assert "PeerLostError" in failed.output and "going on after a step that failed here" in failed.output
+    assert "RanksDisagreeError rank 1 (" in failed.output and "took back a step that had failed on it" in failed.output
+    assert "did not, and waits for it there, unless it has died or hangs" in failed.output
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 3])

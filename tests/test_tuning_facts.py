@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elastic_ext import ElasticDataLoader
 from elastic_ext.agent.node_report import NodeReport
-from elastic_ext.agent.records import WORKERS_FILE, WorkerSeen, WorkersRecord
+from elastic_ext.agent.records import WORKERS_FILE, Since, WorkerSeen, WorkersRecord
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.job_facts import FILE, JobFacts
 from elastic_ext.keys import TUNABLE
 from elastic_ext.master.facts_told import facts_told
+from elastic_ext.master.places import MOST_BEAT_BYTES
 from elastic_ext.master.strategy.space import space_of
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.sections import TuningSection
@@ -223,7 +224,7 @@ def seen(folder: Path, *ranks: int, restart: int = 0) -> None:
 
 def filled(report: NodeReport) -> str:
     request = wire.BeatRequest()
-    report.fill(request)
+    report.fill(request, MOST_BEAT_BYTES)
     return request.facts
 
 
@@ -232,7 +233,7 @@ def test_an_agent_tells_of_facts_once_and_again_where_they_have_changed_or_the_m
     with run.trainer:
         run.train(2)
     text = run.file.read_text().strip()
-    report = NodeReport(tmp_path / "0", since=0.0)
+    report = NodeReport(tmp_path / "0", since=Since(0.0))
     seen(tmp_path / "0", 1)
     assert filled(report) == "", "which are of another node, where rank 0 is not here"
     seen(tmp_path / "0", 0, 1)
@@ -246,7 +247,7 @@ def test_an_agent_tells_of_facts_once_and_again_where_they_have_changed_or_the_m
     report.confirm()
     report.forget()
     assert filled(report) != "", "to a master that may know nothing"
-    earlier = NodeReport(tmp_path / "0", since=time.time() + 60)
+    earlier = NodeReport(tmp_path / "0", since=Since(time.time() + 60))
     assert filled(earlier) == "", "what is there from an earlier start is told to nobody"
 
 
@@ -254,4 +255,4 @@ def test_an_agent_tells_of_facts_once_and_again_where_they_have_changed_or_the_m
 def test_a_file_that_is_damaged_is_told_to_nobody(tmp_path: Path, text: str) -> None:
     seen(tmp_path, 0)
     (tmp_path / FILE).write_text(text)
-    assert filled(NodeReport(tmp_path, since=0.0)) == ""
+    assert filled(NodeReport(tmp_path, since=Since(0.0))) == ""

@@ -370,6 +370,19 @@ def test_contents_that_stay_half_written_are_warned_of(tmp_path: Path, by: str, 
     assert "no config stays" in message
 
 
+def test_what_is_refused_at_the_very_end_is_warned_of_before_it_is_over(
+    tmp_path: Path, by: str, warnings: Warnings
+) -> None:
+    path = tmp_path / "config.json"
+    put(path, text_of(1))
+    with watching(path, by, settle_seconds=NEVER_SECONDS) as watcher:
+        put(path, b'{"version": 2, "typo": 1}')
+    (message,) = warnings.messages
+    assert message.startswith(f"{path} was refused, version 1 stays: typo is not a known key")
+    watcher.close()
+    assert len(warnings.messages) == 1
+
+
 def test_of_several_watchers_of_one_file_one_can_be_the_one_that_warns(tmp_path: Path, warnings: Warnings) -> None:
     path = tmp_path / "config.json"
     quiet = ConfigWatcher(path, poll_seconds=0.01, settle_seconds=0.02, warns=False)

@@ -200,7 +200,7 @@ def test_pipelines_are_loaded_by_nobody_else() -> None:
         "import sys, elastic_ext.trainer, torch\n"
         "from elastic_ext.arguments import check_model, check_updates\n"
         "model = torch.nn.Linear(1, 1)\n"
-        "check_model(model, use_fsdp=False, accelerator=None)\n"
+        "check_model(model, accelerator=None)\n"
         "check_updates(model)\n"
         "assert 'torch.distributed.pipelining' not in sys.modules\n"
     )

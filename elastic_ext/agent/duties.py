@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from elastic_ext.files import write_whole
 from elastic_ext.peers import ended_file
@@ -19,9 +19,9 @@ from .control import Control
 from .folder import NodeFolders
 from .hanging import Hang, find_hang, standings_from_json, standings_to_json
 from .journal import Journal
-from .losses import Begun, Ended, begun_in, cost_in_words
+from .losses import Begun, Ended, begun_in, cost_in_words, left_in
 from .monitor import Monitor, Seen, Watched
-from .records import WORKERS_FILE, WorkersRecord
+from .records import WORKERS_FILE, Since, WorkersRecord
 from .slow_workers import SlowWorkers
 from .stacks import capture
 from .tuner import ConfigTuner
@@ -60,7 +60,8 @@ class Duties:
         self._said = ""
         self._has_warned = False
         self._ended: Ended | None = None
-        self._started_at = 0.0
+        self._round = Since(0.0)
+        self._is_after_others = False  # whether it comes after one whose workers were ended
         self._has_told_checkpoints = False
 
     def start(self) -> None:
@@ -73,8 +74,9 @@ class Duties:
         self._board, self._membership_version, self._world_size = board, membership_version, world_size
         self._monitor.forget()
         self._said = ""
-        self._started_at = time.time()
-        self._slow_workers.forget(since=self._started_at)
+        self._round = Since(time.time())
+        self._is_after_others = self._ended is not None
+        self._slow_workers.forget(since=self._round.seconds)
         if is_new:
             self._set_config_aside()
         self._hand_config(offers=not is_new)
@@ -105,8 +107,13 @@ class Duties:
             if reading is not None and reading.num_boundaries > 0:
                 steps.append(reading.step)
         if steps and self._ended is None:
-            self._ended = Ended(step=max(steps), time=time.time())
+            self._ended = Ended(step=max(steps), clock=time.monotonic())
         return bool(steps)
+
+    def words_of_leaving(self, ranks: Iterable[int]) -> str:
+        """What workers that were told to end in this round say of where training can go on; empty where none does."""
+        files = (self._folders.run_dir / f"events-{rank}.jsonl" for rank in ranks)
+        return next((words for file in files if (words := left_in(file, since=self._round.seconds))), "")
 
     def tell_workers(self, ended: Mapping[int, str]) -> None:
         """Tell the workers of this node of ranks that have ended, so that they need not wait to find out."""
@@ -216,8 +223,7 @@ class Duties:
 
     def _tell_begun(self, workers: Sequence[Watched]) -> None:
         """Once workers have taken their first step: where they save, and what it has cost that others were ended."""
-        is_after_others = self._ended is not None and self._started_at >= self._ended.time
-        if self._has_told_checkpoints and not is_after_others:
+        if self._has_told_checkpoints and not self._is_after_others:
             return
         begun = self._begun(workers)
         if begun is None:
@@ -225,14 +231,14 @@ class Duties:
         if not self._has_told_checkpoints:
             self._has_told_checkpoints = True
             self._journal.tell("checkpoints", f"checkpoints: {begun.checkpoints or 'none are saved'}")
-        if self._ended is not None and is_after_others:
-            self._journal.tell("went-on", cost_in_words(self._ended, begun, now=time.time()), step=begun.step)
-            self._ended = None
+        if self._ended is not None and self._is_after_others:
+            self._journal.tell("went-on", cost_in_words(self._ended, begun, now=time.monotonic()), step=begun.step)
+            self._ended, self._is_after_others = None, False
 
     def _begun(self, workers: Sequence[Watched]) -> Begun | None:
         """Where training has begun in this round, once a worker has ended a step of it."""
         for each in workers:
             reading = read_pulse(pulse_file(self._folders.pulses, each.rank))
             if reading is not None and reading.num_boundaries > 0:
-                return begun_in(self._folders.run_dir / f"events-{each.rank}.jsonl", since=self._started_at)
+                return begun_in(self._folders.run_dir / f"events-{each.rank}.jsonl", since=self._round.seconds)
         return None

@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -24,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastic_ext.files import write_whole
+from elastic_ext.leaving import EXIT_STATUS
 from elastic_ext.wording import counted
 
 from .board import BoardGone, RoundBoard
@@ -50,7 +52,6 @@ _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _MOST_MEETINGS = 5
 _PART_SECONDS = 5.0
-_TOLD_TO_END = 143  # the status of a worker that has saved and ended at SIGTERM
 _HURT_SECONDS = 5.0  # for workers that hang, or have lost others, to end by themselves
 
 
@@ -274,6 +275,10 @@ class ElasticAgent(LocalElasticAgent):
     def _judged(self, group: WorkerGroup, result: RunResult) -> RunResult:
         """What is made of failed workers: a failure, or a change of membership."""
         own = [failure_of(rank, failure, node=self._node) for rank, failure in result.failures.items()]
+        own = [
+            replace(each, message=self._duties.words_of_leaving([each.rank])) if each.exit_code == EXIT_STATUS else each
+            for each in own
+        ]
         self._tell_failed(own)
         self._duties.tell_workers({failure.rank: failure.ending for failure in own})
         began = time.monotonic()
@@ -306,7 +311,7 @@ class ElasticAgent(LocalElasticAgent):
         if result is not None:
             failures = result.failures.items()
             failed = [failure_of(self._ranks[local], each, node=self._node) for local, each in failures]
-            failed = [each for each in failed if each.exit_code != _TOLD_TO_END]
+            failed = [each for each in failed if each.exit_code != EXIT_STATUS]
             self._tell_failed(failed)
             self._has_failed = bool(failed)
 

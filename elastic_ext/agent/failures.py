@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic_ext.leaving import EXIT_STATUS
+
 __all__ = ["FailedNode", "Failure", "ProcessEnd", "failure_of", "first_of", "hung", "is_consequence", "told"]
 
 _MOST_LINES = 60
@@ -125,7 +127,7 @@ def is_consequence(failure: Failure) -> bool:
 
 def first_of(failures: Sequence[Failure]) -> Failure:
     """The one that is the cause, as far as can be told: not a consequence, and then the first that was seen."""
-    return min(failures, key=lambda each: (is_consequence(each), each.exit_code == 143, each.time, each.rank))
+    return min(failures, key=lambda each: (is_consequence(each), each.exit_code == EXIT_STATUS, each.time, each.rank))
 
 
 def told(failure: Failure) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from elastic_ext.errors import in_words
-from elastic_ext.files import is_locked, try_lock
+from elastic_ext.files import is_locked, lock_holders, try_lock
 from elastic_ext.settings import Settings
 
 __all__ = [
@@ -128,8 +128,8 @@ def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:
         if lock is not None:
             return candidate, lock
     raise NodeTaken(
-        f"the run directory {folder} is held by another agent that is running (its agent.json says which). Stop that "
-        "one, or give this one a directory of its own: ELASTIC_EXT_RUN_DIR"
+        f"the run directory {folder} is held by another agent that is running: {lock_holders(folder / _LOCK)}. Stop "
+        "that one, or give this one a directory of its own: ELASTIC_EXT_RUN_DIR"
     )
 
 
@@ -146,8 +146,8 @@ def _make_memory_folder_in(parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         try:
-            (folder / STAGING).mkdir()
-            (folder / _PULSES).mkdir()
+            (folder / STAGING).mkdir(mode=0o700)
+            (folder / _PULSES).mkdir(mode=0o700)
             lock = try_lock(folder / _HELD)
         except OSError:
             remove_memory_folder(folder)

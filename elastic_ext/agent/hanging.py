@@ -1,10 +1,12 @@
 """Hanging: whether a node's workers get on, and if they do not, whether that is a hang, and whose; pure.
 
-Time counts within steps, at boundaries and in changes alone. Outside of steps a loop may do what it likes for as long
-as it likes, and others wait for it: that is said, and is no hang.
+Time counts within steps, between two of them, at boundaries and in changes: how much is too much follows from what
+such took before. Outside of steps (between epochs, in an evaluation that says so) a loop may do what it likes for as
+long as it likes, and others wait for it: that is said, and is no hang.
 
-Words: a worker's *place* is how many steps it has ended, and how many micro-steps of the next one. Who is at another's
-place or behind it, and may still come, is a reason to wait: a *hang* is where somebody waits and nobody is one.
+Words: a worker's *place* is how many steps it has ended, how many micro-steps of the next one, whether it has begun a
+save before that, and whether it has come to what ranks do together. Who is at another's place or behind it, and may
+still come, is a reason to wait: a *hang* is where somebody waits and nobody is one.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ __all__ = [
 ]
 
 Progress = Literal["getting on", "slow", "stuck"]
-Place = tuple[int, int]
+Place = tuple[int, ...]
 
 _NUM_DURATIONS = 200  # of the last steps, whose slowest in a hundred the limit follows
 _NUM_FIRST = 3  # steps that may compile, or look for the fastest way
 _MOST_BETWEEN_LOOKS = 5.0  # seconds; whoever did not look for longer, stopped or asleep, knows of no more
 _SLOW = 0.5  # of the limit
-_WITH_LIMIT = frozenset({Activity.STEP, Activity.BOUNDARY, Activity.CHANGING})
+_WITH_LIMIT = frozenset({Activity.STEP, Activity.BOUNDARY, Activity.CHANGING, Activity.BETWEEN})
+_TOGETHER = frozenset({Activity.STEP, Activity.BOUNDARY})
 _LONG = frozenset({Activity.STARTING, Activity.RESUMING, Activity.SAVING})
+_SAY_SO = "; what may take longer, such as an evaluation, goes into `with trainer.evaluation():`"
 _HELD = ("T", "t")
 _ASLEEP = 3  # looks: a moment of it is what every read of a disk takes
 _WORDS = {
@@ -51,6 +55,7 @@ _WORDS = {
     Activity.SAVING: "saving",
     Activity.CHANGING: "changing",
     Activity.ENDED: "ended",
+    Activity.BETWEEN: "between two steps",
 }
 
 
@@ -64,8 +69,10 @@ class HangLimits:
     factor: float = 10.0
     first_seconds: float = 300.0
     """In each of the first steps, which compile and choose, and in a change; also where ``step_seconds`` is less."""
+    between_seconds: float = 600.0
+    """Between two steps, or ``factor`` times the longest time that it has taken there, if that is more."""
     long_seconds: float = 1800.0
-    """For starting, resuming, and a checkpoint that training waits for."""
+    """For starting, resuming, a checkpoint that training waits for, and between two of the first steps."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -92,13 +99,16 @@ class HangLimits:
         slowest = sorted(durations)[math.ceil(0.99 * len(durations)) - 1] if durations else 0.0
         return max(self.least_seconds, self.factor * slowest)
 
-    def seconds_for(self, reading: PulseReading, durations: Sequence[float]) -> float:
-        """For what a worker does; without end outside of steps."""
+    def seconds_for(self, reading: PulseReading, durations: Sequence[float], longest_between: float = 0.0) -> float:
+        """For what a worker does; without end outside of steps. So long it has been between two at most."""
         usual = self.usual_seconds(durations)
         if reading.activity in _LONG:
             return max(self.long_seconds, usual)
         if reading.activity not in _WITH_LIMIT:
             return math.inf
+        if reading.activity is Activity.BETWEEN:
+            least = self.long_seconds if reading.num_alike < _NUM_FIRST else self.between_seconds
+            return max(least, usual, self.factor * longest_between)
         is_first = reading.num_alike < _NUM_FIRST or reading.activity is Activity.CHANGING
         return max(self.first_seconds, usual) if is_first else usual
 
@@ -171,10 +181,13 @@ class _Worker:
 
     key: object = None
     """Another one whenever it has got on."""
+    activity: Activity | None = None
     seconds: float = 0.0
     num_asleep: int = 0
     """Looks one after another that found it asleep where nothing can wake it."""
     num_boundaries: int = 0
+    longest_between: float = 0.0
+    """Two steps, in seconds."""
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_DURATIONS))
 
 
@@ -210,7 +223,9 @@ class Judge:
         worker = self._workers.setdefault(look.rank, _Worker())
         _note(worker, look, reading, now, passed)
         is_asleep = worker.num_asleep >= _ASLEEP
-        limit = math.inf if self._limits is None else self._limits.seconds_for(reading, worker.durations)
+        limit = math.inf
+        if self._limits is not None:
+            limit = self._limits.seconds_for(reading, worker.durations, worker.longest_between)
         is_over = worker.seconds > limit
         where, reason = _where(reading), ""
         progress: Progress = "getting on"
@@ -221,7 +236,8 @@ class Judge:
         if progress != "getting on":
             reason = f"it has been {where} for {_seconds(worker.seconds)}"
             if is_over:
-                reason += f" (limit {_seconds(limit)})"
+                advice = _SAY_SO if reading.activity is Activity.BETWEEN else ""
+                reason += f" (limit {_seconds(limit)}{advice})"
             elif worker.seconds > _SLOW * limit:
                 reason += f" (that is a hang after {_seconds(limit)})"
             if is_held:
@@ -235,7 +251,7 @@ class Judge:
             activity=_WORDS[reading.activity],
             seconds=worker.seconds,
             where=where,
-            place=(reading.num_boundaries, reading.micro_step),
+            place=_place(reading),
             limit_seconds=None if limit == math.inf else limit,
             is_over=is_over,
             is_held=is_held,
@@ -250,7 +266,7 @@ def find_hang(standings: Sequence[Standing], *, world_size: int) -> Verdict:
     over = [each for each in standings if each.is_over and each.place is not None]
     if not over:
         return Verdict(said="; ".join(f"rank {each.rank}: {each.reason}" for each in standings if each.is_held))
-    ahead = max(each.place or (0, 0) for each in over)
+    ahead = max(each.place or () for each in over)
     behind = [each for each in standings if each.may_come and (each.place is None or each.place <= ahead)]
     stuck = [each for each in over if not any(_may_wait_for(each, other) for other in behind)]
     if not stuck:
@@ -258,7 +274,7 @@ def find_hang(standings: Sequence[Standing], *, world_size: int) -> Verdict:
         whom = "it" if len(behind) == 1 else "them"
         return Verdict(said=f"{causes}; {ranks_in_words(over)} {_wait(over)} for {whom}")
     held = [each for each in standings if each.is_held and any(_may_wait_for(one, each) for one in stuck)]
-    least = min(each.place or (0, 0) for each in stuck)
+    least = min(each.place or () for each in stuck)
     last = held or [each for each in stuck if each.place == least]
     others = [each for each in over if each not in last]
     is_sure = bool(held or others) or len(standings) >= world_size
@@ -306,7 +322,9 @@ def _note(worker: _Worker, look: WorkerLook, reading: PulseReading, now: float, 
     """Note in ``worker`` what is new."""
     key = (reading.pid, reading.restart, reading.activity, reading.since_ns)
     if key != worker.key:
-        worker.key, worker.seconds, worker.num_asleep = key, 0.0, 0
+        if worker.activity is Activity.BETWEEN:
+            worker.longest_between = max(worker.longest_between, worker.seconds)
+        worker.key, worker.activity, worker.seconds, worker.num_asleep = key, reading.activity, 0.0, 0
     worker.num_asleep = worker.num_asleep + 1 if look.process_state == "D" else 0
     worker.seconds = max(min(worker.seconds + passed, (round(now * 1e9) - reading.since_ns) / 1e9), 0.0)
     if reading.num_alike < _NUM_FIRST:
@@ -319,6 +337,11 @@ def _note(worker: _Worker, look: WorkerLook, reading: PulseReading, now: float, 
 def _may_wait_for(waiting: Standing, other: Standing) -> bool:
     """Whether ``other``, which may still come, has not passed where ``waiting`` is."""
     return other.place is None or waiting.place is None or other.place <= waiting.place
+
+
+def _place(reading: PulseReading) -> Place:
+    is_together = reading.activity in _TOGETHER
+    return reading.num_boundaries, reading.micro_step, int(reading.has_begun_save), int(is_together)
 
 
 def _where(reading: PulseReading) -> str:
@@ -358,6 +381,6 @@ def _standing_of(row: dict[str, Any]) -> Standing:
 def _place_of(value: object) -> Place | None:
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int for each in value):
-        raise TypeError(f"place is {value!r}; allowed: two integers")
-    return value[0], value[1]
+    if not isinstance(value, list) or not value or not all(type(each) is int for each in value):
+        raise TypeError(f"place is {value!r}; allowed: integers")
+    return tuple(value)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import torch.numa.binding
 from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
 
-__all__ = ["bound_command", "bound_function", "leave", "participants", "stop_heartbeats"]
+__all__ = [
+    "bound_command",
+    "bound_function",
+    "judge_silence_here",
+    "leave",
+    "participants",
+    "serve_workers_by",
+    "stop_heartbeats",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -22,6 +31,42 @@ def participants(handler: RendezvousHandler) -> dict[str, int] | None:
     state = getattr(getattr(handler, "_state_holder", None), "state", None)
     found = getattr(state, "participants", None)
     return None if found is None else {str(node): place for node, place in found.items()}
+
+
+def serve_workers_by(handler: RendezvousHandler, make_store: Callable[[], object]) -> None:
+    """Have a dynamic rendezvous make its store for workers so, and not one that listens on all addresses."""
+    if hasattr(handler, "_create_tcp_store_server"):
+        handler._create_tcp_store_server = lambda address, port: make_store()
+
+
+def judge_silence_here(handler: RendezvousHandler, *, clock: Callable[[], float] = time.monotonic) -> bool:
+    """Have a dynamic rendezvous take a node for lost that has told no new heartbeat for too long by ``clock``, which
+    only goes on; False where it does not compare times of day, or torch does so in another way.
+
+    torch compares the times of day that nodes tell with the one here. Where the clock of a node is put back or forward,
+    the others would take it for lost, or it the others; and it would tell no heartbeat until its clock had caught up.
+    """
+    holder, node = getattr(handler, "_state_holder", None), getattr(handler, "_this_node", None)
+    remove_lost, last_call = getattr(holder, "_sanitize", None), _last_call_of(handler)
+    if holder is None or node is None or remove_lost is None or last_call is None:
+        return False
+    heard: dict[object, tuple[datetime, float]] = {}  # of each node: what it told last, and when that was new here
+
+    def remove_lost_by_clock() -> None:
+        state, now, here = holder.state, clock(), datetime.fromtimestamp(time.time(), timezone.utc)
+        told = dict(state.last_heartbeats)
+        before = dict(heard)
+        heard.clear()
+        for each, at in told.items():
+            heard[each] = before[each] if each in before and before[each][0] == at else (at, now)
+        state.last_heartbeats.update({each: here - timedelta(seconds=now - at) for each, (_, at) in heard.items()})
+        remove_lost()
+        state.last_heartbeats.update({each: told[each] for each in state.last_heartbeats if each != node})
+        if state.deadline is not None:  # for more nodes, by the clock of the one that came last
+            state.deadline = min(state.deadline, here + last_call)
+
+    holder._sanitize = remove_lost_by_clock
+    return True
 
 
 def stop_heartbeats(handler: RendezvousHandler) -> None:
@@ -52,6 +97,11 @@ def bound_function(function: Callable[..., Any], local_rank: int, options: Any) 
     """... and its function."""
     bind = _named("_maybe_wrap_with_numa_binding", options)
     return function if bind is None else bind(function, gpu_index=local_rank, numa_options=options)
+
+
+def _last_call_of(handler: RendezvousHandler) -> timedelta | None:
+    """How long a dynamic rendezvous waits for more nodes once there are enough."""
+    return getattr(getattr(getattr(handler, "_settings", None), "timeout", None), "last_call", None)
 
 
 def _named(name: str, options: Any) -> Callable[..., Any] | None:

@@ -29,6 +29,7 @@ from elastic_ext.doctor.machine import check_node
 from elastic_ext.errors import in_words
 from elastic_ext.files import write_whole
 from elastic_ext.fsdp.checkpoint.complete import rows_in
+from elastic_ext.leaving import EXIT_STATUS
 from elastic_ext.settings import Settings
 from elastic_ext.wording import counted, on_one_line
 
@@ -50,7 +51,7 @@ from .places import folders_of, is_in_worker, settings_of
 from .processes import this_process
 from .records import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from .refusals import Refused, check_launch, check_options, seconds_in
-from .rendezvous import Meeting, handler_for
+from .rendezvous import Meeting, handler_for, on_loopback
 from .sampling import NvidiaGpus
 from .slow_workers import SlowWorkers
 from .starting import Launch
@@ -86,8 +87,11 @@ def launch(
     try:
         check_options(options, environ)
         settings = settings_of(options, environ)
+        this_process()
     except ValueError as error:
         raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(f"processes cannot be told apart here: {in_words(error)}") from None
     with StopSignals(options.signals_to_handle) as signals:
         folders = folders_of(settings, host, is_given=bool(environ.get("ELASTIC_EXT_RUN_DIR")))
         try:
@@ -172,7 +176,7 @@ class _Node:
             status = self._start(link)
         finally:
             if link is not None:
-                link.close("its workers have ended well" if status == 0 else f"it ends with status {status}")
+                link.close(_why_it_leaves(status))
         return status
 
     def _start(self, link: MasterLink | None) -> int:
@@ -184,8 +188,11 @@ class _Node:
         status = 1
         try:
             self._signals.let_through()
+            launch, loopback = on_loopback(self._launch)
             meeting = Meeting(
-                handler_for(self._launch), is_pending=lambda: agent is not None and agent.is_change_pending
+                handler_for(launch),
+                is_pending=lambda: agent is not None and agent.is_change_pending,
+                loopback=loopback,
             )
             duties.start()
             agent = self._agent(meeting, warden, duties)
@@ -195,7 +202,8 @@ class _Node:
         except SignalException as error:
             has_worked = agent is not None and agent.workers is not None
             what = "has ended its workers" if has_worked else "ends before it has started workers,"
-            self._journal.tell("ended", f"this node {what} after {error.sigval.name}")
+            left = "" if agent is None else duties.words_of_leaving(each.rank for each in agent.watched)
+            self._journal.tell("ended", f"this node {what} after {error.sigval.name}{f'; {left}' if left else ''}")
             status = 128 + int(error.sigval)
         except NotStarted as error:
             self._journal.tell("failed", f"workers could not be started: {error}", is_bad=True)
@@ -398,3 +406,10 @@ class _Node:
             ("checkpoints", "said once training has begun"),
         ):
             _logger.info("  %-12s %s", name, on_one_line(value))
+
+
+def _why_it_leaves(status: int) -> str:
+    """What a master is told of a node's end."""
+    if status == 0:
+        return "its workers have ended well"
+    return "it was told to end" if status == EXIT_STATUS else f"it ends with status {status}"

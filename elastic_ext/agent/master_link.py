@@ -28,7 +28,7 @@ from .journal import Journal
 from .link_words import LinkState, LinkStory
 from .node_identity import Acquaintance, NodeSelf
 from .outbox import Outbox
-from .records import HARDWARE_FILE, MASTER_FILE, MasterRecord
+from .records import HARDWARE_FILE, MASTER_FILE, MasterRecord, Since
 from .tuner import ConfigTuner
 
 if TYPE_CHECKING:  # what speaks gRPC is loaded on the thread, where nobody waits for it
@@ -153,7 +153,7 @@ class MasterLink:
     def _run(self) -> None:
         from .node_report import NodeReport
 
-        report = NodeReport(self._run_dir, since=self._node.started_at)
+        report = NodeReport(self._run_dir, since=Since(self._node.started_at))
         self._await_hardware()
         try:
             while not self._stop.is_set():

@@ -10,8 +10,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from elastic_ext.errors import MasterBusy, MasterError, MasterRefused
+from elastic_ext.errors import MasterError, MasterRefused
 from elastic_ext.master.client import OLDEST_PROTOCOL, PROTOCOL, MasterClient
+from elastic_ext.master.places import MOST_BEAT_BYTES
 from elastic_ext.master.wire import master_pb2 as pb
 
 from .config_watch import ConfigWatch
@@ -29,8 +30,10 @@ _MOST_EVENTS = 200
 """In one message."""
 _LEAST_BEAT_SECONDS, _MOST_BEAT_SECONDS = 0.02, 60.0
 """Whatever a master asks for."""
-_MOST_BYTES = 1 << 20
-"""A larger message is not sent a second time to a master that did not take it."""
+_SPARE_BYTES = 64 << 10
+"""Of a Beat, for events and for what is said in few words."""
+_NUMBERS_BYTES = 32  # what comes after them
+_AROUND_BYTES = 8  # of a message within another one: its number and length
 _MOST_SPREAD_SECONDS = 2.0
 _EVENT_SECONDS = 0.25
 """Between two messages that only events call for."""
@@ -150,7 +153,7 @@ class MasterSession:
         try:
             reply = self._client.beat(request, timeout_seconds=self._call_seconds)
         except MasterError as error:
-            if _is_for_good(error, request.ByteSize()):
+            if _is_for_good(error):
                 self._confirm(held)
             raise
         self._confirm(held)
@@ -165,7 +168,7 @@ class MasterSession:
             last = pb.LeaveRequest(
                 node_id=wire_text(self._node.node_id), incarnation=self._node.incarnation, reason=wire_text(reason)
             )
-            last.events.extend(self._events())
+            last.events.extend(self._events(MOST_BEAT_BYTES - last.ByteSize()))
             self._client.leave(last, timeout_seconds=_LAST_SECONDS)
         except MasterError as error:
             _logger.debug("the master does not hear that this node leaves: %s", error)
@@ -187,15 +190,25 @@ class MasterSession:
             ),
             trouble=wire_text(self._config.trouble),
         )
-        self._report.fill(request)
-        request.events.extend(self._events())
+        self._report.fill(request, MOST_BEAT_BYTES - _SPARE_BYTES)
+        request.events.extend(self._events(MOST_BEAT_BYTES - _NUMBERS_BYTES - request.ByteSize()))
         request.first_event = self._outbox.lent_from
         request.num_events_dropped = self._num_dropped
         return request
 
-    def _events(self) -> list[pb.JobEvent]:
+    def _events(self, most_bytes: int) -> list[pb.JobEvent]:
+        """The oldest events that wait, as many as that many bytes hold; the others wait on."""
+        node_id = wire_text(self._node.node_id)
+        found: list[pb.JobEvent] = []
         events, self._num_dropped = self._outbox.lend(_MOST_EVENTS)
-        return [event_message(each, wire_text(self._node.node_id)) for each in events]
+        for each in events:
+            message = event_message(each, node_id)
+            most_bytes -= message.ByteSize() + _AROUND_BYTES
+            if most_bytes < 0:
+                break
+            found.append(message)
+        self._outbox.lend_less(len(found))
+        return found
 
     def _confirm(self, held: Held) -> None:
         self._outbox.confirm()
@@ -221,8 +234,8 @@ class MasterSession:
             self._beat_seconds = min(max(beat_seconds, _LEAST_BEAT_SECONDS), _MOST_BEAT_SECONDS)
 
 
-def _is_for_good(error: MasterError, num_bytes: int) -> bool:
+def _is_for_good(error: MasterError) -> bool:
     """Whether the same message would come to the same end another time."""
     if isinstance(error, MasterRefused):
         return error.about == "words"
-    return type(error) is MasterError or (isinstance(error, MasterBusy) and num_bytes > _MOST_BYTES)
+    return type(error) is MasterError

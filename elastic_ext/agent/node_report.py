@@ -20,7 +20,16 @@ from elastic_ext.metrics import JobEvent, RankMetrics, StepWindow
 from elastic_ext.profile.reading import tails_of
 
 from .processes import process_of
-from .records import HARDWARE_FILE, MEMBERSHIP_FILE, MOST_BYTES, WORKERS_FILE, MembershipPlan, WorkerSeen, WorkersRecord
+from .records import (
+    HARDWARE_FILE,
+    MEMBERSHIP_FILE,
+    MOST_BYTES,
+    WORKERS_FILE,
+    MembershipPlan,
+    Since,
+    WorkerSeen,
+    WorkersRecord,
+)
 
 __all__ = ["NodeReport", "event_message", "wire_text"]
 
@@ -36,11 +45,11 @@ _Record = TypeVar("_Record")
 
 
 class NodeReport:
-    """What there is to tell of one node; ``since`` is when its agent was started, in seconds since 1970."""
+    """What there is to tell of one node; ``since`` is when its agent was started."""
 
-    def __init__(self, run_dir: Path, *, since: float) -> None:
+    def __init__(self, run_dir: Path, *, since: Since) -> None:
         self._run_dir = run_dir
-        self._since = since
+        self._began = since
         self._known_plan = self._told_plan = 0
         self._known_hardware = self._told_hardware = ""
         self._known_facts = self._told_facts = ""
@@ -52,22 +61,31 @@ class NodeReport:
         data = self._data(HARDWARE_FILE, _MOST_HARDWARE_BYTES)
         return "" if data is None else data.decode(errors="replace")
 
-    def fill(self, request: pb.BeatRequest) -> None:
-        """Put into ``request`` what there is now; what the master has is left out."""
+    def fill(self, request: pb.BeatRequest, most_bytes: int) -> None:
+        """Put into ``request`` what there is now, as far as it then has no more than ``most_bytes``: what has no room
+        comes another time, and what the master has is left out."""
+        self._told_plan, self._told_hardware = self._known_plan, self._known_hardware  # none of them is in it yet
+        self._told_facts, self._told_windows = self._known_facts, {}
         record = self._record(WORKERS_FILE, MOST_BYTES, WorkersRecord.from_json)
-        if record is not None and record.time >= self._since:
-            request.workers.extend(self._workers(record))
+        if record is not None and record.time >= self._began.seconds:
+            told = pb.BeatRequest(workers=self._workers(record))
+            if not _merged(request, told, most_bytes):
+                self._told_windows = {}
+                for each in told.workers:
+                    each.ClearField("windows")
+                _merged(request, told, most_bytes)
             if any(each.rank == 0 for each in record.workers):
                 facts = self._facts(record.restart)
-                if facts and facts != self._known_facts:
-                    request.facts = self._told_facts = facts
+                if facts and facts != self._known_facts and _merged(request, pb.BeatRequest(facts=facts), most_bytes):
+                    self._told_facts = facts
         plan = self._record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json)
-        if plan is not None and plan.time >= self._since and plan.version != self._known_plan:
-            request.membership.CopyFrom(_membership_message(plan))
-            self._told_plan = plan.version
+        is_news = plan is not None and plan.time >= self._began.seconds and plan.version != self._known_plan
+        if plan is not None and is_news:
+            told = pb.BeatRequest(membership=_membership_message(plan))
+            self._told_plan = plan.version if _merged(request, told, most_bytes) else self._known_plan
         hardware = self.hardware()
-        if hardware != self._known_hardware:
-            request.hardware = self._told_hardware = hardware
+        if hardware != self._known_hardware and _merged(request, pb.BeatRequest(hardware=hardware), most_bytes):
+            self._told_hardware = hardware
 
     def confirm(self) -> None:
         """The master has what was filled in last."""
@@ -97,7 +115,7 @@ class NodeReport:
             facts = JobFacts.from_json(text)
         except ValueError:
             return ""
-        return text if facts.time >= self._since and facts.restart == restart else ""
+        return text if facts.time >= self._began.seconds and facts.restart == restart else ""
 
     # ---- workers ----
 
@@ -115,15 +133,17 @@ class NodeReport:
         most = max(min(_MOST_WINDOWS_OF_RANK, _MOST_WINDOWS // max(len(ranks), 1)), 1)
         found = {}
         for rank, windows in tails_of(self._run_dir, ranks, most).items():
-            since = max(self._known_windows.get(rank, 0.0), self._since)
-            found[rank] = [each for each in windows if each.end > since]
+            ends = [each.end for each in windows]
+            known = self._known_windows.get(rank)
+            first = ends.index(known) + 1 if known in ends else 0  # in the order in which they were written
+            found[rank] = [each for each in windows[first:] if each.end > self._began.seconds]
         self._told_windows = {rank: windows[-1].end for rank, windows in found.items() if windows}
         return found
 
     def _metrics_of(self, worker: WorkerSeen, restart: int) -> RankMetrics | None:
         """What the worker has written of itself; None where that is of another process that had its rank before."""
         metrics = self._record(f"metrics-{worker.rank}.json", _MOST_METRICS_BYTES, RankMetrics.from_json)
-        if metrics is None or metrics.generation != restart or metrics.time < self._since:
+        if metrics is None or metrics.generation != restart or metrics.time < self._began.seconds:
             return None
         is_its = metrics.pid == worker.pid or (0 < metrics.pid < 1 << 31 and process_of(metrics.pid) is not None)
         return metrics if is_its else None
@@ -166,6 +186,14 @@ def event_message(event: JobEvent, node_id: str) -> pb.JobEvent:
 def wire_text(text: str, most: int = _MOST_TEXT) -> str:
     """``text`` as protobuf allows it, not longer than ``most`` characters."""
     return text[:most].encode(errors="replace").decode()
+
+
+def _merged(request: pb.BeatRequest, more: pb.BeatRequest, most_bytes: int) -> bool:
+    """Whether ``more`` had room in ``request``, which has it then."""
+    if request.ByteSize() + more.ByteSize() > most_bytes:
+        return False
+    request.MergeFrom(more)
+    return True
 
 
 def _details(event: JobEvent) -> str:

@@ -47,6 +47,12 @@ class Outbox:
             self.lent_from = self._num_gone + 1
             return found, self._num_dropped
 
+    def lend_less(self, num: int) -> None:
+        """Of what was lent last only the first ``num`` are; the others were not sent."""
+        with self._lock:
+            self._num_lent = min(self._num_lent, max(num - self._num_passed, 0))
+            self._num_passed = min(self._num_passed, num)
+
     def confirm(self) -> None:
         """What was lent last has arrived, or is not to be sent again."""
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -39,7 +40,9 @@ def process_of(pid: int) -> Process | None:
 def this_process() -> Process:
     """The one that asks."""
     found = process_of(os.getpid())
-    assert found is not None
+    if found is None:
+        words = "this process is not to be seen there, where a file system of processes has to be mounted"
+        raise OSError(errno.ENOENT, words, str(_PROC))
     return found
 
 

@@ -11,6 +11,8 @@ A node is one agent with its workers, whatever machine it is on; a round is the 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +30,7 @@ __all__ = [
     "MasterRecord",
     "MembershipPlan",
     "NodeShare",
+    "Since",
     "WorkerSeen",
     "WorkerState",
     "WorkersRecord",
@@ -42,7 +45,25 @@ EVENTS_FILE = "events-agent.jsonl"
 MOST_BYTES = 4 << 20
 """More is in none of these files."""
 
-WorkerState = Literal["running", "succeeded", "failed"]
+WorkerState = Literal["running", "succeeded", "failed", "left"]
+"""``left`` where it has ended with the status of those that were told to end, and save first."""
+
+
+class Since:
+    """A moment that times of day in records are compared with, also after the machine's clock was put back."""
+
+    def __init__(
+        self, began: float, *, time_of_day: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``began`` in seconds since 1970, as told by the time of day now; ``clock`` only ever goes on."""
+        self._began = began
+        self._time_of_day, self._clock = time_of_day, clock
+        self._ahead = time_of_day() - clock()
+
+    @property
+    def seconds(self) -> float:
+        """When it was, since 1970, by the time of day as it is now; no later than it was told."""
+        return self._began + min(self._time_of_day() - self._clock() - self._ahead, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,14 +2,22 @@
 
 The workers of every round have a store of their own, on the first node of that round, so that nodes which join find
 it and nothing of an earlier round is in it. A node that leaves or falls silent is noticed as one that joins is.
+
+torch's stores listen on all of a machine's addresses, and the rendezvous unpickles what lies in its store. Where all
+nodes are on one machine, because they meet at its loopback address, all stores listen there alone.
 """
 
 from __future__ import annotations
 
+import copy
+import ipaddress
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -21,13 +29,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     registry,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from elastic_ext.errors import in_words
+
 from .board import BoardGone, RoundBoard
-from .internals import leave, participants, stop_heartbeats
+from .internals import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
 from .refusals import Refused, seconds_in
 
-__all__ = ["Meeting", "handler_for"]
+__all__ = ["Loopback", "Meeting", "handler_for", "loopback_store", "on_loopback"]
 
 _logger = logging.getLogger(__name__)
 
@@ -36,10 +47,80 @@ _AGAIN = "meet-again"
 _LOOK_SECONDS = 1.0
 _STORE_SECONDS = 60.0
 _MORE_SECONDS = 5.0
+_LISTENS_SECONDS = 3.0
+_DEFAULT_PORT = 29400  # torch's, for an endpoint without one
+
+
+def loopback_store(address: str, port: int = 0) -> TCPStore:
+    """A store that listens at a loopback address alone; OSError where something else listens at the port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.bind((address, port))
+        port = int(listener.getsockname()[1])
+        # Shared: whatever else in this process would serve that port is served by this one.
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store closes it
+    return store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loopback:
+    """This machine's loopback address, where all nodes of a job meet."""
+
+    address: str
+    store: TCPStore | None
+    """The store of the rendezvous, in the process that has it."""
+
+
+def on_loopback(launch: LaunchConfig) -> tuple[LaunchConfig, Loopback | None]:
+    """``launch`` with a rendezvous that listens on loopback alone; as it is, and None, where nodes meet elsewhere."""
+    if launch.rdzv_backend not in ("c10d", "static") or launch.rdzv_configs.get("store_type", "tcp") != "tcp":
+        return launch, None
+    try:
+        host, port = parse_rendezvous_endpoint(launch.rdzv_endpoint, default_port=_DEFAULT_PORT)
+    except ValueError:  # which the handler refuses in its own words
+        return launch, None
+    address = _loopback_address(host)
+    if address is None:
+        return launch, None
+    is_static = launch.rdzv_backend == "static"
+    is_host = launch.rdzv_configs.get("rank", 0) == 0 if is_static else _flag(launch.rdzv_configs.get("is_host", True))
+    if not is_host:
+        return launch, Loopback(address=address, store=None)
+    try:
+        store = loopback_store(address, port)
+    except OSError:  # most often another agent of this machine has the rendezvous
+        return launch, Loopback(address=address, store=None)
+    found = copy.copy(launch)
+    found.rdzv_endpoint = f"[{address}]:{store.port}" if ":" in address else f"{address}:{store.port}"
+    return found, Loopback(address=address, store=store)
 
 
 def handler_for(launch: LaunchConfig) -> RendezvousHandler:
-    """Torch's own, of a launch's rendezvous; Refused for one that cannot be, RendezvousError where none answers."""
+    """Torch's own, of a launch's rendezvous; Refused for one that cannot be, RendezvousError where none answers.
+
+    A node whose ``--local-addr`` is the endpoint has the rendezvous, unless another agent of its machine has it: torch
+    looks at the names and addresses of the machine's hostname alone.
+    """
+    tries = [dict(launch.rdzv_configs)]
+    if launch.rdzv_backend == "c10d" and "is_host" not in tries[0] and _is_at(launch.rdzv_endpoint, launch.local_addr):
+        tries.insert(0, {**tries[0], "is_host": True})
+    for configs in tries:
+        try:
+            return _handler(launch, configs)
+        except RendezvousConnectionError as error:
+            failed = error
+    raise RendezvousConnectionError(f"{failed}. {_why_no_answer(launch)}") from failed
+
+
+def _handler(launch: LaunchConfig, configs: Mapping[str, Any]) -> RendezvousHandler:
     try:
         parameters = RendezvousParameters(
             backend=launch.rdzv_backend,
@@ -48,7 +129,7 @@ def handler_for(launch: LaunchConfig) -> RendezvousHandler:
             min_nodes=launch.min_nodes,
             max_nodes=launch.max_nodes,
             local_addr=launch.local_addr,
-            **launch.rdzv_configs,
+            **configs,
         )
     except (TypeError, ValueError) as error:  # a name that is its own, or no name of a backend
         raise Refused(f"nodes cannot meet so: {error}") from error
@@ -58,12 +139,11 @@ def handler_for(launch: LaunchConfig) -> RendezvousHandler:
     thread.start()  # which waits for ever where something else listens at the endpoint
     thread.join(limit)
     if not made:
-        raise RendezvousConnectionError(
-            f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds. Something listens there that is "
-            "no rendezvous, or the machine is not reached: choose another port, or look at --rdzv-endpoint"
-        )
+        raise RendezvousConnectionError(f"{launch.rdzv_endpoint} has not answered within {limit:.0f} seconds")
     if isinstance(made[0], ValueError):
         raise Refused(f"nodes cannot meet so: {made[0]}") from made[0]
+    if isinstance(made[0], RendezvousConnectionError):  # of which torch says that it has failed, and no more
+        raise RendezvousConnectionError(f"{launch.rdzv_endpoint} does not answer") from made[0]
     if isinstance(made[0], BaseException):
         raise made[0]
     return made[0]
@@ -72,8 +152,14 @@ def handler_for(launch: LaunchConfig) -> RendezvousHandler:
 class Meeting(RendezvousHandler):
     """A rendezvous handler around torch's, which was told not to share its own store."""
 
-    def __init__(self, inner: RendezvousHandler, *, is_pending: Callable[[], bool]) -> None:
+    def __init__(
+        self, inner: RendezvousHandler, *, is_pending: Callable[[], bool], loopback: Loopback | None = None
+    ) -> None:
+        """``loopback`` is where nodes meet that are all on this machine."""
         self._inner = inner
+        self._loopback = loopback
+        serve_workers_by(inner, lambda: loopback_store("127.0.0.1"))  # in whose place comes one for each round
+        judge_silence_here(inner)
         self._is_pending = is_pending  # whether nodes have to meet again for another reason
         self._is_dynamic = participants(inner) is not None and not inner.use_agent_store
         self._members: dict[str, int] = {}
@@ -185,10 +271,30 @@ class Meeting(RendezvousHandler):
         found = info.bootstrap_store_info
         assert found is not None and self.board is not None, "torch's dynamic handlers give one"
         if info.rank == 0:
-            self._server = TCPStore(found.master_addr, 0, is_master=True, wait_for_workers=False)
-            self.board.announce(_STORE, self._server.port)
-        port = self.board.wait(_STORE, timeout_seconds=_STORE_SECONDS)
-        return RendezvousStoreInfo(master_addr=found.master_addr, master_port=port)
+            if self._loopback is None:
+                address = found.master_addr
+                self._server = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            else:
+                address = self._loopback.address
+                self._server = loopback_store(address)
+            self.board.announce(_STORE, [address, self._server.port])
+        address, port = self.board.wait(_STORE, timeout_seconds=_STORE_SECONDS)
+        return RendezvousStoreInfo(master_addr=address, master_port=port)
+
+
+def _loopback_address(host: str) -> str | None:
+    """The address of a host that is this machine's loopback, else None."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:
+        return None
+
+
+def _flag(value: object) -> bool:
+    """A rendezvous' setting as torch reads it."""
+    return str(value).lower() in ("1", "true", "t", "yes", "y")
 
 
 def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler | BaseException]) -> None:
@@ -201,3 +307,41 @@ def _make_handler(parameters: RendezvousParameters, made: list[RendezvousHandler
 def _seconds_to_answer(launch: LaunchConfig) -> float:
     """How long a rendezvous may take to answer: what its own time limit is, and some more."""
     return seconds_in(launch, "read_timeout", 60) + _MORE_SECONDS
+
+
+def _is_at(endpoint: str, address: str | None) -> bool:
+    """Whether an endpoint is at ``address``, by whatever names of one machine."""
+    if not address:
+        return False
+    host, _ = _parted(endpoint)
+    return host == address or not _numbers_of(host).isdisjoint(_numbers_of(address))
+
+
+def _numbers_of(host: str) -> frozenset[str]:
+    """The addresses that a name stands for; none where nobody knows it."""
+    try:
+        return frozenset(str(each[4][0]) for each in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP))
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def _parted(endpoint: str) -> tuple[str, int | None]:
+    """Host and port; None where there is no such port, or torch has one of its own."""
+    host, colon, port = endpoint.strip().rpartition(":")
+    if not colon or endpoint.strip().endswith("]"):
+        host, port = endpoint.strip(), ""
+    return host.removeprefix("[").removesuffix("]"), int(port) if port.isascii() and port.isdecimal() else None
+
+
+def _why_no_answer(launch: LaunchConfig) -> str:
+    """Whether anything listens at the endpoint, and what to do."""
+    host, port = _parted(launch.rdzv_endpoint)
+    try:
+        socket.create_connection((host, port or _DEFAULT_PORT), timeout=_LISTENS_SECONDS).close()
+    except (OSError, OverflowError, ValueError) as error:
+        why = in_words(error) if isinstance(error, OSError) else str(error)
+        return (
+            f"Nothing listens there, as far as this node sees ({why}): start the node that is {host}, and give "
+            f"--local-addr={host} there, or look at --rdzv-endpoint"
+        )
+    return "Something listens there that is no rendezvous: choose another port, or look at --rdzv-endpoint"

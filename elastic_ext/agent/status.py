@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from elastic_ext.metrics import Measures, ModelProfile, RankMetrics
+from elastic_ext.metrics import CAN_GO_ON, TOLD_TO_END, Measures, ModelProfile, RankMetrics
 from elastic_ext.wording import age_in_words, not_finite_in_words
 
 from .records import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
@@ -28,9 +28,10 @@ _SILENT_STEPS = 10.0
 _LAG_SECONDS = 60.0
 """A version that is in the file for so long should be in force."""
 _MOST_NAMED = 8
+_BEGAN = "training-began"
 
 RunState = Literal["running", "ended", "empty"]
-RankState = Literal["running", "succeeded", "failed", "ended", "unknown"]
+RankState = Literal["running", "succeeded", "failed", "left", "ended", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,8 @@ class RankStatus:
     local_rank: int | None
     pid: int
     state: RankState
-    """``ended`` where nothing says how, ``unknown`` where it runs on another machine and has been silent."""
+    """``left`` where it was told to end, ``ended`` where nothing says how, ``unknown`` where it runs on another machine
+    and has been silent."""
     exit_code: int | None
     seen_seconds: float
     """How long ago it was last heard of."""
@@ -97,6 +99,8 @@ class NodeStatus:
     restart: int | None
     """How often the job's processes were started again."""
     world_size: int | None
+    goes_on_from: int | None
+    """The step from which training can go on that was told to end, and has; None for any other."""
     model: ModelProfile | None
     profile: ProfileStatus | None
     config: ConfigStatus
@@ -123,12 +127,14 @@ def status_of(files: RunFiles) -> NodeStatus:
         refusal=files.config_refusal,
         in_force=tuple(sorted({each.config_version for each in ranks if each.config_version is not None})),
     )
+    goes_on_from = None if is_running else _goes_on_from(files)
     newest = max(metrics.values(), key=lambda each: each.time, default=None)
     membership = files.membership
     notes = [_left_in_words(left)] if left else []
     troubles = [f"{words}; left out here" for words in files.damaged]
     troubles += _agent_troubles(files)
-    troubles += [words for each in ranks for words in _rank_troubles(each, files, is_running=is_running)]
+    for each in ranks:
+        troubles += _rank_troubles(each, files, is_running=is_running, has_saved=goes_on_from is not None)
     for is_trouble, words in _not_finite_words(ranks):
         (troubles if is_trouble else notes).append(words)
     if is_running:
@@ -136,7 +142,9 @@ def status_of(files: RunFiles) -> NodeStatus:
             (troubles if is_trouble else notes).append(words)
     elif config.refusal:
         troubles.append(_refused_in_words(config))
-    if not is_running and not is_empty and files.workers is None:
+    if goes_on_from is not None:
+        notes.append(f"training was told to end, and can go on from step {goes_on_from}")
+    elif not is_running and not is_empty and files.workers is None:
         notes.append("its processes have ended; nothing says how")
     return NodeStatus(
         time=files.time,
@@ -149,6 +157,7 @@ def status_of(files: RunFiles) -> NodeStatus:
         membership=membership,
         restart=files.workers.restart if files.workers else newest.generation if newest else None,
         world_size=membership.world_size if membership else newest.world_size if newest else None,
+        goes_on_from=goes_on_from,
         model=files.model,
         profile=profile_of(files.profiles, metrics),
         config=config,
@@ -291,10 +300,20 @@ def _agent_troubles(files: RunFiles) -> Iterator[str]:
             yield f"workers of an agent that has ended still run: pid {pids}; end them before the job is started again"
 
 
-def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool) -> Iterator[str]:
+def _goes_on_from(files: RunFiles) -> int | None:
+    """From which step training can go on that was told to end; None where its ranks do not say so, or said it before
+    training began anew."""
+    since = 0.0 if files.agent is None else files.agent.time
+    told = [each for each in files.events if each.kind in (_BEGAN, CAN_GO_ON, TOLD_TO_END) and each.time >= since]
+    return told[-1].step if told and told[-1].kind == CAN_GO_ON else None
+
+
+def _rank_troubles(rank: RankStatus, files: RunFiles, *, is_running: bool, has_saved: bool) -> Iterator[str]:
     name = f"rank {rank.rank} (pid {rank.pid})"
     if rank.state == "failed":
         yield f"{name} has failed: {_exit_in_words(rank.exit_code)}"
+    if rank.state == "left" and not has_saved:
+        yield f"{name} was told to end (exit code {rank.exit_code}), and says nothing of having saved: look at its log"
     if rank.trouble and rank.state == "running":
         yield f"{name}: {rank.trouble}"
     if files.workers is not None or not is_running:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -114,13 +114,16 @@ def read_run_directory(path: Path, *, now: float, host: str) -> RunFiles:
         reader.record(name, _MOST_METRICS_BYTES, RankMetrics.from_json)
         for name in [name for name in names if _METRICS.fullmatch(name)][:_MOST_METRICS]
     ]
+    is_agent_running = agent is not None and is_running(agent, path, host)
+    if agent is not None and is_agent_running:
+        agent = _started_by_clock(agent)
     found = tuple(sorted((each for each in metrics if each is not None), key=lambda each: each.rank))
     return RunFiles(
         path=str(path),
         time=now,
         host=host,
         agent=agent,
-        is_agent_running=agent is not None and is_running(agent, path, host),
+        is_agent_running=is_agent_running,
         master=reader.record(MASTER_FILE, MOST_BYTES, MasterRecord.from_json),
         membership=reader.record(MEMBERSHIP_FILE, MOST_BYTES, MembershipPlan.from_json),
         workers=workers,
@@ -233,6 +236,12 @@ def _living(
         if process is not None and _started(process, booted) <= each.time + _SLACK_SECONDS:
             living.add(each.pid)
     return frozenset(living)
+
+
+def _started_by_clock(agent: AgentRecord) -> AgentRecord:
+    """An agent of this machine with the time of its start by the clock as it is now, if that was put back since."""
+    started = _started(Process(pid=agent.pid, start_ticks=agent.start_ticks), _boot_time())
+    return replace(agent, time=started) if 0 < started < agent.time - _SLACK_SECONDS else agent
 
 
 def _started(process: Process, booted: float) -> float:

@@ -43,6 +43,8 @@ def line_of(status: NodeStatus) -> str:
     steps = [each.step for each in status.ranks if each.step is not None]
     if steps:
         parts.append(f"step {max(steps)}")
+    if status.goes_on_from is not None:
+        parts.append(f"can go on from step {status.goes_on_from}")
     if status.troubles:
         more = f" (and {len(status.troubles) - 1} more)" if len(status.troubles) > 1 else ""
         parts.append(f"trouble: {status.troubles[0]}{more}")
@@ -55,6 +57,7 @@ def _heading(status: NodeStatus) -> str:
     running = sum(each.state == "running" for each in status.ranks)
     of_all = f" of {status.world_size}" if status.world_size and status.world_size > len(status.ranks) else ""
     what = f"running, {_ranks_in_words(running)}{of_all} here" if status.state == "running" else "has ended"
+    what += "" if status.goes_on_from is None else f", and can go on from step {status.goes_on_from}"
     return f"{status.job or 'a job without a name'}: {what}" + (", in trouble" if status.troubles else "")
 
 

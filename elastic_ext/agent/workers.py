@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from elastic_ext.errors import ElasticError, in_words
+from elastic_ext.leaving import EXIT_STATUS
 
 from .internals import bound_command, bound_function
 from .monitor import Watched
@@ -75,8 +76,9 @@ class Workers(PContext):
         found = []
         for local_rank, process in self._processes.items():
             result = self._ended.get(local_rank)
-            state: WorkerState = "running" if result is None else "failed" if result.failures else "succeeded"
             code = None if result is None else result.failures[0].exitcode if result.failures else 0
+            state: WorkerState = "left" if code == EXIT_STATUS else "failed" if code else "succeeded"
+            state = "running" if code is None else state
             found.append(
                 Watched(local_rank=local_rank, rank=ranks[local_rank], process=process, state=state, exit_code=code)
             )

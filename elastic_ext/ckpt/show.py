@@ -125,7 +125,7 @@ def _in_words(tensor: TensorMeta, *, with_boxes: bool) -> str:
 
 
 def _held(tensor: TensorMeta) -> Iterator[tuple[int, Box]]:
-    return ((rank, box) for rank, box in enumerate(tensor.layout.boxes) if not box.is_empty)
+    return tensor.layout.held()
 
 
 def _where(box: Box) -> str:

@@ -5,6 +5,7 @@ Which samples come next is the cursor's; who makes batches of them is behind ``M
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from elastic_ext.accumulate import BatchPlan
 
 from .cursor import Chunk, Cursor, chunks, num_chunks
 from .late import Late
-from .order import Order
+from .order import Order, Without
+from .place import Ranges, left_out
 from .recut import cut, join
 from .tasks import in_short
 
@@ -31,11 +33,14 @@ class Maker(Protocol):
     def num_ahead(self) -> int:
         """How many it should be asked for before the first of them is taken."""
 
-    def submit(self, indices: list[Any]) -> int:
-        """Have a batch made of these; gives its number."""
+    def submit(self, indices: list[Any], *, turn: int) -> int:
+        """Have a batch made of these, after so many others of the loop; gives its number."""
 
     def take(self, number: int) -> Any:
         """The batch of that number, once it is made."""
+
+    def first_made(self, numbers: Sequence[int]) -> int:
+        """Which of these numbers' batches has come first, once one has; none of them was taken."""
 
     def forget(self, number: int) -> None:
         """Nobody will take it."""
@@ -57,7 +62,7 @@ class _Made:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
     """What is to be handed out, and the batches of which it is one, or that it is cut from, in order."""
 
@@ -70,13 +75,25 @@ class Ahead:
 
     With ``can_recut`` batches are as default_collate makes them: those of other sizes that are on their way are cut and
     joined. Else their samples are asked for again.
+
+    ``completed`` are positions after the one it begins at whose samples came before. With ``as_they_come`` whichever
+    batch is made first is handed out first, which is for a rank that has all samples of its steps.
     """
 
     def __init__(
-        self, order: Order, cursor: Cursor, maker: Maker, plan: BatchPlan, rank: int, *, can_recut: bool = False
+        self,
+        order: Order,
+        position: int,
+        maker: Maker,
+        plan: BatchPlan,
+        rank: int,
+        *,
+        can_recut: bool = False,
+        completed: Ranges = (),
+        as_they_come: bool = False,
     ) -> None:
-        self.order = order
-        self.cursor = cursor
+        self._begin_at(order, position, completed)
+        self._as_they_come = as_they_come
         self.carried: tuple[int, ...] | None = None
         self._handed: deque[Chunk] = deque()  # to the loop, and not consumed
         self._num_passed = 0
@@ -91,7 +108,7 @@ class Ahead:
     def __len__(self) -> int:
         """How many batches it hands out in all: those it has, and the rest as they are cut now."""
         left = (self.cursor.num_samples or 0) - self.cursor.handed
-        return self._num_passed + len(self._handed) + num_chunks(self._plan, self._rank, left)
+        return self._num_passed + len(self._handed) + num_chunks(self._plan, self._rank, left) - len(self._early)
 
     def __next__(self) -> Any:
         self._ask()
@@ -103,7 +120,7 @@ class Ahead:
             ):
                 self.cursor.hand_out_rest()
             raise StopIteration
-        asked = self._asked[0]
+        asked = self._first_made() if self._as_they_come else self._asked[0]
         chunk = asked.chunk
         try:
             batch = self._batch_of(asked)
@@ -113,12 +130,31 @@ class Ahead:
             self._hand_out(asked)  # what cannot be made is passed; after a rollback it comes again
             if not isinstance(error, StopIteration):
                 raise
-            samples = in_short(self.order.indices(chunk.start, chunk.stop))  # else the epoch would seem to be over
+            samples = in_short(self._rest.indices(chunk.start, chunk.stop))  # else the epoch would seem to be over
             raise RuntimeError(f"making a batch of {samples} raised StopIteration") from error
         self._hand_out(asked)
         if self._maker.num_ahead > 0:
             self._ask()
         return batch
+
+    @property
+    def remaining(self) -> int | None:
+        """Samples of the epoch that nothing has passed."""
+        left = self.cursor.remaining
+        return None if left is None else left - sum(chunk.num_samples for chunk in self._early)
+
+    @property
+    def standing(self) -> tuple[int, Ranges]:
+        """The position in ``order`` that is consumed, and what is consumed of those after it."""
+        if self._rest is self.order and not self._early:
+            return self.cursor.passed, ()
+        early = [(chunk.start, chunk.stop) for chunk in self._early]
+        starts = [self.cursor.passed, *[stop for _, stop in early]]
+        stops = [*[start for start, _ in early], self._rest.num_samples]
+        left = tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+        if isinstance(self._rest, Without):
+            left = tuple(place for each in left for place in self._rest.places(*each))
+        return left_out(left, self.order.num_samples)
 
     @property
     def num_handed(self) -> int:
@@ -129,6 +165,12 @@ class Ahead:
         """Cut steps like this from what is consumed on."""
         if (plan, rank) != (self._plan, self._rank):
             self._plan, self._rank = plan, rank
+            self._cut()
+
+    def keep_order(self) -> None:
+        """Hand out in order what comes from now on, whichever is made first."""
+        if self._as_they_come:
+            self._as_they_come = False
             self._cut()
 
     def commit(self, num_batches: int | None = None) -> None:
@@ -159,13 +201,14 @@ class Ahead:
         if self.cursor.rollback():
             self._cut()
 
-    def go_to(self, order: Order, cursor: Cursor) -> None:
+    def go_to(self, order: Order, position: int, completed: Ranges = ()) -> None:
         """Go on elsewhere."""
-        if order.state_dict() != self.order.state_dict():
+        keeps_places = self._rest is self.order and not self._early and not completed
+        if not keeps_places or order.state_dict() != self.order.state_dict():
             self.close()
-        self.order, self.cursor = order, cursor
         self._num_passed += len(self._handed)
         self._handed.clear()
+        self._begin_at(order, position, completed)
         self._cut()
 
     def close(self) -> None:
@@ -178,8 +221,17 @@ class Ahead:
         self.close()
         self.has_ended = True
 
+    def _begin_at(self, order: Order, position: int, completed: Ranges) -> None:
+        self.order = order
+        self._rest = Without(order, completed) if completed else order
+        self.cursor = Cursor(self._rest.num_samples, position=position)  # which counts what is not completed
+        self._early: list[Chunk] = []  # handed out before those ahead of them, which are not; in order
+
     def _cut(self) -> None:
         """Begin at what is consumed, with what is handed out already; what still comes is not asked for again."""
+        if self._early:
+            self.close()
+            self._begin_at(self.order, *self.standing)
         before = list(self._asked)
         self._asked.clear()
         cursor = self.cursor
@@ -202,7 +254,7 @@ class Ahead:
             chunk = next(self._to_come, None)
             if chunk is None:
                 return
-            made = self._cover(chunk, on_the_way) or (self._submit(chunk.start, chunk.stop),)
+            made = self._cover(chunk, on_the_way) or (self._submit(chunk.start, chunk.stop, self._num_begun),)
             for each in made:
                 each.num_uses += 1
             self._asked.append(_Asked(chunk, made))
@@ -220,15 +272,20 @@ class Ahead:
             if made.stop <= position or made.start >= chunk.stop:
                 continue
             if made.start > position:
-                cover.append(self._submit(position, made.start))
+                cover.append(self._submit(position, made.start, self._num_begun))
             cover.append(made)
             position = made.stop
         if cover and position < chunk.stop:
-            cover.append(self._submit(position, chunk.stop))
+            cover.append(self._submit(position, chunk.stop, self._num_begun))
         return tuple(cover)
 
-    def _submit(self, start: int, stop: int) -> _Made:
-        return _Made(start, stop, self._maker.submit(self.order.indices(start, stop)))
+    @property
+    def _num_begun(self) -> int:
+        """Batches of the loop that were handed out, or are asked for."""
+        return self._num_passed + len(self._handed) + len(self._asked)
+
+    def _submit(self, start: int, stop: int, turn: int) -> _Made:
+        return _Made(start, stop, self._maker.submit(self._rest.indices(start, stop), turn=turn))
 
     def _batch_of(self, asked: _Asked) -> Any:
         chunk, made = asked.chunk, asked.made
@@ -253,7 +310,8 @@ class Ahead:
             if (made[0].start, made[0].stop) == (chunk.start, chunk.stop):
                 raise
             # It may be of a sample that this chunk does not have; or samples are not as alike as batches have to be.
-            return self._maker.take(self._maker.submit(self.order.indices(chunk.start, chunk.stop)))
+            again = self._maker.submit(self._rest.indices(chunk.start, chunk.stop), turn=self._num_begun)
+            return self._maker.take(again)
 
     def _taken(self, made: _Made) -> Any:
         if made.batch is _NOT_TAKEN:
@@ -266,9 +324,24 @@ class Ahead:
                 raise
         return made.batch
 
+    def _first_made(self) -> _Asked:
+        """What may be handed out first: once its first batch has come that was not taken."""
+        waiting: dict[int, _Asked] = {}
+        for asked in self._asked:
+            missing = next((made.number for made in asked.made if made.batch is _NOT_TAKEN), None)
+            if missing is None:
+                return asked
+            waiting.setdefault(missing, asked)
+        return waiting[self._maker.first_made(list(waiting))]
+
     def _hand_out(self, asked: _Asked) -> None:
-        self._asked.popleft()
-        self.cursor.hand_out(asked.chunk)
+        if asked is self._asked[0]:
+            self.cursor.hand_out(asked.chunk)
+            while self._early and self._early[0].start == self.cursor.handed:
+                self.cursor.hand_out(self._early.pop(0))
+        else:
+            insort(self._early, asked.chunk, key=lambda chunk: chunk.start)
+        self._asked.remove(asked)
         self._handed.append(asked.chunk)
         self._release(asked)
 

@@ -34,6 +34,16 @@ class Ending:
     """The process that it was forked from and ended with; None: its end was its own."""
     error: Exception | None = None
     """What kept it from being started at all."""
+    as_torch_says: str = ""
+    """What torch's loader says of a worker that ended so, where it was a signal."""
+
+    @classmethod
+    def of(cls, pid: int, code: int | None, error: Exception | None = None) -> Ending:
+        """That of a process, by the exit code that multiprocessing has for it."""
+        said = ""
+        if code is not None and code < 0:
+            said = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
+        return cls(in_words(pid, code), error=error, as_torch_says=said)
 
 
 class Child(Protocol):
@@ -101,7 +111,7 @@ class Process:
         """How it has ended; waits for seconds at most."""
         if is_readable(self._watched, GONE_SECONDS) and self._process.exitcode is None:
             self._process.join(GONE_SECONDS)  # its fork server has yet to say
-        return Ending(in_words(self.pid, self._process.exitcode))
+        return Ending.of(self.pid, self._process.exitcode)
 
     def close(self) -> None:
         """Give back what is left of a process that has ended."""

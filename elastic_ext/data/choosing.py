@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from .epochs import Epochs
 from .indexed import Indexed
-from .sampler import ElasticDistributedSampler, OwnBatches
+from .sampler import ElasticDistributedSampler, OfTorch, OwnBatches
 from .streamed import Streamed
 
 __all__ = ["Ordering", "epochs_of"]
@@ -29,17 +29,12 @@ class Ordering:
 
 def epochs_of(loader: DataLoader[Any], ordering: Ordering, *, seeds_samples: bool, fast_forward: bool) -> Epochs:
     """The loops over a loader's dataset; ValueError where there can be none."""
-    if isinstance(loader.dataset, IterDataPipe):
-        raise ValueError(
-            "the dataset is an IterDataPipe, which only torch's own loop shuffles and shares out among workers; give "
-            "the loader an IterableDataset that shares its samples out by get_worker_info()"
-        )
     if isinstance(loader.dataset, IterableDataset):
-        return _streamed(loader, seeds_samples, fast_forward)
+        return _streamed(loader, ordering, seeds_samples, fast_forward)
     return _indexed(loader, ordering, seeds_samples, fast_forward)
 
 
-def _streamed(loader: DataLoader[Any], seeds_samples: bool, fast_forward: bool) -> Streamed:
+def _streamed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, fast_forward: bool) -> Streamed:
     if seeds_samples:
         raise ValueError("seed_samples needs samples with an index, and an IterableDataset has none")
     return Streamed(
@@ -48,6 +43,9 @@ def _streamed(loader: DataLoader[Any], seeds_samples: bool, fast_forward: bool) 
         drop_last=loader.drop_last,
         collate_fn=loader.collate_fn,
         fast_forward=fast_forward,
+        in_order=loader.in_order,
+        seed=ordering.seed,
+        generator=loader.generator,
     )
 
 
@@ -61,19 +59,17 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
     if seed is None:
         seed = 0 if loader.generator is None else loader.generator.initial_seed()
     dataset: Any = loader.dataset
-    sampler = ordering.sampler if ordering.batches is None else ordering.batches
+    sampler: Any = ordering.sampler if ordering.batches is None else ordering.batches
     if sampler is None:
         sampler = ElasticDistributedSampler(dataset, 1, 0, shuffle=ordering.shuffle, seed=seed)
     elif isinstance(sampler, ElasticDistributedSampler):
-        if sampler.pad or sampler.drop_last:
-            raise ValueError(
-                "pad and drop_last of an ElasticDistributedSampler are for one without such a loader, which cuts "
-                "whole steps; give drop_last to the loader"
-            )
-    elif ordering.batches is None:
-        sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
-    else:
+        pass
+    elif ordering.batches is not None:
         sampler = OwnBatches(sampler, dataset, seed)
+    elif OfTorch.is_like(sampler):
+        sampler = OfTorch(sampler)
+    else:
+        sampler = ElasticDistributedSampler(None, 1, 0, sampler=sampler, seed=seed)
     return Indexed(
         dataset,
         sampler,
@@ -82,4 +78,5 @@ def _indexed(loader: DataLoader[Any], ordering: Ordering, seeds_samples: bool, f
         is_of_batches=ordering.batches is not None,
         collate_fn=loader.collate_fn,
         seeds_samples=seeds_samples,
+        in_order=loader.in_order,
     )

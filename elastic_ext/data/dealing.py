@@ -16,7 +16,8 @@ class Dealing:
     """Gives tasks to the workers of a crew, and keeps those for which there is none yet.
 
     ``in_turn`` they are dealt as torch does, so that who makes what is the same each time; else whoever has least to do
-    is given the next one. Those of a worker that is not there go to others, but at the start: it is waited for then.
+    is given the next one, and of several the one whose turn it is. Those of a worker that is not there go to others,
+    but at the start: it is waited for then.
     """
 
     def __init__(self, crew: Crew, *, in_turn: bool = False) -> None:
@@ -24,6 +25,19 @@ class Dealing:
         """Tasks that no worker has, in order."""
         self._crew = crew
         self._in_turn = in_turn
+
+    def deal(self, task: Task) -> None:
+        """Choose who has least to do, as a task is submitted; one that is waited for has what waits for it."""
+        if self._in_turn or task.slot is not None or self._crew.num_wanted == 0:
+            return
+        num_slots = self._crew.num_wanted
+        loads = dict.fromkeys(range(num_slots), 0) | {each.slot: len(each.tasks) for each in self._crew.ready}
+        for each in self.waiting:
+            if each.dealt_to is not None:
+                loads[each.dealt_to] = loads.get(each.dealt_to, 0) + 1
+        least = min(range(num_slots), key=lambda slot: (loads[slot], (slot - task.turn) % num_slots))
+        if self._crew.awaits(least) or any(each.slot == least for each in self._crew.ready):
+            task.dealt_to = least
 
     def worker_for(self, task: Task) -> Worker | None:
         """Who has to make it, or who has least to do; None where nobody is ready that may."""
@@ -67,7 +81,7 @@ class Dealing:
         """Whose it is; None: anybody's."""
         if task.slot is None and self._in_turn:
             return task.turn % max(self._crew.num_wanted, 1)
-        return task.slot
+        return task.dealt_to if task.slot is None else task.slot
 
     def take_back(self, tasks: Iterable[Task]) -> None:
         """Have these wait again, each in its place: who was to make them will not."""

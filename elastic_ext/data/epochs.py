@@ -101,6 +101,9 @@ class Epochs(Protocol):
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         """Have the workers of the loops that come make batches so."""
 
+    def draw_seed(self) -> None:
+        """Draw what the loop that comes is shuffled by, where torch draws that before what workers are seeded from."""
+
     def begin(self, making: Making) -> Running:
         """The loop that comes."""
 

@@ -9,9 +9,9 @@ from typing import Any
 from elastic_ext.accumulate import BatchPlan
 
 from .ahead import Ahead
-from .cursor import Cursor, num_chunks
+from .cursor import num_chunks
 from .making import Making
-from .order import BatchOrder, Order
+from .order import BatchOrder, EvenOrder, Order
 from .place import Place
 from .recut import can_be_recut
 from .sampler import ElasticDistributedSampler
@@ -37,6 +37,7 @@ class Indexed:
         is_of_batches: bool,
         collate_fn: Callable[[Any], Any],
         seeds_samples: bool,
+        in_order: bool = True,
     ) -> None:
         self.asked = SeededDataset(dataset) if seeds_samples else dataset
         self.collate_fn = collate_fn
@@ -48,6 +49,7 @@ class Indexed:
         self._is_of_batches = is_of_batches
         self.has_own_positions = is_of_batches and sampler.num_replicas == 1  # each rank has batches of its own
         self._seeds_samples = seeds_samples
+        self._in_order = in_order
         self._given_plan: BatchPlan | None = None
         self._rank = sampler.rank
         self._is_drawn = False  # for the loop that comes: those of a batch sampler's own generator would not come again
@@ -69,11 +71,13 @@ class Indexed:
 
     @property
     def remaining(self) -> int | None:
-        return self._cursor.remaining
+        if self.running is not None:
+            return self.running.remaining
+        return self._num_left(self._now, self._sampler.order.num_samples)
 
     @property
     def is_at_end(self) -> bool:
-        return self._now.is_over or self._planned().next_step(self._cursor.remaining) is None
+        return self._now.is_over or self._planned().next_step(self.remaining) is None
 
     @property
     def num_ranks(self) -> int:
@@ -81,7 +85,8 @@ class Indexed:
 
     @property
     def goes_on(self) -> bool:
-        return self._to_come().position > 0
+        place = self._to_come()
+        return place.position > 0 or bool(place.completed)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the loop that is under way, which a copy has none of: it stands where that one does."""
@@ -90,29 +95,40 @@ class Indexed:
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
 
+    def draw_seed(self) -> None:
+        """An order is drawn from a seed that stays."""
+
     def begin(self, making: Making) -> Ahead:
         if self.running is not None and self._given_plan is not None:
             self.running.end()  # a trainer counts what one loop takes
         place, self.running = self._to_come(), None
         self._sampler.set_epoch(place.epoch)
-        if self._start_of(place) == 0 and not self._is_drawn:
+        start = self._start_of(place)
+        if start == 0 and not place.completed and not self._is_drawn:
             self._sampler.draw_anew()
         self._is_drawn = False
-        order = self._order()
-        cursor = Cursor(order.num_samples, position=self._start_of(place))
-        self._place = replace(place, position=cursor.passed)
+        self._place = replace(place, position=start)
         self._sampler.begin_elsewhere()
         self.running = Ahead(
-            order, cursor, making, self._planned(), self._rank, can_recut=can_be_recut(self.collate_fn)
+            self._order(self._place),
+            start,
+            making,
+            self._planned(),
+            self._rank,
+            can_recut=can_be_recut(self.collate_fn),
+            completed=place.completed,
+            as_they_come=not self._in_order and self._given_plan is None and self.num_ranks == 1,
         )
         return self.running
 
     def num_batches(self) -> int:
         if self.running is not None and self._is_under_way:
             return len(self.running)
-        start = self._start_of(self._to_come())
-        num_samples = self._sampler.order.num_samples if start else self._sampler.told_length
-        return num_chunks(self._planned(), self._rank, num_samples - start)
+        place = self._to_come()
+        place = replace(place, position=self._start_of(place))
+        goes_on = place.position or place.completed
+        num_samples = self._sampler.order.num_samples if goes_on else self._sampler.told_length
+        return num_chunks(self._planned(), self._rank, self._num_left(place, num_samples))
 
     def why_not_resize(self, batch_size: int) -> str | None:
         try:
@@ -129,6 +145,7 @@ class Indexed:
     def plan(self, plan: BatchPlan, rank: int) -> None:
         self._given_plan, self._rank = plan, rank
         if self.running is not None:
+            self.running.keep_order()
             self.running.plan(plan, rank)
 
     def leave_epoch(self) -> None:
@@ -156,14 +173,15 @@ class Indexed:
         return self._sampler.order.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        place, cursor = self._now, self._cursor
+        place = self._now
         order = self._sampler.order if self.running is None else self.running.order
-        return {
+        state = {
             "epoch": place.epoch,
-            "position": cursor.passed,
+            "position": place.position,
             "is_over": self.is_at_end,
             "order": order.state_dict(),
         }
+        return state | {"completed": [list(each) for each in place.completed]} if place.completed else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"epoch", "position", "is_over", "order"} - set(state))
@@ -177,18 +195,23 @@ class Indexed:
             self._sampler.seed = dict(state["order"]).get("seed", self._sampler.seed)
             self._sampler.set_epoch(epoch)
         else:
-            self._sampler.load_state_dict(state)
+            self._sampler.load_state_dict({key: value for key, value in state.items() if key != "completed"})
         self.running = None
-        position = 0 if is_over else int(state["position"])
-        self._place = Place(epoch=epoch, position=position, is_left=is_over, is_over=is_over)
+        if is_over:
+            self._place = Place(epoch=epoch, is_left=True, is_over=True)
+            return
+        completed = tuple((int(start), int(stop)) for start, stop in state.get("completed", ()))
+        self._place = Place(epoch=epoch, position=int(state["position"]), completed=completed)
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         running = self.running
         self.load_state_dict(state)
         if running is not None and not running.has_ended:
-            order = self._order()
-            running.go_to(order, Cursor(order.num_samples, position=int(state["position"])))
-            self.running, self._place = running, Place(epoch=self.epoch, position=running.cursor.passed)
+            place = replace(self._place, epoch=self.epoch, is_left=False, is_over=False)
+            if self._place.is_over:  # what it had then is all that there is
+                place = replace(place, position=int(state["position"]))
+            running.go_to(self._order(place), place.position, place.completed)
+            self.running, self._place = running, place
 
     @property
     def _is_under_way(self) -> bool:
@@ -204,13 +227,13 @@ class Indexed:
         place = self._place
         if self.running is None:
             return place if place.epoch == self.epoch else place.at(self.epoch)
-        cursor = self.running.cursor
+        position, completed = self.running.standing
         is_left = (
             self._given_plan is None
-            or cursor.passed != place.position
-            or self._given_plan.next_step(cursor.remaining) is None
+            or position != place.position
+            or self._given_plan.next_step(self.running.remaining) is None
         )
-        return replace(place, position=cursor.passed, is_left=is_left)
+        return replace(place, position=position, completed=completed, is_left=is_left)
 
     def _to_come(self) -> Place:
         """Where the next loop begins; the sampler's own epoch may have been set meanwhile."""
@@ -221,18 +244,30 @@ class Indexed:
         """The position at which a loop from there begins: the sampler's own state may say it."""
         return place.position or (self._sampler.goes_on_at if place.epoch == self.epoch else 0)
 
-    @property
-    def _cursor(self) -> Cursor:
-        """Of the loop under way, or of the last one, or of the one that comes where there was none."""
-        if self.running is not None:
-            return self.running.cursor
-        return Cursor(self._sampler.order.num_samples, position=self._now.position)
-
-    def _order(self) -> Order:
+    def _order(self, place: Place) -> Order:
+        """The epoch's, to the position at which it ends for a loop that begins at a place."""
         order: Order = self._sampler.order
         if self._is_of_batches:
             order = BatchOrder(order)
-        return SeededOrder(order, seed=self._sampler.seed, epoch=self.epoch) if self._seeds_samples else order
+        if self._seeds_samples:
+            order = SeededOrder(order, seed=self._sampler.seed, epoch=self.epoch)
+        num_more = self._num_left(place, order.num_samples) - _num_after(place, order.num_samples)
+        return EvenOrder(order, order.num_samples + num_more) if num_more else order
+
+    def _num_left(self, place: Place, num_samples: int) -> int:
+        """How many samples a loop from a place has, of an epoch of so many.
+
+        Where the sampler leaves out those that do not go round among ranks, or gives some again, all have as many; with
+        a trainer, whose steps go round by themselves, none comes again.
+        """
+        num_left = _num_after(place, num_samples)
+        plan = self._given_plan
+        rest = num_left % (sum(self._sampler.share_weights) if plan is None else plan.num_ranks)
+        if self._sampler.drop_last:
+            return num_left - rest
+        if self._sampler.pad and plan is None and rest:
+            return num_left - rest + sum(self._sampler.share_weights)
+        return num_left
 
     def _planned(self, batch_size: int | None = None) -> BatchPlan:
         """The plan that was given, or that of a loader by itself."""
@@ -254,3 +289,8 @@ class Indexed:
             drop_last=self._drop_last,
             is_even=False,
         )
+
+
+def _num_after(place: Place, num_samples: int) -> int:
+    """How many of so many samples are not consumed at a place."""
+    return num_samples - place.position - sum(stop - start for start, stop in place.completed)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import TypeVar
 
 from elastic_ext.accumulate import BatchPlan
@@ -75,7 +75,8 @@ class ElasticDataLoader(DataLoader[_Sample]):
         check_flag("fast_forward", fast_forward)
         given = inspect.signature(DataLoader).bind(dataset, batch_size, *args, **kwargs).arguments
         batches = of_torch = given.get("batch_sampler")
-        if type(batches) is BatchSampler and not _says_more(given):  # it does what a loader does with a sampler
+        # One of torch's own does what a loader does with a sampler; what goes with neither torch refuses in its words.
+        if type(batches) is BatchSampler and not isinstance(dataset, IterableDataset) and not _says_more(given):
             given |= {"batch_size": batches.batch_size, "sampler": batches.sampler, "drop_last": batches.drop_last}
             batches = given["batch_sampler"] = None
         super().__init__(**given)
@@ -118,6 +119,7 @@ class ElasticDataLoader(DataLoader[_Sample]):
         self._keep_step()
         self._epochs.collate_with(self.collate_fn)  # which may have been set since
         num_workers = self._epochs.num_workers
+        self._epochs.draw_seed()
         making = self._made_by(self.num_workers if num_workers is None else num_workers)
         running = self._epochs.begin(making)
         if making is not self._making:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -78,14 +78,14 @@ class Making:
         self._fills_in = self._num_workers == 0
         self._have(num_workers)
 
-    def submit(self, indices: list[Any], slot: int | None = None) -> int:
-        """Have a batch made of these, by the worker of that slot or by any; gives its number."""
+    def submit(self, indices: list[Any], slot: int | None = None, *, turn: int | None = None) -> int:
+        """Have a batch made of these, by the worker of that slot, or whose ``turn`` it is; gives its number."""
         self._number += 1
         if self._makes_here():
             self._own[self._number] = indices
         else:
             assert self._pool is not None
-            self._pool.submit(self._number, indices if self._work.auto_collation else indices[0], slot)
+            self._pool.submit(self._number, indices if self._work.auto_collation else indices[0], slot, turn)
         return self._number
 
     def take(self, number: int) -> Any:
@@ -104,6 +104,13 @@ class Making:
             return batch
         assert self._pool is not None
         return self._pool.take(number)
+
+    def first_made(self, numbers: Sequence[int]) -> int:
+        """Which of these numbers' batches has come first, once one has; none of them was taken."""
+        elsewhere = [number for number in numbers if number not in self._own]
+        if self._pool is None or not elsewhere:  # this process makes one when it is taken
+            return numbers[0]
+        return self._pool.first_made(elsewhere)
 
     def forget(self, number: int) -> None:
         """Nobody will take it."""

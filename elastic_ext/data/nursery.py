@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 
-from .child import GONE_SECONDS, Child, Ending, Process, in_words, is_readable
+from .child import GONE_SECONDS, Child, Ending, Process, is_readable
 from .forking import MESSAGE_BYTES, Report, order_of, tend
 from .process import Seat, Work
 
@@ -165,13 +165,13 @@ class _Forked:
         if data:
             report = Report.from_bytes(data)
             error = OSError(report.error, os.strerror(report.error)) if report.error else None
-            return Ending(in_words(report.pid, report.code), error=error)
+            return Ending.of(report.pid, report.code, error)
         which = "it" if self._pid is None else f"pid {self._pid}"
         how = f"{which} went with the process that workers are forked from, and {self._nursery.lost()}"
         return Ending(how, went_with=self._nursery.pid)
 
     def _unknown(self) -> Ending:
-        return Ending("it ended, nobody knows how" if self._pid is None else in_words(self._pid, None))
+        return Ending("it ended, nobody knows how") if self._pid is None else Ending.of(self._pid, None)
 
 
 def _sockets() -> tuple[socket.socket, socket.socket]:

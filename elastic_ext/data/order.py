@@ -15,7 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BatchOrder", "Drawn", "InTurn", "Order", "Shuffled", "told_length"]
+from .place import Ranges
+
+__all__ = [
+    "BatchOrder",
+    "Drawn",
+    "EvenOrder",
+    "InTurn",
+    "Order",
+    "Shuffled",
+    "Without",
+    "told_length",
+]
 
 _MOST_SORTED = 1 << 16  # up to so many samples are shuffled by sorting, which makes every order equally likely
 _NUM_ROUNDS = 6  # with which nothing tells an order from one that is drawn (tests/test_order.py)
@@ -168,6 +179,55 @@ class BatchOrder:
         """Those of the one batch at ``start``."""
         assert stop == start + 1
         return list(self._order.indices(start, stop)[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+
+class EvenOrder:
+    """An order that ends at a position of its own: before the last samples, or once some of the first came again."""
+
+    def __init__(self, order: Order, num_samples: int) -> None:
+        self._order = order
+        self.num_samples = num_samples
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        found: list[Any] = []
+        while start < stop:
+            first = start % self._order.num_samples
+            last = min(first + stop - start, self._order.num_samples)
+            found += self._order.indices(first, last)
+            start += last - first
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+
+class Without:
+    """An order without the samples at some positions, which came before their turn; its positions close the gaps."""
+
+    def __init__(self, order: Order, completed: Ranges) -> None:
+        self._order = order
+        self._completed = completed
+        self.num_samples = order.num_samples - sum(stop - start for start, stop in completed)
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        return [index for part in self.places(start, stop) for index in self._order.indices(*part)]
+
+    def places(self, start: int, stop: int) -> Ranges:
+        """Where positions from ``start`` to before ``stop`` lie in the whole order."""
+        found = []
+        num_before = 0  # positions that are left out before this one
+        for first, last in self._completed:
+            gap = first - num_before
+            if stop <= gap:
+                break
+            if start < gap:
+                found.append((start + num_before, first))
+                start = gap
+            num_before += last - first
+        return (*found, (start + num_before, stop + num_before)) if start < stop else tuple(found)
 
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import BaseContext
@@ -59,7 +59,7 @@ class Pool:
         self._timeout_seconds = timeout_seconds
         self._finish = finish
         self._tasks: dict[int, Task] = {}  # neither taken nor forgotten
-        self._num_submitted = 0
+        self._num_submitted = self._num_settled = 0
         self._crew = Crew(work, context, end_seconds, may_start or nullcontext())
         self._news = self._crew.news
         self._dealing = Dealing(self._crew, in_turn=in_turn)
@@ -98,9 +98,10 @@ class Pool:
                     f"{num_workers} workers were ready; see what worker_init_fn and the dataset's own start do"
                 )
 
-    def submit(self, number: int, indices: Any, slot: int | None = None) -> None:
-        """Have a batch made, by the worker of that slot or by any. Numbers grow."""
-        task = Task(number, indices, slot, turn=self._num_submitted)
+    def submit(self, number: int, indices: Any, slot: int | None = None, turn: int | None = None) -> None:
+        """Have a batch made, by the worker of that slot, by the one whose ``turn`` it is, or by any. Numbers grow."""
+        task = Task(number, indices, slot, turn=self._num_submitted if turn is None else turn)
+        self._dealing.deal(task)
         worker = None
         if not (self._news or self._dealing.waiting or self._crew.num_starting):
             worker = self._dealing.worker_for(task)
@@ -117,10 +118,16 @@ class Pool:
         """The batch of a number, once; raises what its making raised."""
         task = self._tasks[number]
         if task.outcome is NOTHING:
-            self._wait_for(task)
+            self._wait_for([task])
         del self._tasks[number]
         reraise(task, self._parts)
         return task.outcome.result() if isinstance(task.outcome, Future) else task.outcome
+
+    def first_made(self, numbers: Sequence[int]) -> int:
+        """Which of these numbers' batches has come first, once one has; none of them was taken."""
+        tasks = [self._tasks[number] for number in numbers]
+        self._wait_for(tasks)
+        return min((task for task in tasks if task.outcome is not NOTHING), key=lambda task: task.came).number
 
     def forget(self, number: int) -> None:
         """Nobody will take the batch of this number."""
@@ -153,33 +160,36 @@ class Pool:
 
     # --- batches come in ---
 
-    def _wait_for(self, task: Task) -> None:
-        if task.worker is not None:
-            self._receive(task.worker)  # most often it is there, or is the next to come
+    def _wait_for(self, tasks: Sequence[Task]) -> None:
+        """Wait until something has come of one of these."""
+        for worker in {task.worker for task in tasks if task.outcome is NOTHING}:
+            if worker is not None:
+                self._receive(worker)  # most often it is there, or is the next to come
         if self._news or self._dealing.waiting:
             self._arrange()
         last_sign: object = None
         until: float | None = None
-        while task.outcome is NOTHING:
+        while all(task.outcome is NOTHING for task in tasks):
             self._check_open()
-            worker = task.worker
-            if worker is None:
+            workers = list(dict.fromkeys(task.worker for task in tasks if task.worker is not None))
+            if not workers:
                 self._crew.check_some_will_come()
-            sign = (worker, *[each.num_answers for each in (self._crew.ready if worker is None else [worker])])
+            sign = (workers, *[each.num_answers for each in (workers or self._crew.ready)])
             if sign != last_sign:
                 last_sign, until = sign, self._deadline()
-            if not self._wait(_left(until), task):
-                raise _timed_out(self._timeout_seconds, worker or next(iter(self._crew.ready), None))
+            if not self._wait(_left(until), tasks):
+                raise _timed_out(self._timeout_seconds, next(iter(workers or self._crew.ready), None))
 
-    def _wait(self, timeout_seconds: float | None, task: Task | None = None) -> bool:
-        """Take in what comes next, from any worker until the task is done; False if nothing came in time."""
+    def _wait(self, timeout_seconds: float | None, tasks: Sequence[Task] = ()) -> bool:
+        """Take in what comes next, from any worker until one of the tasks is done; False if nothing came in time."""
         seen = self._crew.wait(timeout_seconds)
         if seen is None:
             return False
-        if task is not None and task.worker in seen:
-            self._look_at(task.worker, seen.pop(task.worker))
+        for worker in [task.worker for task in tasks]:
+            if worker is not None and worker in seen:
+                self._look_at(worker, seen.pop(worker))
         for worker, has_ended in seen.items():
-            if task is not None and task.outcome is not NOTHING:
+            if any(task.outcome is not NOTHING for task in tasks):
                 break  # the others are seen again
             self._look_at(worker, has_ended)
         if self._news:
@@ -231,7 +241,8 @@ class Pool:
         is_batch = type(outcome) not in (Raised, self._parts.wrapper)
         if is_batch and self._finish is not None and not task.is_forgotten and task.probes_for is None:
             outcome = self._finish(outcome)
-        task.outcome = outcome
+        self._num_settled += 1
+        task.outcome, task.came = outcome, self._num_settled
         return True
 
     def _bury(self, worker: Worker) -> None:

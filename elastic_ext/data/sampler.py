@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from elastic_ext.given import check_flag
 
 from .order import Drawn, InTurn, Order, Shuffled, told_length
 from .seeding import seeded
 
-__all__ = ["ElasticDistributedSampler", "OwnBatches"]
+__all__ = ["ElasticDistributedSampler", "OfTorch", "OwnBatches"]
 
 
 class ElasticDistributedSampler(Sampler[Any]):
@@ -130,8 +130,7 @@ class ElasticDistributedSampler(Sampler[Any]):
         """Begin ``epoch``; where that is the one under way, as after ``load_state_dict``, it goes on."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self._start = self._taken = self._goes_on_at = 0
-            self._order = None
+            self._begin_anew()
 
     def __len__(self) -> int:
         """How many samples the next iteration gives this rank: of an epoch, or of what a state has left of one."""
@@ -174,6 +173,11 @@ class ElasticDistributedSampler(Sampler[Any]):
         missing = sorted({"epoch", "position", "order"} - set(state))
         if missing:
             raise ValueError(f"the state has no {', '.join(missing)}, and is none of such a sampler")
+        if state.get("completed"):
+            raise ValueError(
+                "the state is of a loader with in_order=False, and samples behind its position are consumed, which a "
+                "sampler by itself would give again; give it to an ElasticDataLoader over this sampler"
+            )
         saved = dict(state["order"])
         before = self.epoch, self.seed
         self.epoch, self.seed, self._order = int(state["epoch"]), saved.get("seed", self.seed), None
@@ -192,6 +196,11 @@ class ElasticDistributedSampler(Sampler[Any]):
     def _round(self) -> int:
         return sum(self.share_weights)
 
+    def _begin_anew(self) -> None:
+        """The epoch is another: nothing of it is taken, and its order is not drawn."""
+        self._start = self._taken = self._goes_on_at = 0
+        self._order = None
+
     def _num_left(self) -> int:
         return self.order.num_samples - self._goes_on_at
 
@@ -199,8 +208,9 @@ class ElasticDistributedSampler(Sampler[Any]):
         """Refuse a sampler that gives ranks different samples."""
         if hasattr(sampler, "num_replicas") or hasattr(sampler, "num_processes"):
             raise ValueError(
-                f"{type(sampler).__name__} shares its samples out by itself; with a trainer give the sampler whose "
-                "order it shares, or none, and without one an ElasticDistributedSampler in its place"
+                f"{type(sampler).__name__} shares its samples out by itself, in a way of its own; with a trainer give "
+                "the sampler whose order it shares, or none, and without one torch's DistributedSampler, or an "
+                "ElasticDistributedSampler, in its place"
             )
 
     def _drawn(self, sampler: Any) -> Drawn:
@@ -216,6 +226,44 @@ class ElasticDistributedSampler(Sampler[Any]):
 
     def _taken_from(self, sampler: Any) -> Drawn:
         return Drawn(sampler)
+
+
+class OfTorch(ElasticDistributedSampler):
+    """The same samples for the same ranks as torch's DistributedSampler has, in an order that ranks do not change.
+
+    The DistributedSampler's epoch stays the one there is: whoever calls its ``set_epoch`` names the epoch here too.
+    """
+
+    def __init__(self, of: DistributedSampler[Any]) -> None:
+        epoch = self._epoch = of.epoch
+        self._of = of
+        super().__init__(
+            of.dataset,  # type: ignore[arg-type]  # which has a length, or the other could not be made
+            of.num_replicas,
+            of.rank,
+            of.shuffle,
+            of.seed,
+            of.drop_last,
+            pad=not of.drop_last,
+        )
+        self.epoch = epoch
+
+    @staticmethod
+    def is_like(sampler: Any) -> bool:
+        """Whether a sampler is a DistributedSampler whose samples are the ones that torch's class gives."""
+        return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+
+    @property
+    def epoch(self) -> int:
+        if self._of.epoch != self._epoch:  # somebody has named another
+            self._epoch = self._of.epoch
+            self._begin_anew()
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._of.set_epoch(epoch)
 
 
 class OwnBatches(ElasticDistributedSampler):

@@ -55,6 +55,8 @@ class Request:
     """Fewer samples than that make no batch: they are counted, and not collated."""
     is_marked: bool = False
     """Somebody will want to go on behind it: the dataset tells its state there, whatever that takes."""
+    seed: int = 0
+    """What a data pipe shuffles by in this loop, alike in all workers and on all ranks."""
 
     def __repr__(self) -> str:
         last = self.start + self.num_samples - 1
@@ -93,6 +95,8 @@ class Stream:
     A state may be large, and often nobody ever goes on from it: where no request is marked, all states together take a
     fiftieth of the time that samples take. Who goes on from the last one passes what came after it, which then takes
     fifty times as long as a state, or a batch, at most.
+
+    ``share_out`` is called with the dataset and a request's seed before the dataset is iterated over.
     """
 
     def __init__(
@@ -101,8 +105,10 @@ class Stream:
         collate_fn: Callable[[Any], Any],
         *,
         auto_collation: bool,
+        share_out: Callable[[Any, int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._share_out = share_out
         self.dataset = dataset
         self._collate_fn = collate_fn
         self._auto_collation = auto_collation
@@ -112,6 +118,7 @@ class Stream:
         self._num_seconds = 0.0  # that samples have taken since the state was told last
         self._due_seconds = 0.0  # as many as make it due
         self._loop = self._attempt = -1
+        self._seed = 0
         self._iterator: Iterator[Any] = iter(())
         self._has_ended = False
         self._at = 0  # samples of the loop that were drawn
@@ -121,6 +128,7 @@ class Stream:
         if (request.loop, request.attempt) != (self._loop, self._attempt) or request.start < self._at - len(self._kept):
             if request.mark is None:
                 return Answer(is_lost=True)
+            self._seed = request.seed
             self._go_to(request.mark, is_new=request.loop != self._loop)
             self._loop, self._attempt = request.loop, request.attempt
         began = self._clock()
@@ -207,6 +215,8 @@ class Stream:
             state = self._first_state if mark.state is None else mark.state
             if state is not None and (mark.state is not None or not is_new):
                 self.dataset.load_state_dict(state.value())  # a new loop begins where the dataset is, as torch's does
+        if self._share_out is not None:
+            self._share_out(self.dataset, self._seed)
         return iter(self.dataset)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterDataPipe, get_worker_info
+from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from elastic_ext.accumulate import BatchPlan
 
@@ -34,6 +40,9 @@ class Streamed:
         drop_last: bool,
         collate_fn: Callable[[Any], Any],
         fast_forward: bool,
+        in_order: bool = True,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         self._auto_collation = batch_size is not None
         self.collate_fn = _as_it_is
@@ -43,6 +52,12 @@ class Streamed:
         self._batch_size = batch_size or 1
         self._drop_last = drop_last
         self._collate_fn = collate_fn
+        self._in_order = in_order
+        self._is_pipe = isinstance(dataset, IterDataPipe)
+        self._seed = seed
+        self._generator = generator
+        self._drawn_seed: int | None = None
+        self._pipe_seed: int | None = None  # by which a data pipe shuffles in the loop under way, or in the one to come
         self._can_go_on = fast_forward or can_tell_state(dataset)
         self._given_plan: BatchPlan | None = None
         self._rank = 0
@@ -58,7 +73,12 @@ class Streamed:
     @property
     def asked(self) -> Stream:
         """A new one: loops that go on side by side do not draw from the same."""
-        return Stream(self._dataset, self._collate_fn, auto_collation=self._auto_collation)
+        return Stream(
+            self._dataset,
+            self._collate_fn,
+            auto_collation=self._auto_collation,
+            share_out=_SharesPipe.of_this_rank() if self._is_pipe else None,
+        )
 
     @property
     def num_workers(self) -> int | None:
@@ -88,6 +108,11 @@ class Streamed:
     def collate_with(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
 
+    def draw_seed(self) -> None:
+        draws = self._is_pipe and not self._goes_on_shuffled and self._seed is None
+        if draws and _SharesPipe.of_this_rank().num_ranks == 1:
+            self._drawn_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._generator).item())
+
     def begin(self, making: Making) -> Streams:
         if self.running is not None and self._given_plan is not None:
             self.running.end()  # a trainer counts what one loop takes
@@ -97,6 +122,8 @@ class Streamed:
         elif self._is_begun:
             self.epoch += 1
         self._is_begun, self._is_over, self._next_epoch, self._left = True, False, None, None
+        if self._is_pipe and not self._goes_on_shuffled:
+            self._pipe_seed = self._seed_of_epoch() if self._drawn_seed is None else self._drawn_seed
         self.running = Streams(
             making,
             self._position or StreamsPosition.start(making.num_workers),
@@ -108,6 +135,8 @@ class Streamed:
             told_length=self._told_length,
             passes_samples=self._can_go_on,
             wants_states=self._wants_states,
+            in_order=self._in_order,
+            seed=self._pipe_seed or 0,
             plan=self._given_plan,
             rank=self._rank,
         )
@@ -160,11 +189,12 @@ class Streamed:
         position = self._position
         if position is None:
             position = self._left if self.running is None else self.running.position
-        return {
+        state = {
             "epoch": self.epoch,
             "is_over": self._is_over if position is None else position.is_over,
             "streams": None if position is None else position.state_dict(),
         }
+        return state | {"pipe_seed": self._pipe_seed} if self._is_pipe else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "streams" not in state:
@@ -180,6 +210,7 @@ class Streamed:
         self.running = self._left = None
         self._is_begun = self._is_over = bool(state["is_over"])
         self._position, self._next_epoch = position, None
+        self._pipe_seed = state.get("pipe_seed")
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         running = self.running
@@ -192,8 +223,14 @@ class Streamed:
                 f"the loop under way has {running.num_workers} workers, and where it is to go back to was saved with "
                 f"{position.num_workers}; leave the loop first"
             )
+        running.seed = self._pipe_seed or 0
         running.go_to(replace(position, is_over=False))
         self.running, self._position, self._is_begun = running, None, True
+
+    @property
+    def _goes_on_shuffled(self) -> bool:
+        """The loop that comes goes on with one whose data pipe was shuffled by a seed that is known."""
+        return self._position is not None and self._pipe_seed is not None
 
     @property
     def _is_under_way(self) -> bool:
@@ -205,9 +242,36 @@ class Streamed:
         num_samples = len(self._dataset)
         return num_samples // size if self._drop_last else -(-num_samples // size)
 
+    def _seed_of_epoch(self) -> int:
+        """What a data pipe shuffles by where nothing was drawn: alike on all ranks, without asking."""
+        seed = self._seed
+        if seed is None:
+            seed = 0 if self._generator is None else self._generator.initial_seed()
+        digest = hashlib.blake2b(f"{seed} {self.epoch}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
     def _new_loop(self) -> int:
         self._num_loops += 1
         return self._num_loops
+
+
+@dataclass(frozen=True)
+class _SharesPipe:
+    """Has a data pipe's own parts shuffle alike everywhere, and give each worker of each rank its share, as torch's."""
+
+    rank: int
+    num_ranks: int
+
+    @classmethod
+    def of_this_rank(cls) -> _SharesPipe:
+        joined = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank(), dist.get_world_size()) if joined else cls(0, 1)
+
+    def __call__(self, pipe: Any, seed: int) -> None:
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        apply_sharding(pipe, num_workers * self.num_ranks, worker * self.num_ranks + self.rank)
+        apply_random_seed(pipe, torch.Generator().manual_seed(seed))
 
 
 def _as_it_is(answer: Any) -> Any:

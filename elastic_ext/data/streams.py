@@ -8,8 +8,8 @@ worker does with a request is in stream.py.
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any, Protocol
@@ -43,11 +43,14 @@ class StreamMaker(Protocol):
     def take(self, number: int) -> Any:
         """The answer."""
 
+    def first_made(self, numbers: Sequence[int]) -> int:
+        """Which of these numbers' answers has come first, once one has; none of them was taken."""
+
     def forget(self, number: int) -> None:
         """Nobody will take it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
     chunk: Chunk
     slot: Slot
@@ -72,6 +75,9 @@ class Streams:
     With ``plan`` they have exactly the sizes it says, and what is too little for one in the end is left out; else they
     have ``batch_size`` samples, or what is left of a stream unless ``drop_last``. With ``passes_samples`` those before
     a place of which the dataset has told no state are passed to come there. More than ``told_length`` are warned of.
+
+    Without ``in_order`` and without ``plan`` whichever worker is first gives the next batch; each worker's stream comes
+    in its own order.
     """
 
     def __init__(
@@ -87,11 +93,15 @@ class Streams:
         told_length: int | None = None,
         passes_samples: bool = False,
         wants_states: bool = False,
+        in_order: bool = True,
+        seed: int = 0,
         plan: BatchPlan | None = None,
         rank: int = 0,
     ) -> None:
         self.wants_states = wants_states
         """Somebody may go on where it stands after any batch."""
+        self.seed = seed
+        """What a data pipe shuffles by."""
         self._maker = maker
         self._batch_size = batch_size
         self._drop_last = drop_last
@@ -99,6 +109,7 @@ class Streams:
         self._num_batches = num_batches
         self._told_length = told_length
         self._passes_samples = passes_samples
+        self._in_order = in_order
         self.has_ended = False
         self.carried: tuple[int, ...] | None = None
         self._handed: deque[_Handed] = deque()
@@ -119,7 +130,7 @@ class Streams:
             if not self._asked:
                 self._turns.is_over = True
                 raise StopIteration
-            asked = self._asked[0]
+            asked = self._next_asked()
             slot, chunk, start = asked.slot, asked.chunk, asked.start
             try:
                 answer = self._taken(slot, asked.number)
@@ -245,7 +256,8 @@ class Streams:
         """Ask for batches until as many are under way as should be, one at least."""
         most = 0 if self.has_ended else max(self._maker.num_ahead, 1)
         while len(self._asked) < most:
-            slot = self._turns.next_slot()
+            num_asked = None if self._keeps_order else Counter(asked.slot.number for asked in self._asked)
+            slot = self._turns.next_slot(num_asked)
             if slot is None:
                 return
             chunk = next(self._to_come)
@@ -253,6 +265,19 @@ class Streams:
             number = self._submit(slot, start, chunk.num_samples)
             slot.asked = start + chunk.num_samples
             self._asked.append(_Asked(chunk, slot, start, number, self._turns.asked))
+
+    @property
+    def _keeps_order(self) -> bool:
+        return self._in_order or self._plan is not None
+
+    def _next_asked(self) -> _Asked:
+        if self._keeps_order:
+            return self._asked[0]
+        first: dict[int, _Asked] = {}  # of each stream
+        for asked in self._asked:
+            first.setdefault(asked.slot.number, asked)
+        by_number = {asked.number: asked for asked in first.values()}
+        return by_number[self._maker.first_made(list(by_number))]
 
     def _submit(self, slot: Slot, start: int, num_samples: int, *, is_raw: bool = False) -> int:
         mark = None if slot.is_found else slot.marks[0]
@@ -268,6 +293,7 @@ class Streams:
             is_raw,
             is_whole=self._drop_last or self._plan is not None,  # a plan's batch has what is left of several streams
             is_marked=self.wants_states or self._plan is not None,
+            seed=self.seed,
         )
         return self._maker.submit([request], slot.number)
 
@@ -283,7 +309,7 @@ class Streams:
 
     def _pass(self, asked: _Asked) -> None:
         """It is handed out, also where it cannot be made."""
-        self._asked.popleft()
+        self._asked.remove(asked)
         asked.slot.handed, self._turns.handed = asked.start + asked.chunk.num_samples, asked.turn
 
     def _find_again(self, slot: Slot, chunk: Chunk) -> None:
@@ -328,21 +354,24 @@ class Streams:
     def _handed_out(self, chunk: Chunk, batch: Any) -> Any:
         self._handed.append(_Handed(chunk, self._turns.place))
         self._ask()
-        if self._told_length is not None and _is_told_of_more(self._turns, self._told_length):
-            self._told_length = None  # once
+        if self._told_length is not None:
+            _warn_of_more(self._turns, self._told_length)
         return batch
 
 
-def _is_told_of_more(turns: Turns, told_length: int) -> bool:
-    """Whether more samples have come than there are, of which people are warned in words that begin as torch's do."""
+def _warn_of_more(turns: Turns, told_length: int) -> None:
+    """Warn of each batch with which more samples have come than there are, in words that begin as torch's do."""
     num_samples = sum(slot.handed for slot in turns.slots)
     if num_samples <= told_length:
-        return False
-    share_out = f"{turns.num_workers} workers may give the same samples: share them out by get_worker_info()"
+        return
+    advice = (
+        "For multiprocessing data-loading, this may be since workers give the same samples; share them out by "
+        "get_worker_info()"
+        if turns.num_workers > 0
+        else "Have its __len__ say how many it gives"
+    )
     warnings.warn(
         f"Length of IterableDataset was reported to be {told_length} (when accessing len(dataloader)), but "
-        f"{num_samples} samples have been fetched; "
-        f"{share_out if turns.num_workers > 1 else 'have its __len__ say how many it gives'}",
+        f"{num_samples} samples have been fetched. {advice}",
         stacklevel=5,
     )
-    return True

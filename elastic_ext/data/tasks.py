@@ -38,12 +38,16 @@ class Task:
     slot: int | None = None
     """Which worker has to make it; None: any."""
     turn: int = 0
-    """How many were submitted before it."""
+    """How many batches of the loop come before it."""
+    dealt_to: int | None = None
+    """The slot of the worker that had least to do when it was submitted, or will have, once it is there."""
     worker: Worker | None = None
     """Who makes it."""
     sent_at: int = 0
     """How many bytes that worker had been sent before it."""
     outcome: Any = NOTHING
+    came: int = 0
+    """How many outcomes of a pool's tasks had come then, this one among them."""
     num_deaths: int = 0
     num_losses: int = 0
     """How often it was being made when a worker went with the process that it was forked from."""
@@ -60,7 +64,7 @@ class Task:
         else:  # which is not its fault
             blamed.num_losses += 1
         if blamed.num_deaths >= _MOST_DEATHS:
-            blamed.outcome = Raised(_died_over(self.indices, ending.how))
+            blamed.outcome = Raised(_died_over(self.indices, ending))
         elif blamed.num_losses >= _MOST_LOSSES:
             blamed.outcome = Raised(_lost_over(self.indices, ending.how))
 
@@ -109,11 +113,12 @@ def _note(at: tuple[Any, ...], indices: Any) -> str:
     return f"raised by the dataset for sample {at[0]!r}" if at else f"raised while making {in_short(indices)}"
 
 
-def _died_over(indices: Any, how: str) -> WorkerDiedError:
+def _died_over(indices: Any, ending: Ending) -> WorkerDiedError:
+    as_torch_says = f" ({ending.as_torch_says}.)" if ending.as_torch_says else ""  # which scripts may look for
     return WorkerDiedError(
         f"{_MOST_DEATHS} worker processes died one after another while they made {in_short(indices)} of the dataset "
-        f"(the last: {how}); load it in a process of its own to see why, or, where the kernel's log says that memory "
-        "ran out, use fewer workers or smaller batches",
+        f"(the last: {ending.how}); load it in a process of its own to see why, or, where the kernel's log says that "
+        f"memory ran out, use fewer workers or smaller batches{as_torch_says}",
         indices=indices if isinstance(indices, list) else [indices],
     )
 

@@ -116,14 +116,18 @@ class Turns:
             is_over=self.is_over,
         )
 
-    def next_slot(self) -> Slot | None:
-        """Who is to be asked, of those whose stream may have more."""
-        for number in range(self.asked, self.asked + len(self.slots)):
-            slot = self.slots[number % len(self.slots)]
-            if not slot.is_over:
-                self.asked = (slot.number + 1) % len(self.slots)
-                return slot
-        return None
+    def next_slot(self, num_asked: Mapping[int, int] | None = None) -> Slot | None:
+        """Who is to be asked, of those whose stream may have more.
+
+        It is the one whose turn it is, or, where it is told how much each has to answer, the one with least of it.
+        """
+        in_turn = [self.slots[(self.asked + number) % len(self.slots)] for number in range(len(self.slots))]
+        left = [slot for slot in in_turn if not slot.is_over]
+        if not left:
+            return None
+        slot = left[0] if num_asked is None else min(left, key=lambda slot: num_asked.get(slot.number, 0))
+        self.asked = (slot.number + 1) % len(self.slots)
+        return slot
 
     @property
     def place(self) -> tuple[tuple[int, ...], int]:

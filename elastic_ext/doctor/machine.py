@@ -172,6 +172,11 @@ def _of_network(hardware: NodeHardware, num_nodes: int) -> Iterator[Finding]:
             "other nodes cannot be reached",
             "ip addr shows what there is; in a container, docker run --network=host",
         )
+    if num_nodes > 1:
+        yield ok(
+            "torch's rendezvous of several nodes listens on all addresses, and whoever reaches its port can run code: "
+            "keep it within a network of your own"
+        )
     speeds = [one.speed_mbits for one in outward if one.speed_mbits is not None]
     if num_nodes > 1 and len(speeds) == len(outward) and speeds and max(speeds) < 10_000:
         yield note(

@@ -6,20 +6,37 @@ is first asked for, and from then on only told whether to act.
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, NoReturn, TypeAlias
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from elastic_ext.errors import ElasticError
+from elastic_ext.hooks import Hook
+from elastic_ext.out_of_memory import is_out_of_memory
 
 from .internals import is_compiled
 from .plan import blocks_recomputed
 
-__all__ = ["Units", "blocks_of", "recompute", "why_not_recompute"]
+__all__ = ["Trial", "Units", "blocks_of", "recompute", "why_not_recompute"]
 
 Units: TypeAlias = type[nn.Module] | Sequence[str] | None
 """A class of modules, their names, or None for the repeated blocks that are found."""
+
+_NOT_ALIKE = (
+    "activation_checkpoint is given, and a block, {kind}, does not come to the same when it is computed again: {how}. "
+    "Something that it is given, or keeps, grows with each pass, as a key-value cache does: call the model with "
+    "use_cache=False (model.config.use_cache = False), or leave activation_checkpoint at 0"
+)
+_Saved: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -61,6 +78,129 @@ def recompute(blocks: Sequence[nn.Module], ratio: float) -> None:
             _composable()(block)
             state = _recomputing(block)
         state.enable_hook = is_chosen
+
+
+class Trial:
+    """Whether blocks can be computed again: the next pass of a model computes the first of each kind twice, on copies.
+
+    What each computation keeps for the backward pass has to be the same: else gradients are wrong, or the backward pass
+    fails. Nothing is left of either, and hooks are not called. Not tried are compiled models, blocks that have units of
+    their own within, and blocks that are given what cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], *, raises: bool = False) -> None:
+        """``raises`` has the pass raise ValueError for what it finds."""
+        self.why_not: str | None = None
+        """Why they cannot, as far as passes have told."""
+        self._raises = raises
+        kinds = {} if any(map(is_compiled, model.modules())) else {type(block): block for block in reversed(blocks)}
+        self._handles: dict[nn.Module, RemovableHandle] = {
+            block: block.register_forward_pre_hook(Hook(self._look), with_kwargs=True)
+            for block in kinds.values()
+            if not any(isinstance(part, FSDPModule) for part in block.modules() if part is not block)
+        }
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more that a pass could tell."""
+        return not self._handles
+
+    def stop(self) -> None:
+        """Leave passes alone."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _look(self, block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or block not in self._handles:
+            return
+        why_not = _why_not_alike(block, arguments, options)
+        self._handles.pop(block).remove()
+        self.why_not = self.why_not or why_not
+        if why_not is not None and self._raises:
+            raise ValueError(why_not)
+
+
+class _SharingTensors(TorchFunctionMode):
+    """Copies have the same tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is torch.Tensor.__deepcopy__ else function(*args, **(kwargs or {}))
+
+
+def _why_not_alike(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+    """What differs where a block is computed twice; None where nothing does, or where it cannot be tried."""
+    try:
+        with _SharingTensors():
+            arguments, options = copy.deepcopy((arguments, options))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+    devices = {part.device.index for part in block.parameters() if part.device.type == "cuda"}
+    with _as_it_is(block), torch.random.fork_rng(devices=[index for index in devices if index is not None]):
+        try:
+            first = _saved_by(block, arguments, options)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None  # the pass itself says so
+        try:
+            second = _saved_by(block, arguments, options)
+        except Exception as error:  # so the backward pass would
+            if is_out_of_memory(error):
+                raise
+            how = f"the second time it raises {type(error).__name__}: {error}"
+            return _NOT_ALIKE.format(kind=_kind(block), how=how)
+    for one, other in zip_longest(first, second):
+        if one != other:
+            how = f"for its backward pass it keeps {_told(one)} the first time and {_told(other)} the second"
+            return _NOT_ALIKE.format(kind=_kind(block), how=how)
+    return None
+
+
+def _saved_by(block: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[_Saved]:
+    """What a block keeps for its backward pass, in order; none of it is kept here, and its hooks are not called."""
+    found: list[_Saved] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        found.append((tuple(tensor.shape), tensor.dtype))
+
+    with torch.autograd.graph.saved_tensors_hooks(note, _no_backward):
+        block.forward(*arguments, **options)
+    return found
+
+
+def _no_backward(kept: object) -> NoReturn:
+    raise AssertionError("nothing is computed backward here")
+
+
+@contextmanager
+def _as_it_is(block: nn.Module) -> Iterator[None]:
+    """Have what passes change of a block's modules, their attributes and buffers, be as it was afterwards.
+
+    What users have hooked is not called meanwhile: it would keep what it is given, and the pass would use it.
+    """
+    attributes = [(part, dict(vars(part)), dict(part._buffers)) for part in block.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    try:
+        for part, _, _ in attributes:
+            part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        for part, own, named in attributes:
+            vars(part).clear()
+            vars(part).update(own)
+            part._buffers.update(named)
+        for buffer, values in buffers:
+            buffer.data.copy_(values)  # of which a graph that has kept the buffer is to know as little as of the change
+
+
+def _kind(block: nn.Module) -> str:
+    """As its author has called it: fully_shard gives it a class of its own."""
+    return next(kind for kind in type(block).__mro__ if not issubclass(kind, FSDPModule)).__name__
+
+
+def _told(saved: _Saved | None) -> str:
+    return "nothing more" if saved is None else f"a {saved[1]} of shape {saved[0]}"
 
 
 def why_not_recompute(model: nn.Module, blocks: Sequence[nn.Module], ratio: float) -> str | None:

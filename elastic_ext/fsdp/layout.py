@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
-from .regions import Point, Regions, cut_run, cut_slabs, num_in, row_major
+from .regions import Point, Regions, TooManyRegions, cut_run, cut_slabs, num_in, row_major
 
-__all__ = ["Block", "Box", "Layout"]
+__all__ = ["Block", "Box", "Boxes", "Layout"]
+
+_MOST_CUTS, _MOST_CUTS_PER_BLOCK = 1 << 14, 1 << 8
+"""How often the blocks of one tensor may cut each other: those that tile it cut each other seldom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,24 +160,66 @@ class Box:
         return tuple(Box.block(self.shape, start, end) for start, end in cut_slabs(self.start, self.end, num_parts))
 
 
+class Boxes(Sequence[Box]):
+    """Boxes by holder in memory for those alone that have something, however many holders there are."""
+
+    __slots__ = ("_empty", "_num_holders", "held")
+
+    def __init__(self, shape: Point, num_holders: int, held: Mapping[int, Box]) -> None:
+        """With the boxes that are not empty, by holder, the first holder first."""
+        self.held = held
+        self._num_holders = num_holders
+        self._empty = Box.empty(shape)
+
+    def __len__(self) -> int:
+        return self._num_holders
+
+    @overload
+    def __getitem__(self, index: int) -> Box: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Box, ...]: ...
+    def __getitem__(self, index: int | slice) -> Box | tuple[Box, ...]:
+        holders = range(self._num_holders)[index]
+        return self._of(holders) if isinstance(holders, int) else tuple(map(self._of, holders))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Boxes):
+            return (self._num_holders, self._empty, self.held) == (other._num_holders, other._empty, other.held)
+        return isinstance(other, tuple) and len(self) == len(other) and all(map(Box.__eq__, self, other))
+
+    def __hash__(self) -> int:
+        return hash((self._num_holders, *self.held.items()))
+
+    def _of(self, holder: int) -> Box:
+        return self.held.get(holder, self._empty)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where one tensor lies: which part of it each holder has."""
 
     shape: Point
-    boxes: tuple[Box, ...]
+    boxes: tuple[Box, ...] | Boxes
     """By holder."""
+
+    def __hash__(self) -> int:
+        return hash((self.shape, len(self.boxes), *self.held()))
 
     @property
     def is_flat(self) -> bool:
-        return all(len(box.start) == 1 for box in self.boxes)
+        return all(len(box.start) == 1 for _, box in self.held())
+
+    def held(self) -> Iterator[tuple[int, Box]]:
+        """The boxes that are not empty, each with its holder."""
+        if isinstance(self.boxes, Boxes):
+            return iter(self.boxes.held.items())
+        return ((holder, box) for holder, box in enumerate(self.boxes) if not box.is_empty)
 
     def holders_of_boxes(self) -> dict[Box, list[int]]:
         """Who has each box that is not empty; replicas together."""
         found: dict[Box, list[int]] = {}
-        for holder, box in enumerate(self.boxes):
-            if not box.is_empty:
-                found.setdefault(box, []).append(holder)
+        for holder, box in self.held():
+            found.setdefault(box, []).append(holder)
         return found
 
     def covers(self) -> bool:
@@ -185,7 +231,7 @@ class Layout:
         if min(self.shape, default=0) < 0:
             return f"a tensor cannot have the shape {self.shape}; sizes are 0 or more"
         size = math.prod(self.shape)
-        for holder, box in enumerate(self.boxes):
+        for holder, box in self.held() if isinstance(self.boxes, Boxes) else enumerate(self.boxes):
             if box.shape != self.shape:
                 return f"holder {holder} has a part of a tensor of shape {box.shape}; this one has {self.shape}"
             if len(box.start) == len(box.end) == 1 and 0 <= box.start[0] <= box.end[0] <= size:
@@ -199,7 +245,7 @@ class Layout:
 
     def _is_one_run(self, replicas: bool) -> bool:
         reach = 0
-        for low, high in sorted((box.start[0], box.end[0]) for box in self.boxes if box.start != box.end):
+        for low, high in sorted((box.start[0], box.end[0]) for _, box in self.held()):
             if low > reach or (low < reach and not replicas):
                 return False
             reach = max(reach, high)
@@ -211,7 +257,12 @@ class Layout:
         holders = list(found.values())
         space = space_of(self.shape, found)
         items = [(at, block) for at, box in enumerate(found) for block in box.blocks_in(space)]
-        regions = Regions(space, [(block.start, block.end) for _, block in items])
+        blocks = [(block.start, block.end) for _, block in items]
+        most = _MOST_CUTS + _MOST_CUTS_PER_BLOCK * len(blocks) * len(space)
+        try:
+            regions = Regions(space, blocks, most=math.inf if replicas else most)
+        except TooManyRegions:
+            return f"{len(found)} different boxes overlap, many times over"
         for region in regions.everywhere():
             who = [holder for at in region.holders for holder in holders[items[at][0]]]
             where = region.start, region.end

@@ -61,7 +61,7 @@ def moves_into(
         if found is not None:
             return found
     needed: dict[Box, list[int]] = {}
-    for holder, held in enumerate(old.boxes):
+    for holder, held in old.held():
         start, end = held.hull
         if start < high and low < end:
             needed.setdefault(held, []).append(holder)
@@ -73,7 +73,7 @@ def moves_into(
 def _of_ranges(low: int, high: int, old: Layout, target: int) -> list[Move] | None:
     """What ranges have of a range, where each element is in one of them; else None."""
     found = []
-    for holder, held in enumerate(old.boxes):
+    for holder, held in old.held():
         start, end = max(low, held.start[0]), min(high, held.end[0])
         if start < end:
             found.append(Move(holder, target, (end - start,), start - held.start[0], (1,), start - low, (1,)))

@@ -15,13 +15,12 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 
-from .packed import MARK
+from .packed import MARK, MAX_DEPTH
 
 __all__ = ["Plain", "pack", "unpack"]
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
-_MAX_DEPTH = 100
 _ALLOWED = (
     "allowed: numbers, text, bytes, None, tensors, arrays, torch's dtypes and devices, and tuples, lists, sets, deques "
     "and dicts of these; have its owner's state_dict() give some of them"
@@ -73,8 +72,8 @@ def unpack(packed: Plain, tensors: Mapping[str, torch.Tensor] | None = None) -> 
 
 
 def _pack(value: object, where: str, tensors: dict[str, torch.Tensor] | None, depth: int) -> Plain:
-    if depth > _MAX_DEPTH:
-        raise TypeError(f"{where} nests more than {_MAX_DEPTH} levels deep, or holds itself; give it flatter")
+    if depth > MAX_DEPTH:
+        raise TypeError(f"{where} nests more than {MAX_DEPTH} levels deep, or holds itself; give it flatter")
 
     def inner(each: object, name: object) -> Plain:
         return _pack(each, f"{where}/{name}", tensors, depth + 1)

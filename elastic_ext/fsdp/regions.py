@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-__all__ = ["Point", "Region", "Regions", "cut_run", "cut_slabs", "num_in", "row_major"]
+__all__ = ["Point", "Region", "Regions", "TooManyRegions", "cut_run", "cut_slabs", "num_in", "row_major"]
 
 Point = tuple[int, ...]
 """One number per dimension."""
@@ -24,6 +24,10 @@ class Region:
     """By their places in what Regions was given, smallest first; nobody where empty."""
 
 
+class TooManyRegions(Exception):
+    """Blocks cut each other into more regions than was allowed."""
+
+
 @dataclass(slots=True)
 class _Slabs:
     """One dimension of a space, cut; and each slab's further dimensions, or its holders where it has none."""
@@ -35,7 +39,10 @@ class _Slabs:
 class Regions:
     """A space of one dimension or more, as the blocks in it cut it; near-linear in their number where few overlap."""
 
-    def __init__(self, sizes: Point, blocks: Sequence[tuple[Point, Point]]) -> None:
+    def __init__(self, sizes: Point, blocks: Sequence[tuple[Point, Point]], *, most: float = math.inf) -> None:
+        """TooManyRegions where it would have to be cut more than ``most`` times: blocks that overlap in several
+        dimensions may have any number of regions."""
+        self._most = most
         self._sizes = sizes
         self._blocks = blocks
         self._root = self._cut(0, [at for at, (start, end) in enumerate(blocks) if all(map(int.__lt__, start, end))])
@@ -54,6 +61,9 @@ class Regions:
             for at in cease.get(low, ()):
                 del active[at]
             active.update(dict.fromkeys(begin.get(low, ())))
+            self._most -= 1 + len(active)
+            if self._most < 0:
+                raise TooManyRegions
             holders = tuple(sorted(active)) if len(active) > 1 else tuple(active)
             inner = holders if is_last else self._cut(dimension + 1, holders)
             if slabs.inner and slabs.inner[-1] == inner:

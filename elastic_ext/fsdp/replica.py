@@ -52,14 +52,17 @@ class Replica:
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []  # of each of them, when DDP was made, which averages these alone
 
-    def wake(self, bucket_cap_mb: float | None) -> DistributedDataParallel:
-        """Average the module's gradients over the ranks from now on; all of them call this, with equal parameters."""
+    def wake(self, bucket_cap_mb: float | None, *, finds_unused: bool = False) -> DistributedDataParallel:
+        """Average the module's gradients over the ranks from now on; all of them call this, with equal parameters.
+
+        ``finds_unused`` has it look in each pass for parameters that the pass has left out, also where its user has not
+        told it to.
+        """
+        options = dict(self.options)
+        if finds_unused and not options.get("static_graph"):
+            options["find_unused_parameters"] = True
         engine = DistributedDataParallel(
-            self.module,
-            process_group=self._group,
-            init_sync=False,
-            bucket_cap_mb=bucket_cap_mb,
-            **self.options,
+            self.module, process_group=self._group, init_sync=False, bucket_cap_mb=bucket_cap_mb, **options
         )
         self._handles = [
             self.module.register_forward_pre_hook(Hook(_before, self, engine), with_kwargs=True, prepend=True),

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from elastic_ext.errors import ElasticError
 
 from . import rewire
-from .blocks import Units, blocks_of, recompute, why_not_recompute
+from .blocks import Trial, Units, blocks_of, recompute, why_not_recompute
 from .companions import Tensors
 from .live import Agree, Change, Moved, Sharded, Whole
 from .plan import Degrees, ParallelPlan
@@ -63,6 +63,9 @@ class Spread:
         self._replica: Replica | None = None
         self._meshes: dict[Degrees, DeviceMesh] = {}
         self._told: Told | None = None  # to the units that were there before parameters became whole
+        self._trial: Trial | None = None  # of computing blocks again: under way, or what came of it
+        self._leaves_unused = False  # some passes use only a part of the parameters
+        self._finds_unused = False  # as all ranks have agreed when DDP came last
         self.look()
 
     def look(self) -> None:
@@ -123,7 +126,7 @@ class Spread:
             make_sure_of_ddp()
             self._give_all_the_first()
             self._wake(plan.bucket_cap_mb)
-        recompute(self._blocks, plan.ratio)
+        self._recompute(plan.ratio)
         self.plan = plan
 
     def transition(self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = ()) -> tuple[Transition | None, str]:
@@ -211,16 +214,36 @@ class Spread:
                 self._rest()
                 self._wake(made.new.bucket_cap_mb)
             elif step == "recompute":
-                recompute(self._blocks, made.new.ratio)
+                self._recompute(made.new.ratio)
         self.plan = made.new
         return moved
+
+    def try_recomputing(self) -> tuple[bool, str | None]:
+        """Whether a pass has told if blocks can be computed again, and why they cannot; else the next one tells.
+
+        Where none of them was called in a pass that has gone by, they are taken to be such as can. What was found
+        against it is told once, and tried again when it is asked for again: its user may have mended it.
+        """
+        trial = self._trial
+        if trial is None:
+            self._trial = Trial(self.model, self._blocks)
+            return self._trial.is_over, None
+        trial.stop()
+        if trial.why_not is not None:
+            self._trial = None
+        return True, trial.why_not
+
+    def expect_unused(self) -> None:
+        """A pass has left out parameters that are trained: where DDP comes, it looks for them."""
+        self._leaves_unused = True
 
     def keep_up(self) -> bool:
         """Make DDP anew where others of its parameters are trained now; whether it was. All ranks call this."""
         if self._replica is None or self.plan is None or not self._replica.is_outdated:
             return False
         self._rest()
-        self._wake(self.plan.bucket_cap_mb)
+        if self.num_ranks > 1:  # nothing is asked of the others here: a rank may come alone
+            self._replica.wake(self.plan.bucket_cap_mb, finds_unused=self._finds_unused)
         return True
 
     def wait(self) -> None:
@@ -291,7 +314,16 @@ class Spread:
         if self._replica is None:
             self._replica = Replica(self.model, None, {})
         if self.num_ranks > 1:
-            self._replica.wake(bucket_cap_mb)
+            leaves_unused = torch.tensor([int(self._leaves_unused)], device=self._device)
+            dist.all_reduce(leaves_unused, op=dist.ReduceOp.MAX)  # DDPs that differ in it would wait for each other
+            self._finds_unused = bool(leaves_unused.item())
+            self._replica.wake(bucket_cap_mb, finds_unused=self._finds_unused)
+
+    def _recompute(self, ratio: float) -> None:
+        """Have blocks computed again; what no pass has told of before, the first one raises on all ranks."""
+        recompute(self._blocks, ratio)
+        if ratio and self._trial is None:
+            self._trial = Trial(self.model, self._blocks, raises=True)
 
     def _rest(self) -> None:
         assert self._replica is not None

@@ -13,6 +13,7 @@ PROTOCOL = 1
 """What this version speaks; the only one so far."""
 MOST_NAME = 256
 MOST_HARDWARE = 256 << 10
+_MOST_AHEAD_SECONDS = 86400.0
 
 RefusalKind = Literal["fenced", "unknown", "other", "limits", "late", "invalid"]
 
@@ -25,7 +26,9 @@ class Refused(Exception):
         self.kind = kind
 
 
-def check_join(request: wire.JoinRequest, *, job: str, job_id: str, epoch: int, library: str) -> None:
+def check_join(
+    request: wire.JoinRequest, *, job: str, job_id: str, epoch: int, library: str, now_seconds: float
+) -> None:
     """Refused where the agent cannot be one of this master's."""
     node = request.node
     if not request.oldest_protocol <= PROTOCOL <= request.protocol:
@@ -42,6 +45,14 @@ def check_join(request: wire.JoinRequest, *, job: str, job_id: str, epoch: int, 
         raise Refused("invalid", f"hardware has {len(request.hardware)} characters; allowed: {MOST_HARDWARE}")
     if not math.isfinite(node.started_at):
         raise Refused("invalid", f"started_at is {node.started_at}; allowed: seconds since 1970")
+    ahead_seconds = node.incarnation / 1e9 - now_seconds
+    if ahead_seconds > _MOST_AHEAD_SECONDS:  # no later start of this node could take its place
+        raise Refused(
+            "invalid",
+            f"incarnation is {node.incarnation} nanoseconds since 1970, {ahead_seconds / 86400:.0f} days ahead of the "
+            "master's clock; one day is allowed: set the clocks right, and remove the file `incarnation` in the "
+            "agent's run directory",
+        )
     check_job(request.job, job)
     if request.job_id and request.job_id != job_id:
         raise Refused(

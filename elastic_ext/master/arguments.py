@@ -55,6 +55,21 @@ class MasterOptions:
                 "one word that is lost would make a node count as lost"
             )
 
+    @property
+    def warning(self) -> str:
+        """What whoever started it should know of who can call it; empty where there is nothing."""
+        if self.token_file is None:
+            return (
+                "it asks for no token: any user of this machine can set the config of the job, and speak for its "
+                "nodes; give --token-file where the machine has other users"
+            )
+        if self.tls_cert is None and not is_loopback(self.bind):
+            return (
+                f"it is reached at {self.bind} without TLS: whoever can listen to the network reads the token, and can "
+                "then set the config of the job; give --tls-cert and --tls-key, or keep to a network of your own"
+            )
+        return ""
+
 
 def parse(arguments: Sequence[str]) -> MasterOptions:
     """What was given; argparse ends the process for what cannot be, with a sentence."""

@@ -25,7 +25,7 @@ from elastic_ext.errors import (
 from elastic_ext.files import read_at_most
 from elastic_ext.wording import on_one_line
 
-from .places import MasterPlace
+from .places import MOST_MESSAGE_BYTES, MasterPlace
 from .tokens import read_token
 from .wire import master_pb2 as pb
 from .wire.master_pb2_grpc import MasterStub
@@ -35,13 +35,12 @@ __all__ = ["OLDEST_PROTOCOL", "PROTOCOL", "MasterClient", "MasterStream"]
 PROTOCOL = 1
 OLDEST_PROTOCOL = 1
 _MOST_REPLY_BYTES = 64 << 20  # the status of a thousand nodes, with their workers
-_MOST_REQUEST_BYTES = 4 << 20  # what gRPC takes where nobody says otherwise
 _MOST_CA_BYTES = 1 << 20
 _MOST_WORDS = 1000
 _CALL_SECONDS = 10.0
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MOST_REPLY_BYTES),
-    ("grpc.max_send_message_length", _MOST_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MOST_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),  # for streams, on which nothing may come for hours
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, however often others have tried

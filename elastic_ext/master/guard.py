@@ -1,16 +1,20 @@
-"""Guard: who may call a master, and how often. It answers calls that may not be with a status and a sentence."""
+"""Guard: who may call a master, and how often; Door: what has every call of a server go by that, before any of its
+message is read. Calls that may not be are answered with a status and a sentence.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from elastic_ext.errors import ConfigError
 from elastic_ext.wording import on_one_line
@@ -18,9 +22,10 @@ from elastic_ext.wording import on_one_line
 from .admission import Refused
 from .allowances import Allowances
 from .configs import Late
+from .places import MOST_BEAT_BYTES, MOST_MESSAGE_BYTES
 from .store import StoreError
 
-__all__ = ["ANSWERED", "Guard", "Peer", "host_of"]
+__all__ = ["ANSWERED", "Door", "Ended", "Guard", "Peer", "host_of"]
 
 _CODES = {
     "fenced": grpc.StatusCode.ABORTED,
@@ -32,18 +37,50 @@ _CODES = {
 }
 _MOST_PEERS = 20_000
 _MOST_WORDS = 1_000
-_MOST_WAITING = 1_024
+_MOST_WAITING = 4_096
+_ENDED_PER_SECOND = 200.0
+"""Of those that wait: the more there are, the longer each of them does."""
+_MOST_BYTES = {
+    "Beat": MOST_BEAT_BYTES,
+    "Join": MOST_BEAT_BYTES,
+    "Leave": MOST_BEAT_BYTES,
+    "SetConfig": MOST_BEAT_BYTES,
+    "ReportPairs": MOST_MESSAGE_BYTES,  # which is JSON
+}
+"""Of a method's message;"""
+_MOST_OTHER_BYTES = 16 << 10
+"""... of those of all others,"""
+_MOST_PROBE_BYTES = 256
+"""... and of those that want no token."""
+_MOST_READING = 16
+"""Messages that are being read at once, of which each may have the most bytes that there may be."""
+_READ_SECONDS = 10.0
 _IPV6_BITS = 64
 """Of an address, which one host may have all the rest of."""
 
 if TYPE_CHECKING:
     Peer = grpc.aio.ServicerContext[Any, Any]
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
 else:
     Peer = grpc.aio.ServicerContext
+    _Interceptor = grpc.aio.ServerInterceptor
 """Who calls, as gRPC gives it to a method."""
 
 ANSWERED = (Refused, ConfigError, ValueError, Late, StoreError)
 """What may come of a call and is told to who has made it; anything else is a fault of the master."""
+
+
+class Ended(Exception):
+    """A call is over, with a status and words for who has made it.
+
+    It is raised, and said to gRPC in one place, since what gRPC raises to end a call holds itself alive: of those who
+    have no token that would be kilobytes for each call, until somebody looks for garbage.
+    """
+
+    def __init__(self, code: grpc.StatusCode, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+        self.words = words
 
 
 class Guard:
@@ -71,34 +108,41 @@ class Guard:
         self._allowances = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._newcomers = Allowances(per_second=new_per_second, at_once=new_at_once, most_peers=_MOST_PEERS)
         self._strangers = Allowances(per_second=new_per_second, at_once=at_once, most_peers=_MOST_PEERS)
+        self._probes = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._wait_seconds = wait_seconds
         self._num_waiting = 0
         self.refusals: Counter[str] = Counter()
 
     async def admit(self, peer: Peer) -> None:
-        """Let the call be, or end it."""
+        """Let the call be, or end it: Ended."""
         now, name = self._clock(), peer.peer()
         if self._credentials is not None and not self._is_theirs(peer):
             if not self._strangers.take(now, host_of(name)):
                 await self._have_wait()
-            await self._end(peer, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
+            self._end(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", _NO_TOKEN)
         if name not in self._allowances and not self._newcomers.take(now, host_of(name)):
             await self._have_wait()
-            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "newcomers", _TOO_MANY_NEW)
+            self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, "newcomers", _TOO_MANY_NEW)
         if not self._allowances.take(now, name):
-            await self._end(peer, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", "too many calls: wait a while")
+            self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
 
-    async def refuse(self, peer: Peer, error: Exception) -> NoReturn:
+    async def admit_probe(self, peer: Peer) -> None:
+        """Let a call be that needs no token, or end it: Ended."""
+        if not self._probes.take(self._clock(), peer.peer()):
+            await self._have_wait()
+            self._end(grpc.StatusCode.RESOURCE_EXHAUSTED, "rate", _TOO_MANY)
+
+    def refuse(self, error: Exception) -> NoReturn:
         """End a call by what went wrong with it, in words."""
         words = on_one_line(str(error))[:_MOST_WORDS]
         if isinstance(error, Refused):
-            await self._end(peer, _CODES[error.kind], error.kind, words)
+            self._end(_CODES[error.kind], error.kind, words)
         elif isinstance(error, (ConfigError, ValueError)):
-            await self._end(peer, grpc.StatusCode.INVALID_ARGUMENT, "invalid", words)
+            self._end(grpc.StatusCode.INVALID_ARGUMENT, "invalid", words)
         elif isinstance(error, Late):
-            await self._end(peer, grpc.StatusCode.FAILED_PRECONDITION, "late", words)
+            self._end(grpc.StatusCode.FAILED_PRECONDITION, "late", words)
         elif isinstance(error, StoreError):
-            await self._end(peer, grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
+            self._end(grpc.StatusCode.UNAVAILABLE, "store", f"nothing was changed: {words}")
         raise error
 
     async def _have_wait(self) -> None:
@@ -107,7 +151,7 @@ class Guard:
             return
         self._num_waiting += 1
         try:
-            await asyncio.sleep(self._wait_seconds)
+            await asyncio.sleep(max(self._wait_seconds, self._num_waiting / _ENDED_PER_SECOND))
         finally:
             self._num_waiting -= 1
 
@@ -119,10 +163,97 @@ class Guard:
         found = given[0] if len(given) == 1 else ""
         return hmac.compare_digest(found if isinstance(found, bytes) else found.encode(), self._credentials)
 
-    async def _end(self, peer: Peer, code: grpc.StatusCode, reason: str, words: str) -> NoReturn:
+    def _end(self, code: grpc.StatusCode, reason: str, words: str) -> NoReturn:
         self.refusals[reason] += 1
-        await peer.abort(code, words)
-        raise AssertionError("abort has raised")
+        raise Ended(code, words) from None
+
+
+class Door(_Interceptor):
+    """Of a server: each call goes by the guard before any of its message is read, and messages are small and few.
+
+    To gRPC all calls are such as send a stream of messages, of which it reads none until asked. So what a caller
+    without the token has sent stays in the window of its connection, and is neither put together nor parsed.
+    """
+
+    def __init__(self, guard: Guard, *, open_service: str, read_seconds: float = _READ_SECONDS) -> None:
+        """The methods of ``open_service`` want no token."""
+        self._guard = guard
+        self._open = f"/{open_service}/"
+        self._read_seconds = read_seconds
+        self._reading = asyncio.Semaphore(_MOST_READING)
+        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """How a call is answered."""
+        method = handler_call_details.method
+        found = self._handlers.get(method)
+        if found is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:  # there is no such method, which is nothing to keep
+                return grpc.stream_unary_rpc_method_handler(self._no_such)
+            found = self._handlers[method] = self._guarded(handler, method)
+        return found
+
+    def _guarded(self, handler: Any, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+        is_open = method.startswith(self._open)
+        admit = self._guard.admit_probe if is_open else self._guard.admit
+        name = method.rpartition("/")[2]
+        most_bytes = _MOST_PROBE_BYTES if is_open else _MOST_BYTES.get(name, _MOST_OTHER_BYTES)
+        parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
+
+        async def answer(_: object, peer: Peer) -> Any:
+            with _ending(peer):
+                await admit(peer)
+                return await handler.unary_unary(await self._message(peer, name, most_bytes, parse), peer)
+
+        async def answers(_: object, peer: Peer) -> AsyncIterator[Any]:
+            with _ending(peer):
+                await admit(peer)
+                message = await self._message(peer, name, most_bytes, parse)
+                async with contextlib.aclosing(handler.unary_stream(message, peer)) as found:
+                    async for each in found:
+                        yield each
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(answers, response_serializer=handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(answer, response_serializer=handler.response_serializer)
+
+    async def _message(self, peer: Peer, name: str, most_bytes: int, parse: Callable[[bytes], Any]) -> Any:
+        """The one message of a call."""
+        async with self._reading:
+            try:
+                data = await asyncio.wait_for(peer.read(), self._read_seconds)
+            except asyncio.TimeoutError:
+                words = f"the message of {name} has not come within {self._read_seconds:g} seconds"
+                self._guard.refuse(Refused("late", words))
+        if not isinstance(data, bytes):
+            self._guard.refuse(Refused("invalid", f"{name} was called without a message"))
+        if len(data) > most_bytes:
+            words = f"the message of {name} has {len(data)} bytes; allowed: {most_bytes}"
+            self._guard.refuse(Refused("limits", words))
+        try:
+            return parse(data)
+        except DecodeError:
+            self._guard.refuse(Refused("invalid", f"this is no message of {name}"))
+
+    async def _no_such(self, _: object, peer: Peer) -> None:
+        with _ending(peer):
+            await self._guard.admit(peer)
+            raise Ended(grpc.StatusCode.UNIMPLEMENTED, "this master has no such method")
+
+
+@contextlib.contextmanager
+def _ending(peer: Peer) -> Iterator[None]:
+    """Where a call that is over is said to be."""
+    try:
+        yield
+    except Ended as error:
+        peer.set_code(error.code)
+        peer.set_details(error.words)
 
 
 def host_of(peer: str) -> str:
@@ -140,5 +271,6 @@ def host_of(peer: str) -> str:
     return str(found.ipv4_mapped or ipaddress.IPv6Network((int(found), _IPV6_BITS), strict=False))
 
 
+_TOO_MANY = "too many calls: wait a while"
 _NO_TOKEN = "this master wants its token, and this is not it: look at --token-file"
 _TOO_MANY_NEW = "too many new connections come from this host: wait a while, and make all calls by one connection"

@@ -111,7 +111,14 @@ class Job:
 
     def join(self, now: Moment, request: wire.JoinRequest) -> wire.JoinReply:
         """An agent begins, or begins again."""
-        check_join(request, job=self.name, job_id=self.job_id, epoch=self.epoch, library=self.settings.library)
+        check_join(
+            request,
+            job=self.name,
+            job_id=self.job_id,
+            epoch=self.epoch,
+            library=self.settings.library,
+            now_seconds=now.time,
+        )
         node = request.node
         self._check_machine(now, node.node_id, request.hardware)
         before = self.nodes.get(node.node_id)

@@ -7,7 +7,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Address", "MasterPlace"]
+from elastic_ext.strict_json import MAX_BYTES
+
+__all__ = ["MOST_BEAT_BYTES", "MOST_MESSAGE_BYTES", "Address", "MasterPlace"]
+
+MOST_MESSAGE_BYTES = 4 << 20
+"""Of what a master is sent, whatever it is."""
+MOST_BEAT_BYTES = MAX_BYTES + (256 << 10)
+"""Of a Beat, as of all messages with lists in them: a config, and as much else as there is of a node. Lists of nothing
+take a hundred times their size once they are parsed."""
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 _ALLOWED = "HOST:PORT, such as node-1:29600, 10.0.0.1:29600 or [::1]:29600"

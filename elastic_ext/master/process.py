@@ -19,10 +19,11 @@ from elastic_ext.version import VERSION
 from .arguments import MasterOptions
 from .asking import Made
 from .freed import Freed
-from .guard import Guard
-from .health import Health
+from .guard import Door, Guard
+from .health import SERVICE, Health
 from .job import Job, JobSettings
 from .metrics_server import MetricsServer
+from .places import MOST_MESSAGE_BYTES
 from .planning import PlanningThread
 from .prometheus import MOST_RANKS, exposition
 from .service import MasterService, moment
@@ -38,19 +39,23 @@ _logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
-_MOST_MESSAGE = 4 << 20
 _MOST_CALLS = 32_768
 """At once, streams among them: one or two for each agent."""
+_MOST_PENDING = 8_192
+"""Calls that have come and were not looked at yet, which anybody may make: each holds some ten kilobytes."""
+_MOST_CONNECTIONS = 12_288
+"""Of all nodes that there may be and of others; each holds some fifteen kilobytes, whoever made it."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # else two masters could listen at one port, and each would have half of the agents
-    ("grpc.max_receive_message_length", _MOST_MESSAGE),
-    ("grpc.max_metadata_size", 16 << 10),
-    (
-        "grpc.server.max_pending_requests",
-        _MOST_CALLS,
-    ),  # above 1,000 some are cancelled by chance, when all call at once
-    ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_CALLS),
-    ("grpc.max_concurrent_streams", 128),  # of one connection
+    ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.server.max_pending_requests", _MOST_PENDING),  # above that some are cancelled by chance
+    ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
+    ("grpc.max_concurrent_streams", 16),  # of one connection, of which an agent needs two
+    ("grpc.max_allowed_incoming_connections", _MOST_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # of one that says nothing
+    ("grpc.max_connection_idle_ms", 150_000),  # of one without calls: an agent's has one each minute
+    ("grpc.http2.lookahead_bytes", 8 << 10),  # of a message that nobody reads yet
     # What a connection holds, which thousands of them hold: no tables of headers (time limits, which come with each
     # call, are never the same and fill them), nothing for tools that look into gRPC, no measuring of the network, and
     # a buffer to read into that stays as small as buffers are.
@@ -124,10 +129,12 @@ async def _serve(
     guard = Guard(token, loop.time)
     service = MasterService(job, store, executor, guard)
     health = Health()
-    async with _listening(options, service, health) as port, _metrics(options, job, service, guard, token):
+    async with _listening(options, service, health, guard) as port, _metrics(options, job, service, guard, token):
         job.log.tell(moment().time, "master", f"the master of epoch {job.epoch} listens at {options.bind}:{port}")
         _write_port(options.port_file, port)
         _logger.info("master of job %r (epoch %d) listens at %s:%d", job.name or "?", job.epoch, options.bind, port)
+        if options.warning:
+            _logger.warning("%s", options.warning)
         async with _writing_decisions(job, service, planning):
             await _keep_going(job, service, store, executor, has_to_end)
         planning.end()
@@ -138,9 +145,12 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def _listening(options: MasterOptions, service: MasterService, health: Health) -> AsyncIterator[int]:
+async def _listening(
+    options: MasterOptions, service: MasterService, health: Health, guard: Guard
+) -> AsyncIterator[int]:
     """The server while it answers, as the port it has."""
-    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
+    door = Door(guard, open_service=SERVICE)
+    server = grpc.aio.server(interceptors=(door,), options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
     add_MasterServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     server.add_generic_rpc_handlers((health.handler,))
     host = f"[{options.bind}]" if ":" in options.bind else options.bind

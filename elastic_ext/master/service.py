@@ -63,24 +63,22 @@ class MasterService(MasterServicer):
     # ---- agents ----
 
     async def Join(self, request: wire.JoinRequest, peer: Peer) -> wire.JoinReply:
-        await self._guard.admit(peer)
         try:
             reply = self._job.join(moment(), request)
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self.counts["joins"] += 1
         self.tell_followers()
         return reply
 
     async def Beat(self, request: wire.BeatRequest, peer: Peer) -> wire.BeatReply:
-        await self._guard.admit(peer)
         try:
             reply, page = self._job.beat(moment(), request)
             if page is not None:
                 await self._take(page)
                 reply.config_version = self._job.book.version
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self._watchers.acknowledge(request.node_id, request.held.version)
         self.counts["beats"] += 1
         if request.events:
@@ -88,7 +86,6 @@ class MasterService(MasterServicer):
         return reply
 
     async def Watch(self, request: wire.WatchRequest, peer: Peer) -> AsyncIterator[wire.ConfigPush]:
-        await self._guard.admit(peer)
         node_id = request.node_id
         watcher = None
         try:
@@ -102,19 +99,18 @@ class MasterService(MasterServicer):
                     await watcher.rung()
         except Unacknowledged as error:
             self.counts["unacknowledged"] += 1
-            await self._guard.refuse(peer, Refused("late", str(error)))
+            self._guard.refuse(Refused("late", str(error)))
         except Refused as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         finally:
             if watcher is not None:
                 self._watchers.forget(node_id, watcher)
 
     async def Leave(self, request: wire.LeaveRequest, peer: Peer) -> wire.LeaveReply:
-        await self._guard.admit(peer)
         try:
             self._job.leave(moment(), request)
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self._watchers.end(request.node_id)
         self.tell_followers()
         return wire.LeaveReply()
@@ -122,13 +118,11 @@ class MasterService(MasterServicer):
     # ---- people ----
 
     async def GetStatus(self, request: wire.GetStatusRequest, peer: Peer) -> wire.JobStatus:
-        await self._guard.admit(peer)
         return self._shown.status(request)
 
     async def ReadEvents(self, request: wire.ReadEventsRequest, peer: Peer) -> AsyncIterator[wire.JobEvent]:
-        await self._guard.admit(peer)
         if request.follow and self._num_followers >= _MOST_FOLLOWERS:
-            await self._guard.refuse(peer, Refused("limits", f"{_MOST_FOLLOWERS} others follow already"))
+            self._guard.refuse(Refused("limits", f"{_MOST_FOLLOWERS} others follow already"))
         self._num_followers += request.follow
         try:
             number, most = request.after, request.most
@@ -145,38 +139,31 @@ class MasterService(MasterServicer):
             self._num_followers -= request.follow
 
     async def SetConfig(self, request: wire.SetConfigRequest, peer: Peer) -> wire.ConfigWritten:
-        await self._guard.admit(peer)
         if len(request.changes) + len(request.remove) > _MOST_CHANGES:
-            await self._guard.refuse(peer, Refused("invalid", f"more than {_MOST_CHANGES} keys are changed at once"))
+            self._guard.refuse(Refused("invalid", f"more than {_MOST_CHANGES} keys are changed at once"))
         return await self._written(lambda: self._job.changed(moment(), request), peer)
 
     async def UndoConfig(self, request: wire.UndoConfigRequest, peer: Peer) -> wire.ConfigWritten:
-        await self._guard.admit(peer)
         return await self._written(lambda: self._job.undone(moment(), request), peer)
 
     async def GetConfigs(self, request: wire.GetConfigsRequest, peer: Peer) -> wire.ConfigHistory:
-        await self._guard.admit(peer)
         return config_history(self._job.book)
 
     async def ReportPairs(self, request: wire.ReportPairsRequest, peer: Peer) -> wire.ReportPairsReply:
-        await self._guard.admit(peer)
         try:
             recommendations = self._job.take_pairs(moment(), request)
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self.tell_followers()
         return wire.ReportPairsReply(recommendations=recommendations)
 
     async def GetMetrics(self, request: wire.GetMetricsRequest, peer: Peer) -> wire.MetricHistory:
-        await self._guard.admit(peer)
         return self._job.collector.history(request.since)
 
     async def GetTuning(self, request: wire.GetTuningRequest, peer: Peer) -> wire.TuningReport:
-        await self._guard.admit(peer)
         return tuning_report(self._job.tuning, most=request.most)
 
     async def ControlTuning(self, request: wire.ControlTuningRequest, peer: Peer) -> wire.TuningReport:
-        await self._guard.admit(peer)
         newest = max((each.number for each in self._job.tuning.decisions), default=0)
         try:
             self._job.control_tuning(moment(), request)
@@ -185,7 +172,7 @@ class MasterService(MasterServicer):
             await is_answered.wait()
             await self.tune()
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         self.tell_followers()
         return tuning_report(self._job.tuning, after=newest)
 
@@ -239,7 +226,7 @@ class MasterService(MasterServicer):
                 await self._stored(lambda: self._store.enter_page(page))
                 self._enter(page)
         except ANSWERED as error:
-            await self._guard.refuse(peer, error)
+            self._guard.refuse(error)
         return wire.ConfigWritten(
             version=page.config.version,
             text=page.config.to_json(),

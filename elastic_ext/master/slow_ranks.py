@@ -78,9 +78,9 @@ class SlowRanks:
             suspects = {node_id for node_id, _ in self._suspects}
             for node_id, report in reports.items():
                 node = self._nodes[node_id]
-                if report.time > node.time:
+                if report.time != node.time:  # be it earlier, as once the master's clock was put back
                     is_new = node.num_before < _LEAST_BEFORE
-                    is_due = is_new or int(report.time) // _BEFORE_SECONDS > int(node.time) // _BEFORE_SECONDS
+                    is_due = is_new or int(report.time) // _BEFORE_SECONDS != int(node.time) // _BEFORE_SECONDS
                     node.time = report.time
                     if is_due or node_id in suspects or max(report.local_seconds, default=0.0) > found[1]:
                         self._judge(node_id, node, report, *found, is_due=is_due)

@@ -17,7 +17,7 @@ from pathlib import Path
 from elastic_ext.config import ElasticConfig
 from elastic_ext.doctor.mounts import is_network, mount_of, parse_mounts
 from elastic_ext.errors import ConfigError, ElasticError
-from elastic_ext.files import try_lock
+from elastic_ext.files import lock_holders, try_lock
 from elastic_ext.history import Entry
 
 from .configs import Author, Page
@@ -47,6 +47,11 @@ CREATE TABLE points (time REAL PRIMARY KEY, record TEXT NOT NULL);
 _ADDED = """
 CREATE TABLE IF NOT EXISTS decisions (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
+_STRANGE = """
+SELECT name FROM sqlite_master WHERE type NOT IN ('table', 'index') UNION ALL
+SELECT m.name FROM sqlite_master AS m, pragma_table_xinfo(m.name) AS c WHERE m.type = 'table' AND c.hidden <> 0
+"""
+"""What has values that are not kept but computed: views, triggers, and generated or hidden columns."""
 """What earlier versions of the library do not know, and leave alone."""
 
 
@@ -98,7 +103,10 @@ class Store:
         except OSError as error:
             raise StoreError(f"{folder} cannot be used: {error.strerror}; --state-dir names another folder") from error
         if lock is None:
-            raise StoreError(f"another master has {folder}; end it first, or give --state-dir another folder")
+            holders = lock_holders(folder / _LOCK)
+            raise StoreError(
+                f"another master has {folder}, {holders}; end it first, or give --state-dir another folder"
+            )
         self._lock = lock
         self.path = folder / _FILE
         with contextlib.ExitStack() as undone:
@@ -209,6 +217,12 @@ class Store:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         if schema > _SCHEMA:
             raise StoreError(f"{self.path} is of a newer version of this library: start the master of that version")
+        strange = db.execute(_STRANGE).fetchone()
+        if strange is not None:  # what is read would be computed, and might be of any size
+            raise StoreError(
+                f"{self.path} holds what no master has written: {ascii(strange[0])[:80]} is computed by the file; give "
+                "--state-dir another folder to begin anew"
+            )
         for statement in (_TABLES * (schema == 0) + _ADDED).split(";"):
             db.execute(statement)
         if schema == 0:

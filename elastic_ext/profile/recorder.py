@@ -32,6 +32,7 @@ _PHASES = {
     Activity.SAVING: Phase.CHECKPOINT,
     Activity.CHANGING: Phase.CHANGE,
     Activity.ENDED: Phase.OUTSIDE,
+    Activity.BETWEEN: Phase.OTHER,
 }
 _OTHER_STEPS = (Activity.CHANGING, Activity.RESUMING)
 """After which steps are of another window."""
@@ -139,6 +140,9 @@ class Recorder(Pulse):
 
     def pass_step(self, step: int) -> None:
         self._pulse.pass_step(step)
+
+    def note_save(self) -> None:
+        self._pulse.note_save()
 
     def note_change(self) -> None:
         self._pulse.note_change()

@@ -57,6 +57,9 @@ _GROUP_OF: dict[str, Group] = {
     "resharded": "config",
     "checkpoints": "checkpoint",
     "staged": "checkpoint",
+    "can-go-on": "checkpoint",
+    "told-to-end": "failure",
+    "nothing-left": "restart",
 }
 _FAILURES = frozenset(("worker-failed", "failed", "over", "hang"))
 _LAST_WORDS = frozenset(("succeeded", "failed", "ended", "left-out", "refused", "rendezvous-failed"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,15 +68,22 @@ def loops_within_a_loop(training: Training) -> None:
 
 
 @BATCHES.cause(
-    "a DistributedSampler shares out what the trainer shares out as well",
-    says="DistributedSampler shares its samples out by itself; with a trainer give the sampler whose ",
+    "a sampler of a user's own shares out what the trainer shares out as well",
+    says="SharesOut shares its samples out by itself, in a way of its own; with a trainer give the sampler whose ",
     comes_as="ValueError",
     found="at once",
     num_ranks=(1, 2),
 )
 def shares_samples_out_twice(training: Training) -> None:
-    sampler: Any = DistributedSampler(training.dataset, training.num_ranks, training.rank)
+    sampler: Any = SharesOut(training.dataset, training.num_ranks, training.rank)
     training.prepare(loader=training.elastic_loader(sampler=sampler))
+
+
+class SharesOut(DistributedSampler[Any]):
+    """One that gives its rank a stretch of samples, and not every second one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.rank * self.num_samples, (self.rank + 1) * self.num_samples))
 
 
 @BATCHES.cause(
@@ -252,7 +260,7 @@ def mixes_functions_and_blocks(training: Training) -> None:
 @BATCHES.cause(
     "a step with torch's loader fails, and its samples do not come again",
     says="a step was rolled back, and its samples do not come again: this dataloader cannot hand them out twice; an "
-    "ElasticDataLoader can",
+    "ElasticDataLoader can hand them out again",
     comes_as="warning",
     found="at once",
     is_mended=False,

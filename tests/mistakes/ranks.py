@@ -86,13 +86,15 @@ def mixes_two_ways(training: Training) -> None:
 
 @RANKS.cause(
     "a model is said to be sharded, and is not",
-    says="use_fsdp is True and the model is not sharded; call fully_shard(model) first",
+    says="use_fsdp is True and the model is not sharded; call fully_shard(model) before ElasticTrainer is made, or "
+    'trainer.parallelize(model, ParallelPlan(strategy="full_shard")) before prepare(); or leave use_fsdp out',
     comes_as="ValueError",
     found="at once",
     num_ranks=(1, 2),
 )
 def forgets_to_shard(training: Training) -> None:
     training.make(use_fsdp=True)
+    training.prepare()
 
 
 class OfAccelerate(nn.Linear):

@@ -194,3 +194,30 @@ def test_a_rank_that_leaves_its_epoch_before_the_others_ends_all_of_them(ranks: 
     assert re.match(
         r"rank 1 .* lost a peer while waiting for the others at the end, after 1 steps, .*: rank 0 ", left.error.message
     ), left.error.message
+
+
+def leaves_a_step(rank: int, folder: Path) -> None:
+    training = Training(rank, 2, folder)
+    training.prepare(timeout_seconds=5.0, global_batch_size=16)
+    with training.trainer.epoch(0):
+        for number, (inputs, targets) in enumerate(training.batches):
+            if rank == 1 and number == 3:
+                break
+            with training.trainer.step():
+                training.learn(inputs, targets)
+
+
+def test_a_rank_that_breaks_off_in_the_middle_of_a_step_blames_itself(ranks: RankPool, tmp_path: Path) -> None:
+    stayed, left = ranks.run_outcomes(2, leaves_a_step, tmp_path, deadline_seconds=DEADLINE_SECONDS)
+    assert left.error is not None and stayed.error is not None
+    assert left.error.type_name == "RanksDisagreeError"
+    assert re.fullmatch(
+        r"rank 1 \(.*\) left a step after 1 of 2 micro-steps \(the epoch ended before the step did\), after 1 steps, "
+        r".*: rank 0 \(.*\) did not, and waits for it there, unless it has died or hangs; do the same on all ranks",
+        left.error.message,
+    ), left.error.message
+    assert (
+        "ranks that have not left it too wait for this one's gradients, and then all end: leave the loop" in left.output
+    )
+    assert "failed after 1 steps" in stayed.output
+    assert "it left a step after 1 of 2 micro-steps" in stayed.output

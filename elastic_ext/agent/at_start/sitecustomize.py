@@ -30,17 +30,21 @@ def _step_aside() -> None:
 
 
 def _write_exceptions(path: str) -> None:
-    """Have an exception that ends the script written to ``path``, in the form that torch's agent reads."""
+    """Have an exception that ends the script written to ``path``, in the form that torch's agent reads.
+
+    Of one whose words say all there is to know no traceback is shown.
+    """
     before = sys.excepthook
 
     def write(kind, error, trace):  # type: ignore[no-untyped-def] # no typing: it would be imported in every worker
+        says_all = getattr(error, "says_all", False) is True
         try:
             if not os.path.exists(path):
                 import json
                 import time
                 import traceback
 
-                text = "".join(traceback.format_exception(kind, error, trace))
+                text = "" if says_all else "".join(traceback.format_exception(kind, error, trace))
                 told = {"py_callstack": text[-100_000:], "timestamp": str(int(time.time()))}
                 try:
                     said = str(error)
@@ -51,7 +55,10 @@ def _write_exceptions(path: str) -> None:
                     json.dump({"message": {"message": message, "extraInfo": told}}, file)
         except Exception:  # the disk is full, say: what Python prints is all there is then
             pass
-        before(kind, error, trace)
+        if says_all and before is sys.__excepthook__:
+            sys.stderr.write(f"{kind.__module__}.{kind.__qualname__}: {error}\n")
+        else:
+            before(kind, error, trace)
 
     sys.excepthook = write
 
@@ -63,5 +70,7 @@ def _begin() -> None:
         _write_exceptions(error_file)
 
 
-_step_aside()
-_begin()
+try:
+    _step_aside()
+finally:  # the machine's own may raise, of which Python tells as it does without this one
+    _begin()

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
-from elastic_ext.files import read_at_most, try_lock, write_whole
+from elastic_ext.files import is_locked, lock_holders, naming, read_at_most, try_lock, write_whole
 from elastic_ext.forks import do_in_forked_processes
 
 from .lineage import check_id
@@ -164,6 +164,10 @@ def _lock(folder: Path, patience_seconds: float, visit_seconds: float) -> int | 
         while (descriptor := try_lock(folder / LOCK)) is None:
             waited, visitor = time.monotonic() - began, read_visitor(folder)
             if visitor is None and waited >= patience_seconds:
+                if not is_locked(folder / LOCK):  # it may have become free just now, too
+                    if waited < patience_seconds + visit_seconds:
+                        continue
+                    raise CheckpointError(_held_for_reading(folder))
                 raise CheckpointFenced(_refusal(folder))
             if visitor is not None and waited >= visit_seconds:
                 raise CheckpointError(f"{folder} is being tidied by {visitor}; wait until that has ended, or end it")
@@ -177,7 +181,8 @@ def _lock(folder: Path, patience_seconds: float, visit_seconds: float) -> int | 
         _logger.info("%s has no locks: a second run of this job would take its folder over, not be refused", folder)
         return None
     try:
-        os.ftruncate(descriptor, 0)  # whoever has signed there has left
+        with naming(folder / LOCK):
+            os.ftruncate(descriptor, 0)  # whoever has signed there has left
     except OSError:
         os.close(descriptor)
         raise
@@ -194,6 +199,14 @@ def _refusal(folder: Path) -> str:
     except (CheckpointError, OSError):
         holder = None
     return (
-        f"{folder} is in use by another run of this job ({holder or 'which has not said who it is'}). "
-        "Wait until that has ended, end it, or give this one another name with job="
+        f"{folder} is in use by another run of this job ({holder or 'which has not said who it is'}); its lock is held "
+        f"by {lock_holders(folder / LOCK)}. Wait until that has ended, end it, or give this one another name with job="
+    )
+
+
+def _held_for_reading(folder: Path) -> str:
+    path = folder / LOCK
+    return (
+        f"no run has {folder}, but its lock {path} cannot be taken, since it is held by {lock_holders(path)}; end that "
+        "process, and start this run again"
     )

@@ -23,6 +23,7 @@ from elastic_ext.errors import (
     CheckpointExists,
     CheckpointFenced,
     CheckpointNotFound,
+    in_words,
 )
 from elastic_ext.files import is_taken, is_temporary, look_afresh, move_folder, remove_folder
 
@@ -101,8 +102,8 @@ class Clearing:
         for name, error in listing.unreadable.items():
             if isinstance(error, OSError):  # of the file system, which says nothing of the checkpoint and may pass
                 raise CheckpointError(
-                    f"{self._path / name} cannot be read ({error}), so that it is not known whether it was abandoned; "
-                    "save again when it can be, or move it away"
+                    f"{self._path / name} cannot be read ({in_words(error)}), so that it is not known whether it was "
+                    "abandoned; save again when it can be, or move it away"
                 ) from error
         for found in reversed(listing.found):
             is_on_the_way = (

@@ -17,7 +17,7 @@ from typing import IO, Any
 import xxhash
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
-from elastic_ext.files import NotRegularError, look_afresh, open_regular, read_at_most
+from elastic_ext.files import NotRegularError, look_afresh, naming, open_regular, read_at_most
 
 from .formats import unknown_format
 from .lineage import Chain, Lineage, check_chain, check_id
@@ -178,7 +178,7 @@ def checksum_of(data: bytes) -> str:
 
 def read_checked(path: Path, checksum: str) -> bytes:
     """The contents of a file that is checked as a whole; CheckpointDamaged where they are missing or others."""
-    with _opened(path) as file:
+    with _opened(path) as file, naming(path):
         data = file.read(_MOST_BYTES + 1)
     _check(path, checksum_of(data), checksum)
     return data
@@ -187,13 +187,18 @@ def read_checked(path: Path, checksum: str) -> bytes:
 def read_in_pieces(path: Path, checksum: str) -> Iterator[bytes]:
     """The same of a file that may be too large to be held: it is read twice, once to check it, and then for what it
     says."""
+
+    def read() -> bytes:
+        with naming(path):
+            return file.read(_PIECE_BYTES)
+
     with _opened(path) as file:
         found = xxhash.xxh3_128()
-        while piece := file.read(_PIECE_BYTES):
+        while piece := read():
             found.update(piece)
         _check(path, found.hexdigest(), checksum)
         file.seek(0)
-        while piece := file.read(_PIECE_BYTES):
+        while piece := read():
             yield piece
 
 

@@ -17,6 +17,7 @@ Rows, choices and what was written are made of plain values. Whoever fails tells
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from .writing import Shard, Writing, make_folder
 __all__ = ["Choice", "Completion", "Outcome", "choose", "clear", "complete", "rows_in"]
 
 _logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,11 +207,13 @@ def _choice_of(run_id: str, rows: Sequence[Row]) -> Choice:
         by_generation.setdefault(row.generation, []).append(row)
     newest_first = sorted(by_generation.values(), key=_age, reverse=True)
     for own in newest_first:
-        if not _missing_from(own):
+        if _num_missing(own) == 0:
             why = f"{own[0].name} was staged on all of its {own[0].num_ranks} ranks"
             return Choice(run_id=run_id, generation=own[0].generation, why=why)
     own = newest_first[0]
-    missing, num_ranks = ", ".join(map(str, _missing_from(own))), _num_ranks(own)
+    num_ranks, present, num_more = _num_ranks(own), _present_in(own), _num_missing(own) - _MOST_NAMED
+    named = itertools.islice((rank for rank in range(num_ranks) if rank not in present), _MOST_NAMED)
+    missing = ", ".join(map(str, named)) + (f" and {num_more} more" if num_more > 0 else "")
     why = f"{own[0].name} cannot be completed: of {num_ranks} ranks these had not staged it: {missing}"
     return Choice(run_id=run_id, generation=None, why=why)
 
@@ -222,11 +227,14 @@ def _num_ranks(rows: Sequence[Row]) -> int:
     return max(row.num_ranks for row in rows)
 
 
-def _missing_from(rows: Sequence[Row]) -> list[int]:
-    """The ranks that lack in what was staged of one save, or speak of fewer ranks."""
+def _present_in(rows: Sequence[Row]) -> set[int]:
+    """The ranks that one save was staged on, without those that speak of fewer ranks."""
     num_ranks = _num_ranks(rows)
-    present = {row.rank for row in rows if row.num_ranks == num_ranks}
-    return sorted(set(range(num_ranks)) - present)
+    return {row.rank for row in rows if row.num_ranks == num_ranks}
+
+
+def _num_missing(rows: Sequence[Row]) -> int:
+    return _num_ranks(rows) - len(_present_in(rows))
 
 
 def _writing(record: Record, folder: JobFolder) -> Writing:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.files import NewFiles, sync_folder
-from elastic_ext.given import check_flag, path_given
+from elastic_ext.given import check_flag, names_given, path_given
 
 from .commit import Commit, chain_after
 from .contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
@@ -68,7 +68,7 @@ def convert_to_dcp(
     """
     check_flag("force", force)
     path, dest = path_given("path", path), path_given("dest", dest)
-    keys = Keys(model=model_key, optim=optim_key)
+    keys, first_names = Keys(model=model_key, optim=optim_key), names_given("first_names", first_names)
     with Reading(path):
         found = Found.read(path)
         num_tensors, num_bytes = write_dcp(
@@ -97,13 +97,14 @@ def convert_from_dcp(
     ``extra`` of ``ShardCheckpointer.load``.
     """
     storage, folder = path_given("shared_storage_path", shared_storage_path).absolute(), path_given("folder", folder)
+    optimizers = names_given("optimizers", optimizers)
     _refuse_used(storage, job)
     opened = DcpFolder(folder)
     record = record_in(opened)
     if record is not None:
         incoming = of_record(opened, record)
     elif step is None:
-        raise CheckpointError(f"{folder} does not say at which step it was saved; give --step")
+        raise CheckpointError(f"{folder} does not say at which step it was saved; give step (--step)")
     else:
         keys = Keys(model=model_key, optim=optim_key)
         incoming = of_foreign(opened, keys=keys, step=step, optimizers=optimizers, tied=tied)
@@ -171,13 +172,14 @@ class _Writing:
         """Write the files of tensors, of every rank that has some."""
         for kind in KINDS:
             metas = self._incoming.metas[kind].tensors
-            for rank in range(self._incoming.num_ranks):
-                boxes = {name: meta.layout.boxes[rank] for name, meta in metas.items()}
-                held = [(name, metas[name].dtype, box.sizes) for name, box in boxes.items() if not box.is_empty]
-                if held:
-                    header = laid_out(held, generation=generation)
-                    file = shard_file(kind, rank, self._incoming.num_ranks)
-                    yield file, write_stream(path / file, header, self._contents_of(header, kind, rank))
+            held: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {}
+            for name, meta in metas.items():
+                for rank, box in meta.layout.held():
+                    held.setdefault(rank, []).append((name, meta.dtype, box.sizes))
+            for rank in sorted(held):
+                header = laid_out(held.pop(rank), generation=generation)
+                file = shard_file(kind, rank, self._incoming.num_ranks)
+                yield file, write_stream(path / file, header, self._contents_of(header, kind, rank))
 
     def _contents_of(self, header: Header, kind: FileKind, rank: int) -> Iterator[memoryview]:
         for name in header.entries:

@@ -62,7 +62,7 @@ class _Foreign:
             tops = ", ".join(sorted({key.partition(".")[0] for key in every}))
             raise CheckpointError(
                 f"{folder.path} holds no tensors under {keys.model!r}; its keys begin with {tops}: say which is the "
-                "model's with --model-key"
+                "model's with model_key (--model-key)"
             )
         self._own = _own_names(tied, self._names, folder, self._of_model)
         """Of names of tied tensors, the one that it is kept under."""
@@ -71,7 +71,8 @@ class _Foreign:
         groups = self._groups()
         if groups and not optimizers:
             raise CheckpointError(
-                f"{self._folder.path} holds the state of optimizers, not their classes; give --optimizer, such as AdamW"
+                f"{self._folder.path} holds the state of optimizers, not their classes; name them with optimizers "
+                '(--optimizer), such as ["AdamW"]'
             )
         if optimizers and not groups:
             raise CheckpointError(

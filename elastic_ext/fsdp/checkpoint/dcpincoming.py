@@ -6,14 +6,14 @@ on everything; `dcpforeign` makes out what others hold.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.dtypes import name_of
-from elastic_ext.fsdp.layout import Box, Layout
+from elastic_ext.fsdp.layout import Box, Boxes, Layout
+from elastic_ext.fsdp.packed import read_plain
 from elastic_ext.fsdp.plain import unpack
 
 from .contents import EXTRA_STATES, KINDS, FileKind
@@ -93,7 +93,10 @@ def of_record(folder: DcpFolder, record: Record) -> Incoming:
         kind: StateMeta.from_json(_text(folder, (*METAS, kind)), where=f"{where}.metas.{kind}") for kind in KINDS
     }
     text = _text(folder, STATE)
-    state = json.loads(text)
+    try:
+        state = read_plain(text)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{where}: its plain values are damaged: {error}") from None
     refusals = Refusals()
     outgoing = Outgoing.of(metas, state, keys=record.keys, first_names=record.first_names, refusals=refusals)
     found: dict[FileKind, dict[str, tuple[Kind, Placed]]] = {kind: {} for kind in KINDS}
@@ -127,8 +130,7 @@ def _meta(name: str, kind: Kind, where: Placed, num_ranks: int, alike: dict[Layo
     dtype = name_of(where.tensor.dtype)
     assert dtype is not None
     shape = where.tensor.shape
-    boxes = [*where.boxes, *[Box.empty(shape)] * (num_ranks - len(where.boxes))]
-    layout = Layout(shape, tuple(boxes))
+    layout = Layout(shape, Boxes(shape, num_ranks, {at: box for at, box in enumerate(where.boxes) if not box.is_empty}))
     return TensorMeta(name, dtype, alike.setdefault(layout, layout), kind)
 
 

@@ -54,10 +54,11 @@ class Keys:
     optim: str = "optim"
 
     def __post_init__(self) -> None:
-        if not self.optim or self.model == self.optim or OWN in (self.model, self.optim):
+        is_text = isinstance(self.model, str) and isinstance(self.optim, str)
+        if not is_text or not self.optim or self.model == self.optim or OWN in (self.model, self.optim):
             raise ValueError(
-                f"the model's key is {self.model!r} and the optimizers' {self.optim!r}; allowed: two different ones, "
-                f'not {OWN}, of which the model\'s may be ""'
+                f"model_key is {self.model!r} and optim_key {self.optim!r}; allowed: two different texts, neither of "
+                f'them {OWN!r}, of which model_key may be ""'
             )
 
     def of_model(self, name: str) -> Leaf:
@@ -123,7 +124,7 @@ class Outgoing:
         for alias, name in model.aliases.items():
             names[name].append(alias)
         for name in set(first_names).difference(*names.values()):
-            refusals.add("not the name of a parameter, and given as one that comes first", name)
+            refusals.add("not the name of a parameter, and in first_names (--first)", name)
         own = _Names(names, first_names, refusals)
         tensors = [
             OutTensor("model", model.tensors[name], tuple(keys.of_model(one) for one in all_names))
@@ -168,8 +169,8 @@ class _Names:
         if len(chosen) != 1 and own not in self._refused:
             self._refused.add(own)
             self._refusals.add(
-                "trained parameters with several names, of which exactly one is to be given as the first (--first), "
-                "the one that model.named_parameters() has",
+                "trained parameters with several names, of which exactly one is to be in first_names (--first), the "
+                "one that model.named_parameters() has",
                 " = ".join(sorted(names)),
             )
         return chosen[0] if chosen else own

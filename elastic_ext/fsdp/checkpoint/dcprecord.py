@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
+from elastic_ext.record_json import object_of, record_of
 
 from .commit import Commit
 from .dcpplan import Keys
+from .meta import MOST_RANKS
 
 __all__ = ["Record"]
 
@@ -55,9 +57,16 @@ class Record:
     def from_json(cls, data: bytes, *, where: str) -> Record:
         """What ``to_json`` gave; CheckpointDamaged, naming ``where``, where it cannot be."""
         try:
-            record = cls(**json.loads(data))
-        except (TypeError, ValueError, RecursionError) as error:
+            said = object_of(data.decode())
+            number = said.get("format")
+            if type(number) is int and number != _FORMAT:
+                raise CheckpointError(f"{where} was converted in format {number}; this version reads {_FORMAT}")
+            record = record_of(cls, said)
+        except ValueError as error:
             raise CheckpointDamaged(f"{where} does not say what was converted: {error}") from None
-        if record.format != _FORMAT:
-            raise CheckpointError(f"{where} was converted in format {record.format}; this version reads {_FORMAT}")
+        if not 1 <= record.num_ranks <= MOST_RANKS or record.global_step < 0 or record.epoch < 0:
+            raise CheckpointDamaged(
+                f"{where} tells of step {record.global_step}, epoch {record.epoch} and {record.num_ranks} ranks; "
+                f"allowed: from 0 on, and 1 to {MOST_RANKS} ranks"
+            )
         return record

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.files import is_taken, look_afresh
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.moves import moves_into
+from elastic_ext.fsdp.packed import read_plain
 
-from .contents import FileKind, meta_file
+from .contents import STATE_FILE, FileKind, meta_file
 from .dtypes import ITEM_BYTES
 from .listing import Found
 from .meta import StateMeta, TensorMeta
 from .shardreader import Request, ShardReader
 
-__all__ = ["meta_from", "open_shard", "requests_for"]
+__all__ = ["meta_from", "open_shard", "requests_for", "state_from"]
 
 
 def meta_from(found: Found, kind: FileKind, data: bytes) -> StateMeta:
@@ -25,9 +28,25 @@ def meta_from(found: Found, kind: FileKind, data: bytes) -> StateMeta:
     fault = meta.fault()
     if fault is None and meta.num_ranks != found.commit.num_ranks:
         fault = f"it is of {meta.num_ranks} ranks, COMMIT of {found.commit.num_ranks}"
+    said = sum(math.prod(each.layout.shape) * ITEM_BYTES[each.dtype] for each in meta.tensors.values())
+    saved = sum(summary.num_bytes for summary in found.commit.shards.values())
+    if fault is None and said > saved:  # memory is taken for them before the files are read
+        fault = f"its tensors are of {said} bytes, and the files that COMMIT names of {saved}"
     if fault is not None:
         raise CheckpointDamaged(f"{path}: {fault}")
     return meta
+
+
+def state_from(found: Found, data: bytes) -> dict[str, Any]:
+    """The plain values, in a file whose contents are ``data``; CheckpointDamaged where they cannot be."""
+    path = found.path / STATE_FILE
+    try:
+        state = read_plain(data)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{path} is damaged: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(f"{path} is damaged: it holds no object")
+    return state
 
 
 def open_shard(found: Found, file: str) -> ShardReader:

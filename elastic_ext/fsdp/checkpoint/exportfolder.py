@@ -92,7 +92,7 @@ class ExportFolder:
         there = sorted(filter(is_weights_file, names))
         if there and not self._force:
             raise CheckpointError(
-                f"{self.path} holds an export already, {there[0]}; replace it with --force (force=True), or move it"
+                f"{self.path} holds an export already, {there[0]}; replace it with force=True (--force), or move it"
             )
 
 

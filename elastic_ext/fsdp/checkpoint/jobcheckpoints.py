@@ -16,7 +16,7 @@ from typing import SupportsIndex, TypeVar
 
 import torch
 
-from elastic_ext.errors import CheckpointNotFound
+from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.ranks import Ranks
 
 from .collecting import Collect, SaveRequest
@@ -98,8 +98,11 @@ class JobCheckpoints:
         """Raise on all ranks where one of them could not collect its contents for a checkpoint."""
 
         def act() -> None:
-            for inventory in collect().inventories().values():
-                inventory.to_json()
+            try:
+                for inventory in collect().inventories().values():
+                    inventory.to_json()
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(str(error)) from None  # its words say it all
 
         gather_or_raise(self.ranks, act, "seeing what a checkpoint would hold")
 

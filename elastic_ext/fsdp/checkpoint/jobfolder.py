@@ -31,6 +31,8 @@ from elastic_ext.files import (
     is_taken,
     link_or_copy,
     look_afresh,
+    make_folder,
+    naming,
     read_at_most,
     sync_folder,
     write_new,
@@ -127,10 +129,10 @@ class JobFolder:
         if found is not None:
             return found
         root = storage / FOLDER
-        (root / _JOBS).mkdir(parents=True, exist_ok=True)
+        make_folder(root / _JOBS)
         sync_folder(storage)
         path = root / _first_name(root, job, folder_name(job, now))
-        path.mkdir(exist_ok=True)
+        make_folder(path)
         sync_folder(root)
         return cls(path)
 
@@ -211,7 +213,7 @@ class JobFolder:
             raise CheckpointError(f"{self.path / name} is being saved already; wait for that, or discard it")
         aside = clearing.vacate(name, lineage, replaces=replaces)
         with self.told_if_fenced():
-            os.mkdir(self.path / name)  # a power cut may take it back: commit() is what makes it last
+            os.mkdir(self.path / name, 0o775)  # a power cut may take it back: commit() is what makes it last
         self._begun[name] = _Begun(generation, aside=aside)
         return self.path / name
 
@@ -324,7 +326,7 @@ class JobFolder:
 def _write_and_keep(data: bytes, path: Path, kept: Path) -> None:
     """Write a description into a checkpoint; what is kept of it is another name, which may go at any time."""
     write_new(path, data)
-    kept.parent.mkdir(exist_ok=True)
+    make_folder(kept.parent)
     with contextlib.suppress(FileExistsError):
         link_or_copy(path, kept)
 
@@ -351,6 +353,7 @@ def _size_of(path: Path) -> int:
             return -1
         raise
     try:
-        return os.fstat(descriptor).st_size
+        with naming(path):
+            return os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)

@@ -9,8 +9,9 @@ import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from elastic_ext.errors import CheckpointError, CheckpointNotFound
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.files import look_afresh
 
 from .commit import Commit, read_checked, read_commit, read_in_pieces
@@ -29,6 +30,7 @@ __all__ = [
     "oldest_first",
 ]
 
+_Summary = TypeVar("_Summary")
 _NAME = re.compile(r"(?:step|epoch)_[0-9]{1,18}")
 _ABANDONED = re.compile(_NAME.pattern + r"\.abandoned-((.+?)(?:-[0-9]+)?)")
 _ASIDE = re.compile(rf"{_NAME.pattern}\.(?:abandoned-[0-9A-Za-z_-]+|unreadable(?:-[0-9]+)?)")
@@ -61,16 +63,21 @@ class Found:
         return self.path.name
 
     def read_meta(self, file: str) -> bytes:
-        """The contents of a file of tensors' descriptions, checked; KeyError for one that the commit does not name."""
-        return read_checked(self.path / file, self.commit.metas[file])
+        """The contents of a file of tensors' descriptions, checked; CheckpointDamaged where COMMIT names none."""
+        return read_checked(self.path / file, self._named(self.commit.metas, file))
 
     def read_state(self, file: str) -> bytes:
-        """The contents of a file of plain values, checked; KeyError for one that the commit does not name."""
-        return read_checked(self.path / file, self.commit.states[file].checksum)
+        """The contents of a file of plain values, checked; CheckpointDamaged where COMMIT names none."""
+        return read_checked(self.path / file, self._named(self.commit.states, file).checksum)
 
     def state_pieces(self, file: str) -> Iterator[bytes]:
         """The same piece by piece, none of which comes before all are checked."""
-        return read_in_pieces(self.path / file, self.commit.states[file].checksum)
+        return read_in_pieces(self.path / file, self._named(self.commit.states, file).checksum)
+
+    def _named(self, summaries: Mapping[str, _Summary], file: str) -> _Summary:
+        if file not in summaries:
+            raise CheckpointDamaged(f"{self.path}: COMMIT does not name {file}")
+        return summaries[file]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,26 +22,29 @@ import itertools
 import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias, TypeGuard, get_args
 
 from elastic_ext.errors import CheckpointDamaged
-from elastic_ext.fsdp.layout import Box, Layout
+from elastic_ext.fsdp.layout import Box, Boxes, Layout
 from elastic_ext.strict_json import shown
 
 from .dtypes import ITEM_BYTES
 from .formats import unknown_format
 from .shardfile import check_name
 
-__all__ = ["Kind", "StateMeta", "TensorMeta"]
+__all__ = ["MOST_RANKS", "Kind", "StateMeta", "TensorMeta"]
 
 Kind: TypeAlias = Literal["parameter", "buffer", "like", "scalar", "own", "opaque"]
 """`like`: state of an optimizer, shaped like its parameter. `scalar`: one number of an optimizer's. `own`: a shape of
 its own, spread by its own layout. `opaque`: a whole tensor that one rank alone has, which its name tells."""
 
 _FORMAT = 1
-_MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 20
+_MOST_DIMENSIONS = 256  # those of a box are gone through one within another
+_FEW_DIMENSIONS = f"at most {_MOST_DIMENSIONS} dimensions"
 _LARGEST = (1 << 63) - 1
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -59,6 +62,8 @@ class TensorMeta:
         check_name(self.name)
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"the tensor {self.name!r} has dtype {self.dtype!r}; use one of {', '.join(ITEM_BYTES)}")
+        if len(self.layout.shape) > _MOST_DIMENSIONS:
+            raise ValueError(f"the tensor {self.name!r} has {len(self.layout.shape)}; allowed: {_FEW_DIMENSIONS}")
         if self.kind not in _KINDS:
             raise ValueError(f"the tensor {self.name!r} has kind {self.kind!r}; use one of {', '.join(_KINDS)}")
 
@@ -72,8 +77,8 @@ class StateMeta:
     aliases: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_ranks <= _MOST_RANKS:
-            raise ValueError(f"num_ranks is {self.num_ranks}; use 1 to {_MOST_RANKS}")
+        if not 1 <= self.num_ranks <= MOST_RANKS:
+            raise ValueError(f"num_ranks is {self.num_ranks}; use 1 to {MOST_RANKS}")
         for name, tensor in self.tensors.items():
             if name != tensor.name:
                 raise ValueError(f"the tensor {tensor.name!r} stands under the name {name!r}; use its own")
@@ -152,7 +157,7 @@ class _Writer:
         return number
 
     def _said_of(self, layout: Layout) -> dict[str, object]:
-        held = [(box.start, box.end, rank) for rank, box in enumerate(layout.boxes) if not box.is_empty]
+        held = [(box.start, box.end, rank) for rank, box in layout.held()]
         if all(len(start) == 1 for start, _, _ in held):
             held.sort()
         if not held or all(
@@ -181,7 +186,7 @@ def _read(value: dict[str, Any]) -> StateMeta:
     """The state that a JSON object tells of; ValueError says what in it cannot be."""
     _expect_keys(value, ("format", "num_ranks", "orders", "layouts", "tensors", "aliases"), "it")
     num_ranks = value["num_ranks"]
-    _expect(type(num_ranks) is int and 1 <= num_ranks <= _MOST_RANKS, "num_ranks", num_ranks, f"1 to {_MOST_RANKS}")
+    _expect(type(num_ranks) is int and 1 <= num_ranks <= MOST_RANKS, "num_ranks", num_ranks, f"1 to {MOST_RANKS}")
     for key, kind, words in (("orders", list, "a list"), ("layouts", list, "a list"), ("tensors", dict, "an object")):
         _expect(isinstance(value[key], kind), key, value[key], words)
     for number, order in enumerate(value["orders"]):
@@ -221,22 +226,24 @@ def _layout(said: object, orders: Sequence[Sequence[int]], num_ranks: int, what:
     _expect_keys(said, ("shape", "cuts", "order") if by_cuts else ("shape", "boxes"), what)
     if not _are_numbers(said["shape"]):
         _refuse(f"the shape of {what}", said["shape"], "a list of sizes")
+    _expect(len(said["shape"]) <= _MOST_DIMENSIONS, f"the shape of {what}", said["shape"], _FEW_DIMENSIONS)
     shape = tuple(said["shape"])
     size = 1
     for one in shape if 0 not in shape else (0,):
         size *= one
         _expect(size <= _LARGEST, f"the shape of {what}", shape, f"a product up to {_LARGEST}")
-    boxes = [Box.empty(shape)] * num_ranks
-    if by_cuts:
-        _by_cuts(boxes, said["cuts"], said["order"], orders, what)
-    else:
-        _by_boxes(boxes, said["boxes"], what)
-    return Layout(shape, tuple(boxes))
+    held = (
+        _by_cuts(shape, said["cuts"], said["order"], orders, what)
+        if by_cuts
+        else _by_boxes(shape, said["boxes"], num_ranks, what)
+    )
+    return Layout(shape, Boxes(shape, num_ranks, dict(sorted(held.items()))))  # as large as what was said of it
 
 
-def _by_cuts(boxes: list[Box], cuts: object, number: object, orders: Sequence[Sequence[int]], what: str) -> None:
-    """Put into ``boxes`` what lies between each two cuts."""
-    shape = boxes[0].shape
+def _by_cuts(
+    shape: tuple[int, ...], cuts: object, number: object, orders: Sequence[Sequence[int]], what: str
+) -> dict[int, Box]:
+    """What lies between each two cuts, by rank."""
     size = math.prod(shape)
     if type(number) is not int or not 0 <= number < len(orders):
         _refuse(f"the order of {what}", number, f"the number of one of {len(orders)} orders")
@@ -248,28 +255,28 @@ def _by_cuts(boxes: list[Box], cuts: object, number: object, orders: Sequence[Se
         or not all(map(operator.lt, cuts, cuts[1:]))
     ):
         _refuse(f"cuts of {what}", cuts, f"{len(order) + 1} rising numbers from 0 to {size}")
-    for rank, (start, end) in zip(order, itertools.pairwise(cuts), strict=True):
-        boxes[rank] = Box(shape, (start,), (end,))
+    return {
+        rank: Box(shape, (start,), (end,)) for rank, (start, end) in zip(order, itertools.pairwise(cuts), strict=True)
+    }
 
 
-def _by_boxes(boxes: list[Box], said: object, what: str) -> None:
-    """Put into ``boxes`` what is said of each rank's own."""
+def _by_boxes(shape: tuple[int, ...], said: object, num_ranks: int, what: str) -> dict[int, Box]:
+    """What is said of each rank's own."""
     if not isinstance(said, list):
         _refuse(f"boxes of {what}", said, "a list")
-    shape = boxes[0].shape
-    taken: set[int] = set()
+    held: dict[int, Box] = {}
     for one in said:
         if not isinstance(one, list) or len(one) != 3 or not all(_are_numbers(corner) for corner in one[1:]):
             _refuse(f"a box of {what}", one, "[rank, start, end], start and end being lists of numbers")
         rank, start, end = one
-        if type(rank) is not int or not 0 <= rank < len(boxes) or rank in taken:
-            _refuse(f"the rank of a box of {what}", rank, f"each rank below {len(boxes)} once")
+        if type(rank) is not int or not 0 <= rank < num_ranks or rank in held:
+            _refuse(f"the rank of a box of {what}", rank, f"each rank below {num_ranks} once")
         box = Box(shape, tuple(start), tuple(end))
         fault = box.fault()
         if fault is not None or box.is_empty:
             raise ValueError(f"the box of rank {rank} in {what}: {fault or 'it is empty, and should be left out'}")
-        taken.add(rank)
-        boxes[rank] = box
+        held[rank] = box
+    return held
 
 
 def _are_numbers(value: object) -> TypeGuard[list[int]]:
@@ -293,8 +300,8 @@ class _EachOnce:
             return seen
         result = dict(pairs)
         if len(result) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))} appears twice")
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise ValueError(f"the key {shown(twice)} appears twice")
         if is_of_tensor:
             self._seen[tuple(pairs)] = result
         return result

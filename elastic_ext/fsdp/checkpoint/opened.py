@@ -6,7 +6,7 @@ twice. Everything is checked on the way: the metadata and values by COMMIT, what
 
 from __future__ import annotations
 
-import json
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,7 +20,7 @@ from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.state import memory_of
 
 from .contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file
-from .described import meta_from, open_shard, requests_for
+from .described import meta_from, open_shard, requests_for, state_from
 from .listing import Found
 from .memory import bytes_of
 from .meta import StateMeta, TensorMeta
@@ -59,7 +59,7 @@ class Opened:
         self.metas: dict[FileKind, StateMeta] = {}
         for kind in KINDS:
             self.metas[kind] = meta_from(found, kind, self._read_meta(meta_file(kind)))
-        self.state: Mapping[str, Any] = json.loads(self._within(lambda: found.read_state(STATE_FILE)))
+        self.state: Mapping[str, Any] = state_from(found, self._within(lambda: found.read_state(STATE_FILE)))
         """Plain values."""
         self._readers: dict[str, ShardReader] = {}
 
@@ -103,9 +103,11 @@ class Opened:
         self._read_apart(kind, requests, apart, whats)
 
     def read_whole(self, kind: FileKind, name: str) -> torch.Tensor:
-        """All of a tensor, in new memory."""
+        """All of a tensor, in new memory, which is taken once the files that it is in have told their sizes."""
         meta = self.tensor(kind, name)
         assert meta is not None
+        for source, _ in meta.layout.held():
+            self._within(functools.partial(self._reader, shard_file(kind, source, self.num_ranks)))
         tensor = torch.empty(meta.layout.shape, dtype=dtype_of(meta.dtype), device="cpu")
         self.read(kind, [Wanted(name, tensor, Box.whole(meta.layout.shape))])
         return tensor

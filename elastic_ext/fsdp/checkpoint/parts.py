@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from elastic_ext.files import temporary_beside
+from elastic_ext.files import FILE_MODE, temporary_beside
 
 __all__ = ["write_beside"]
 
@@ -21,7 +21,7 @@ def write_beside(path: Path, parts: Iterable[bytes | memoryview]) -> Path:
     temporary = temporary_beside(path)
     with contextlib.ExitStack() as undo:
         try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
             undo.callback(_remove, temporary)
             try:
                 for part in parts:

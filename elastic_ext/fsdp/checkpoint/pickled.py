@@ -1,74 +1,262 @@
-"""Pickled: which classes and functions a pickle names, found without running any of it. Pure.
+"""Unpickler: a pickle read without running any of it: what it names and makes are stand-ins, which do nothing. Pure.
 
-Loading a pickle calls what it names, with arguments of its choice. Who knows what a pickle of a kind has to name can
-refuse any that names more.
+Python's own unpickler calls what a pickle names, with arguments of the pickle's choice, and sets attributes of it. Even
+where it is given nothing to call, ten bytes have it take gigabytes for notes that are never made, and a nest of tuples
+as a key ends the process. This one has the operations alone that a pickler writes for data and plain objects, in
+protocols 2 to 5, and nothing to call with: whoever knows the kind of pickle turns stand-ins into values afterwards.
 """
 
 from __future__ import annotations
 
-import io
-import pickletools
-from array import array
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
 
-__all__ = ["globals_of"]
+__all__ = ["Made", "Named", "StrangeName", "Unpickler"]
 
-_STRINGS = frozenset(
-    {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"}
-)
-_PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
-_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
-_NEITHER = frozenset({"PROTO", "FRAME"})
-_NO_TEXT = -1
+_NEWEST_PROTOCOL = 5
+_ORDERED = "collections.OrderedDict"
 
 
-def globals_of(data: bytes) -> set[str]:
-    """The dotted names of all that loading ``data`` looks up; ValueError where that cannot be told for certain.
+class StrangeName(ValueError):
+    """A pickle names what one of its kind has no need of: ``name``."""
 
-    Newer pickles name a thing by two texts that were put down just before, or noted earlier: both are followed.
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"it names {name}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """What stands for a class, a function or a constant that a pickle names."""
+
+    name: str
+    """Dotted, its module's first."""
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """What stands for an object: of what it would be made, by which arguments, with which state."""
+
+    name: str
+    arguments: tuple[object, ...]
+    state: object = None
+
+
+class Unpickler:
+    """One pickle, read once by ``load``. ValueError where it is none, or has what no pickler writes for data.
+
+    What ``load`` makes takes memory in proportion to ``data``, but is not flat: the same object may stand in many
+    places, and lists may hold themselves, so whoever goes through it keeps to the shape that is expected.
     """
-    found: set[str] = set()
-    memo = array("q")  # where the texts are that were noted: there may be millions
-    last = [_NO_TEXT, _NO_TEXT]  # where the texts are that were put down last
-    for name, argument, position in _operations(data):
-        if name in _NEITHER:
-            continue
-        if name == "MEMOIZE" or name in _PUTS:
-            number = len(memo) if name == "MEMOIZE" else int(argument)  # type: ignore[call-overload]
-            if not 0 <= number <= len(memo):
-                raise ValueError("it notes something in a way that no pickler does")
-            memo[number : number + 1] = array("q", last[-1:])
-        elif name in _GETS:
-            number = int(argument)  # type: ignore[call-overload]
-            last = [last[-1], memo[number] if 0 <= number < len(memo) else _NO_TEXT]
-        elif name in _STRINGS:
-            last = [last[-1], position]
-        else:
-            if name in ("GLOBAL", "INST"):
-                found.add(str(argument).replace(" ", ".", 1))
-            elif name == "STACK_GLOBAL":
-                if _NO_TEXT in last:
-                    raise ValueError("it names something in a way that no pickler does")
-                found.add(".".join(_text_at(data, place) for place in last))
-            elif name in ("EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"):
-                raise ValueError(f"it uses {name}, which only its own program can tell the meaning of")
-            last = [_NO_TEXT, _NO_TEXT]
-    return found
+
+    def __init__(self, data: bytes, known: Collection[str]) -> None:
+        """``known`` are the dotted names that it may have; StrangeName is raised for any other."""
+        self._data = data
+        self._at = 0
+        self._known = {name: Named(name) for name in known}
+        self._notes: list[object] = []
+        self._stack: list[object] = []
+        self._marks: list[int] = []
+        """How long the stack was at each mark."""
+
+    def load(self) -> object:
+        """What the pickle holds: None, numbers, text, bytes, tuples, lists, dicts, Named and Made."""
+        data, operations = self._data, _OPERATIONS
+        while True:
+            if self._at >= len(data):
+                self._refuse("it is cut off")
+            code = data[self._at]
+            self._at += 1
+            if code == _STOP:
+                break
+            operation = operations.get(code)
+            if operation is None:
+                self._refuse(f"it has an operation {bytes([code])!r} that its kind has no need of")
+            operation(self)
+        if self._at != len(data):
+            self._refuse(f"it ends {len(data) - self._at} bytes before the file does")
+        value = self._popped()
+        if self._stack or self._marks:
+            self._refuse("it leaves something behind")
+        return value
+
+    def find_class(self, module: str, name: str) -> Named:
+        """What stands for something that is named; the name is looked up nowhere but among those that are known."""
+        found = self._known.get(f"{module}.{name}")
+        if found is None:
+            raise StrangeName(f"{module}.{name}")
+        return found
+
+    # ---- what is read ----
+
+    def _take(self, num_bytes: int) -> bytes:
+        taken = self._data[self._at : self._at + num_bytes]
+        if len(taken) != num_bytes:
+            self._refuse("it is cut off")
+        self._at += num_bytes
+        return taken
+
+    def _number(self, num_bytes: int) -> int:
+        return int.from_bytes(self._take(num_bytes), "little")
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at)
+        if end < 0:
+            self._refuse("it is cut off")
+        line = self._take(end - self._at)
+        self._at += 1
+        return line.decode()
+
+    def _popped(self) -> object:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            self._refuse("it takes more than there is")
+        return self._stack.pop()
+
+    def _since_mark(self) -> list[object]:
+        if not self._marks:
+            self._refuse("it takes more than there is")
+        mark = self._marks.pop()
+        taken = self._stack[mark:]
+        del self._stack[mark:]
+        return taken
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(f"{what}, at byte {self._at}")
+
+    # ---- operations ----
+
+    def _protocol(self) -> None:
+        protocol = self._number(1)
+        if protocol > _NEWEST_PROTOCOL:
+            self._refuse(f"it is of protocol {protocol}; allowed: up to {_NEWEST_PROTOCOL}")
+
+    def _frame(self) -> None:
+        self._take(8)  # how much to read ahead, which makes no difference to what there is
+
+    def _mark(self) -> None:
+        self._marks.append(len(self._stack))
+
+    def _integer(self, format_: str) -> None:
+        (number,) = struct.unpack(format_, self._take(struct.calcsize(format_)))
+        self._stack.append(number)
+
+    def _long(self, num_bytes: int) -> None:
+        self._stack.append(int.from_bytes(self._take(self._number(num_bytes)), "little", signed=True))
+
+    def _text(self, num_bytes: int) -> None:
+        self._stack.append(self._take(self._number(num_bytes)).decode("utf-8", "surrogatepass"))
+
+    def _bytes(self, num_bytes: int) -> None:
+        self._stack.append(self._take(self._number(num_bytes)))
+
+    def _tuple(self, num_items: int) -> None:
+        items = [self._popped() for _ in range(num_items)]
+        self._stack.append(tuple(items[::-1]))
+
+    def _tuple_since_mark(self) -> None:
+        self._stack.append(tuple(self._since_mark()))
+
+    def _append(self, items: list[object]) -> None:
+        into = self._popped()
+        if type(into) is not list:
+            self._refuse(f"it appends to a {type(into).__name__}")
+        into += items
+        self._stack.append(into)
+
+    def _put(self, items: list[object]) -> None:
+        into = self._popped()
+        if type(into) is not dict or len(items) % 2:
+            self._refuse(f"it puts {len(items)} keys and values into a {type(into).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str and type(key) is not Made:  # such keys are compared in no time
+                self._refuse(f"it has a {type(key).__name__} as a key")
+            into[key] = value
+        self._stack.append(into)
+
+    def _note(self, number: int) -> None:
+        """Note what was put down last; numbers rise one by one, as a pickler's do."""
+        value = self._popped()
+        self._stack.append(value)
+        if number > len(self._notes):
+            self._refuse(f"it has {len(self._notes)} notes, and gives the next one the number {number}")
+        self._notes[number : number + 1] = [value]
+
+    def _get(self, number: int) -> None:
+        if number >= len(self._notes):
+            self._refuse(f"it has {len(self._notes)} notes, and asks for number {number}")
+        self._stack.append(self._notes[number])
+
+    def _name(self) -> None:
+        module = self._line()
+        self._stack.append(self.find_class(module, self._line()))
+
+    def _name_from_stack(self) -> None:
+        name, module = self._popped(), self._popped()
+        if type(name) is not str or type(module) is not str:
+            self._refuse("it names something by what is no text")
+        self._stack.append(self.find_class(module, name))
+
+    def _make(self) -> None:
+        arguments, kind = self._popped(), self._popped()
+        if type(kind) is not Named or type(arguments) is not tuple:
+            self._refuse(f"it makes something of a {type(kind).__name__} with a {type(arguments).__name__}")
+        is_dict = kind.name == _ORDERED and not arguments
+        self._stack.append({} if is_dict else Made(kind.name, arguments))
+
+    def _build(self) -> None:
+        state, made = self._popped(), self._popped()
+        if type(made) is not Made or made.state is not None:
+            self._refuse(f"it gives a {type(made).__name__} a state that it cannot have, or another")
+        made.state = state
+        self._stack.append(made)
 
 
-def _text_at(data: bytes, position: int) -> str:
-    """The text that is put down there."""
-    file = io.BytesIO(data)
-    file.seek(position)
-    _, argument, _ = next(pickletools.genops(file))
-    return str(argument)
+def _operations() -> Mapping[int, Callable[[Unpickler], None]]:
+    put: Mapping[bytes, Callable[[Unpickler], None]] = {
+        b"\x80": Unpickler._protocol,
+        b"\x95": Unpickler._frame,
+        b"(": Unpickler._mark,
+        b"N": lambda self: self._stack.append(None),
+        b"\x88": lambda self: self._stack.append(True),
+        b"\x89": lambda self: self._stack.append(False),
+        b"K": lambda self: self._stack.append(self._number(1)),
+        b"M": lambda self: self._stack.append(self._number(2)),
+        b"J": lambda self: self._integer("<i"),
+        b"G": lambda self: self._integer(">d"),
+        b"\x8a": lambda self: self._long(1),
+        b"\x8b": lambda self: self._long(4),
+        b"\x8c": lambda self: self._text(1),
+        b"X": lambda self: self._text(4),
+        b"\x8d": lambda self: self._text(8),
+        b"C": lambda self: self._bytes(1),
+        b"B": lambda self: self._bytes(4),
+        b"\x8e": lambda self: self._bytes(8),
+        b")": lambda self: self._tuple(0),
+        b"\x85": lambda self: self._tuple(1),
+        b"\x86": lambda self: self._tuple(2),
+        b"\x87": lambda self: self._tuple(3),
+        b"t": Unpickler._tuple_since_mark,
+        b"]": lambda self: self._stack.append([]),
+        b"a": lambda self: self._append([self._popped()]),
+        b"e": lambda self: self._append(self._since_mark()),
+        b"}": lambda self: self._stack.append({}),
+        b"s": lambda self: self._put([self._popped(), self._popped()][::-1]),
+        b"u": lambda self: self._put(self._since_mark()),
+        b"\x94": lambda self: self._note(len(self._notes)),
+        b"q": lambda self: self._note(self._number(1)),
+        b"r": lambda self: self._note(self._number(4)),
+        b"h": lambda self: self._get(self._number(1)),
+        b"j": lambda self: self._get(self._number(4)),
+        b"c": Unpickler._name,
+        b"\x93": Unpickler._name_from_stack,
+        b"R": Unpickler._make,
+        b"\x81": Unpickler._make,
+        b"b": Unpickler._build,
+    }
+    return {code[0]: operation for code, operation in put.items()}
 
 
-def _operations(data: bytes) -> Iterator[tuple[str, object, int]]:
-    """Each with where it is."""
-    num_done = 0
-    for operation, argument, position in pickletools.genops(data):
-        yield operation.name, argument, position or 0
-        num_done = (position or 0) + 1
-    if num_done != len(data):
-        raise ValueError(f"it ends {len(data) - num_done} bytes before the file does")
+_STOP = ord(".")
+_OPERATIONS = _operations()

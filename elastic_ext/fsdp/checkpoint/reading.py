@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
-from elastic_ext.files import read_at_most, temporary_beside
+from elastic_ext.files import FILE_MODE, read_at_most, temporary_beside
 
 __all__ = ["LAPSE_SECONDS", "Reader", "Reading", "has_lapsed", "is_mark", "now_ns_in", "readers_of"]
 
@@ -88,7 +88,7 @@ class Reading:
             pid=os.getpid(),
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the umask takes off
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
             with contextlib.suppress(OSError):  # a full disk: that the mark is there is what counts
                 os.write(file, json.dumps(asdict(reader)).encode())
@@ -136,7 +136,7 @@ def now_ns_in(folder: Path) -> int:
     It makes a file there for a moment, so that a client of NFS does not go on from what it remembers of the folder.
     """
     path = temporary_beside(folder / "now")
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
     try:
         with contextlib.suppress(OSError):  # a full disk, which is when much is removed; its making has a time too
             os.write(file, b"?")
@@ -154,5 +154,5 @@ def _reader_at(mark: Path, now_ns: int) -> Reader | None:
         return Reader(**json.loads(read_at_most(mark, _MOST_BYTES)))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):  # not all of it is there yet
+    except (ValueError, TypeError, RecursionError):  # not all of it is there yet
         return Reader(host="a host that has not said its name", pid=0, since="of late")

@@ -5,15 +5,17 @@ All ranks have one and call it alike. The first rank alone looks into the folder
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, in_words
 from elastic_ext.ranks import Ranks
 
 from .claim import PATIENCE_SECONDS, Claim
@@ -28,6 +30,7 @@ __all__ = ["Run"]
 
 _logger = logging.getLogger(__name__)
 _NOT_BEGUN = "not-begun"
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _MOST_STEPS = 20  # that a message names
 
 
@@ -65,12 +68,13 @@ class Run:
         def take() -> tuple[str, str]:
             if self._ranks.rank > 0:
                 return "", ""
-            folder = JobFolder.find_or_make(self._root, self._job, now=datetime.now())
             run_id = secrets.token_hex(6)
             most = self._storage.seconds / 2  # or it would look like slow storage
-            claims.append(
-                folder.claim(run_id, patience_seconds=min(PATIENCE_SECONDS, most), visit_seconds=most),
-            )
+            with _refusing_unwritable(self._root):
+                folder = JobFolder.find_or_make(self._root, self._job, now=datetime.now())
+                claims.append(
+                    folder.claim(run_id, patience_seconds=min(PATIENCE_SECONDS, most), visit_seconds=most),
+                )
             if is_over.is_set():  # it came after all, when nobody waited for it any more
                 claims[0].release()
                 return "", ""
@@ -193,6 +197,20 @@ class Run:
         if self._ranks.rank > 0:
             return None
         return self._folder or JobFolder.find_afresh(self._root, self._job)
+
+
+@contextlib.contextmanager
+def _refusing_unwritable(root: Path) -> Iterator[None]:
+    """Have what may not be written refused in a sentence that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        raise CheckpointError(
+            f"checkpoints cannot be kept in {root}: {in_words(error)}; give a shared_storage_path in which this "
+            "process may write"
+        ) from None
 
 
 def _why_none(steps: Sequence[int], step: int | None, before: int) -> str:

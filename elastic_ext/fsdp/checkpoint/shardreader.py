@@ -157,7 +157,8 @@ class ShardReader:
 
     def _read_header(self, generation: str) -> tuple[Header, bytearray]:
         """What the header says, not checked yet, and its bytes with all that comes before the data."""
-        status = os.fstat(self._file)
+        with naming(self.path):
+            status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode):
             self._refuse("it is not a regular file")
         if status.st_size != self._num_bytes:

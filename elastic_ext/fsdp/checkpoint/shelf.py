@@ -56,7 +56,7 @@ class Shelf:
     ) -> None:
         self._folder = folder
         self._rank = rank
-        self._own = f"{xxhash.xxh3_64_hexdigest(owner.encode())}-{rank}."
+        self._own = f"{xxhash.xxh3_64_hexdigest(os.fsencode(owner))}-{rank}."
         self._room_in = room_in
         self._memories: list[Path | None] = [None] * num_slots
         self._sizes = [0] * num_slots

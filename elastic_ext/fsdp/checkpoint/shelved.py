@@ -149,7 +149,7 @@ class Record:
             if said["format"] != _FORMAT:
                 raise ValueError(f"its format is {said['format']!r}; this version uses {_FORMAT}")
             return _record_of(said, blobs)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"it is no record: {error}") from None
 
     @contextlib.contextmanager
@@ -179,6 +179,8 @@ def _record_of(said: Mapping[str, Any], blobs: bytes) -> Record:
     found: dict[str, bytes] = {}
     start = 0
     for name, num_bytes in said["blobs"].items():
+        if type(num_bytes) is not int or not 0 <= num_bytes <= len(blobs) - start:
+            raise ValueError(f"{name} is of {num_bytes!r} bytes, and {len(blobs) - start} are left")
         found[name] = blobs[start : start + num_bytes]
         start += num_bytes
     memory = said["memory"]

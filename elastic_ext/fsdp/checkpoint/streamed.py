@@ -6,7 +6,6 @@ files have of it. Everything is checked on the way, as `opened` does, which read
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,10 +13,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
+from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.layout import Box
 
 from .contents import EXTRA_STATES, STATE_FILE, FileKind, meta_file, shard_file
-from .described import meta_from, open_shard, requests_for
+from .described import meta_from, open_shard, requests_for, state_from
 from .dtypes import ITEM_BYTES
 from .jsontext import JsonText
 from .listing import Found
@@ -80,15 +80,17 @@ class Streamed:
 
     def state(self) -> Mapping[str, Any]:
         """Plain values."""
-        values: Mapping[str, Any] = json.loads(self.found.read_state(STATE_FILE))
-        return values
+        return state_from(self.found, self.found.read_state(STATE_FILE))
 
     def extra_states(self) -> Mapping[str, Any]:
         """Those of the plain values that modules gave as their extra state; the others are passed over."""
         state = JsonText(self.found.state_pieces(STATE_FILE))
         values: Any = {}
-        for key, value in state.members(lambda key: key == EXTRA_STATES):
-            values = value if key == EXTRA_STATES else values
+        try:
+            for key, value in state.members(lambda key: key == EXTRA_STATES):
+                values = value if key == EXTRA_STATES else values
+        except (ValueError, RecursionError) as error:
+            raise CheckpointDamaged(f"{self.found.path / STATE_FILE} is damaged: {error}") from None
         return cast("Mapping[str, Any]", values)
 
     def read(self, kind: FileKind, stretches: Sequence[Stretch]) -> list[memoryview]:

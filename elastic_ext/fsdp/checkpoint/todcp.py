@@ -126,7 +126,7 @@ def _new_folder(dest: Path, *, force: bool) -> Iterator[Path]:
         if is_temporary(name) and name[1:-_SUFFIX_CHARACTERS] == dest.name:
             remove_folder(dest.parent / name)
     folder = temporary_beside(dest)
-    folder.mkdir()
+    folder.mkdir(mode=0o775)
     with contextlib.ExitStack() as undo:
         undo.callback(_remove, folder)
         yield folder
@@ -148,7 +148,7 @@ def _refuse_taken(dest: Path, *, force: bool) -> None:
         if force:
             raise CheckpointError(f"{dest} holds {others[0]} besides what dcp.save has made; remove it by hand")
     raise CheckpointError(
-        f"{dest} is there already; give another name, or --force (force=True), which replaces a folder of DCP's"
+        f"{dest} is there already; give another dest, or force=True (--force), which replaces a folder of DCP's"
     )
 
 

@@ -81,7 +81,7 @@ def _add_what_it_gives(
     except PeerLostError:
         raise
     except Exception as error:  # whatever it is, the others are to hear of it
-        if not isinstance(error, CheckpointError) or error.__cause__ is not None:  # else its words say it all
+        if not _says_all(error):
             _logger.warning("%s failed on rank %d", doing, ranks.rank, exc_info=error)
         answer["failed"] = failure_of(error)
         return error
@@ -107,13 +107,19 @@ def _raise_unless_asked_alike(answers: Sequence[Mapping[str, Any]], raised: Exce
 def _given(answers: Sequence[Mapping[str, Any]], raised: Exception | None, doing: str) -> list[Any]:
     failed = {rank: each["failed"] for rank, each in enumerate(answers) if "failed" in each}
     if failed:
-        raise joined_failure(failed, doing, len(answers)) from raised
+        failure = joined_failure(failed, doing, len(answers))
+        raise failure from None if failure.says_all else raised
     return [each["gives"] for each in answers]
 
 
 def failure_of(error: Exception) -> dict[str, object]:
     """An error as it goes to the other ranks."""
-    return {"kind": type(error).__name__, "text": in_words(error), "mismatch": _parts_of(error)}
+    return {
+        "kind": type(error).__name__,
+        "text": in_words(error),
+        "mismatch": _parts_of(error),
+        "says_all": _says_all(error),
+    }
 
 
 def joined_failure(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:
@@ -123,6 +129,12 @@ def joined_failure(failed: Mapping[int, Mapping[str, Any]], doing: str, num_rank
     """
     if any(each["kind"] == CheckpointFenced.__name__ for each in failed.values()):
         failed = {rank: each for rank, each in failed.items() if each["kind"] == CheckpointFenced.__name__}
+    error = _joined(failed, doing, num_ranks)
+    error.says_all = all(each["says_all"] for each in failed.values())
+    return error
+
+
+def _joined(failed: Mapping[int, Mapping[str, Any]], doing: str, num_ranks: int) -> CheckpointError:
     kinds = {each["kind"] for each in failed.values()}
     kind: object = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
     if kind is CheckpointMismatch:
@@ -131,6 +143,11 @@ def joined_failure(failed: Mapping[int, Mapping[str, Any]], doing: str, num_rank
     if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not CheckpointError:
         return kind(told)
     return CheckpointError(f"{doing} failed: {told}")
+
+
+def _says_all(error: Exception) -> bool:
+    """Whether an error is a refusal in words, which nothing else has led to."""
+    return isinstance(error, CheckpointError) and error.__cause__ is None
 
 
 def _joined_mismatch(failed: Mapping[int, Mapping[str, Any]], num_ranks: int) -> CheckpointMismatch:

@@ -93,9 +93,8 @@ def _files_of(metas: Mapping[FileKind, StateMeta]) -> Iterator[tuple[str, tuple[
     """The files that have to be there, each with the kind and the rank that it is of."""
     for kind, meta in metas.items():
         layouts = {id(tensor.layout): tensor.layout for tensor in meta.tensors.values()}.values()
-        for rank in range(meta.num_ranks):
-            if any(not layout.boxes[rank].is_empty for layout in layouts):
-                yield shard_file(kind, rank, meta.num_ranks), (kind, rank)
+        for rank in sorted({rank for layout in layouts for rank, _ in layout.held()}):
+            yield shard_file(kind, rank, meta.num_ranks), (kind, rank)
 
 
 def _damage_in_shard(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_ext.errors import CheckpointFenced
+from elastic_ext.errors import CheckpointFenced, in_words
 from elastic_ext.files import is_locked, try_lock
 
 from .claim import LOCK, read_holder, read_visitor, sign
@@ -55,6 +55,9 @@ class Visit:
             else:
                 lock = try_lock(self.folder / LOCK)
                 is_alone = lock is not None
+        except PermissionError as error:
+            yield f"whether a run is saving cannot be told: {in_words(error)}"
+            return
         except OSError as error:
             if error.errno != errno.ENOLCK:
                 raise
