@@ -99,7 +99,7 @@ def _strangers(port: int, ways: Sequence[str], core: int, numbers: list[tuple[in
         for each in processes:
             assert each.stdin is not None and each.stdout is not None
             each.stdin.close()
-        limit = threading.Timer(_END_SECONDS, lambda: [each.kill() for each in processes])
+        limit = threading.Timer(_END_SECONDS, _kill, [processes])
         at_end.callback(limit.cancel)
         limit.start()
         for way, each in zip(ways, processes, strict=True):
@@ -108,6 +108,11 @@ def _strangers(port: int, ways: Sequence[str], core: int, numbers: list[tuple[in
             assert told, f"what floods by {way} has not ended within {_END_SECONDS:g} seconds, or has failed"
             refused, answered = told.split()
             numbers.append((int(refused), int(answered)))
+
+
+def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for each in processes:
+        each.kill()
 
 
 @contextlib.contextmanager
