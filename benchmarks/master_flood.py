@@ -13,6 +13,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 FLOOD = ("messages", "calls", "connections", "silence") * 2
 SPINNING = ("spinning",) * len(FLOOD)
 _NUM_ROUNDS = 3
+_END_SECONDS = 60.0
 _MOST_TIMES = 1.5
 _MOST_SECONDS = 0.1
 _MOST_BYTES = 300e6
@@ -97,10 +99,20 @@ def _strangers(port: int, ways: Sequence[str], core: int, numbers: list[tuple[in
         for each in processes:
             assert each.stdin is not None and each.stdout is not None
             each.stdin.close()
-        for each in processes:
+        limit = threading.Timer(_END_SECONDS, _kill, [processes])
+        at_end.callback(limit.cancel)
+        limit.start()
+        for way, each in zip(ways, processes, strict=True):
             assert each.stdout is not None
-            refused, answered = each.stdout.readline().split()
+            told = each.stdout.readline()
+            assert told, f"what floods by {way} has not ended within {_END_SECONDS:g} seconds, or has failed"
+            refused, answered = told.split()
             numbers.append((int(refused), int(answered)))
+
+
+def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for each in processes:
+        each.kill()
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ _MOST_PEERS = 20_000
 _MOST_WORDS = 1_000
 _MOST_WAITING = 4_096
 _ENDED_PER_SECOND = 200.0
-"""Of those that wait: the more there are, the longer each of them does."""
+"""Of those that wait, one after another: who came together would else be ended together, and come again so."""
 _MOST_BYTES = {
     "Beat": MOST_BEAT_BYTES,
     "Join": MOST_BEAT_BYTES,
@@ -111,6 +111,7 @@ class Guard:
         self._probes = Allowances(per_second=per_second, at_once=at_once, most_peers=_MOST_PEERS)
         self._wait_seconds = wait_seconds
         self._num_waiting = 0
+        self._ending = asyncio.Lock()
         self.refusals: Counter[str] = Counter()
 
     async def admit(self, peer: Peer) -> None:
@@ -151,7 +152,9 @@ class Guard:
             return
         self._num_waiting += 1
         try:
-            await asyncio.sleep(max(self._wait_seconds, self._num_waiting / _ENDED_PER_SECOND))
+            await asyncio.sleep(self._wait_seconds)
+            async with self._ending:
+                await asyncio.sleep(1 / _ENDED_PER_SECOND)
         finally:
             self._num_waiting -= 1
 
