@@ -232,6 +232,7 @@ def test_dealt_in_turn_a_task_goes_to_its_worker_whatever_that_has_to_do(tmp_pat
     doing: dict[int, Callable[[], Any]] = {0: Both(WaitAt(busy), pools.pid), 1: pools.pid}
     with Pool(work(doing), context=FORK, in_turn=True) as pool:
         pool.resize(2, is_first=True)
+        pool.wait_ready(2)  # a batch for a worker that is not ready goes out in a later call, and none is made below
         pool.submit(0, [0])
         pids = []
         for number in range(1, 6):
