@@ -33,7 +33,8 @@ SHORT_AT, SAVE_EVERY, FIRST_AT, BACK_AT, BACK_TO, SECOND_AT = 2, 4, 5, 10, 8, 12
 """Steps: where memory runs out, after how many they are saved, after which configs come, from where training goes back
 and to where.
 """
-FIRST_IN_FORCE, SECOND_IN_FORCE = FIRST_AT + 2, SECOND_AT + 2
+FIRST_IN_FORCE = FIRST_AT + 2
+SECOND_IN_FORCE = SECOND_AT + 3  # a step more: recomputing is tried in a pass before it comes into force
 
 
 class Sleepy(nn.Module):
