@@ -342,7 +342,8 @@ def test_folder_without_permission_loads_and_refuses_saves_on_all_ranks(ranks: R
     for folder in folders:
         folder.chmod(0o755)
     error = error_of_all(ends)
-    words = f"rank 0: checkpoints cannot be kept in {storage}: Permission denied ("
+    why = "the lock belongs to user root, who alone can hold it" if os.geteuid() == 0 else "Permission denied"
+    words = f"rank 0: checkpoints cannot be kept in {storage}: {why} ("
     assert error.startswith("CheckpointError: ") and words in error, error
     assert error.endswith("); give a shared_storage_path in which this process may write")
     assert [end.log for end in ends] == [(), ()], "the sentence is all that is said"
