@@ -206,10 +206,11 @@ def test_a_question_that_nobody_reads_is_not_waited_for_however_long_it_is() -> 
     assert problem_of(question, most_seconds=1.0, command=sleeps) == "it was not worked out within 1 seconds"
     with asked(question, command=sleeps) as asking:
         until = time.monotonic() + WAIT_SECONDS
-        while not children() and time.monotonic() < until:
+        while not children("sleep(600)"):
+            assert time.monotonic() < until
             time.sleep(0.01)
     assert asking.is_over
-    assert children() == []
+    assert children("sleep(600)") == []
 
 
 def test_a_question_longer_than_a_pipe_is_answered() -> None:
@@ -240,12 +241,12 @@ def test_what_is_no_answer_is_told() -> None:
     assert "the process that works it out failed" in told
 
 
-def children() -> list[int]:
-    """Processes of this one that work something out."""
+def children(words: str = "analysis_process") -> list[int]:
+    """Children of this process that have such words in their command."""
     found = []
     for each in psutil.Process().children():
         try:
-            if "analysis_process" in " ".join(each.cmdline()):
+            if words in " ".join(each.cmdline()):
                 found.append(each.pid)
         except psutil.Error:
             continue

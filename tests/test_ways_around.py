@@ -343,7 +343,7 @@ def test_cells_train_on_and_on_without_a_with_around_the_trainer(notebook: Noteb
     notebook.run(OPTIMIZER, TRAINER, PREPARE, TRAIN, TRAIN)
     assert notebook.trainer.global_step == 8
     notebook.run("trainer.close()")
-    with pytest.raises(ElasticError, match=r"was closed .* make a new one"):
+    with pytest.raises(ElasticError, match=r"trainer.close\(\) was called.* make a new one"):
         notebook.run(TRAIN)
     notebook.run(OPTIMIZER, TRAINER, PREPARE, TRAIN)
     assert notebook.trainer.global_step == 4
