@@ -1,6 +1,6 @@
 """LoopChecks: what a loop does otherwise than its author believes, said once, as far as it can be meant.
 
-It looks at the first steps and at one of many after them: forward and backward passes, what goes into the model, what
+It looks at the first steps and at ever fewer after them: forward and backward passes, what goes into the model, what
 the loss was made by. A look costs what a few hooks do; other steps cost nothing. What cannot be meant is a StepError,
 and is found where it happens.
 """
@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from .hooks import Hook, is_compiled, num_graphs_compiled
 from .loss_graph import BackwardLook, factor_of, is_addition, is_sum_over, reads_graphs
 from .outputs import replaced
-from .remarks import NUM_FIRST_LOOKS
 from .step_state import StepState
 from .weighing import callable_parts
 
@@ -32,6 +31,10 @@ __all__ = ["FEWER_BATCHES", "LoopChecks", "Rhythm"]
 
 _NUM_ALIKE = 3
 """So many micro-batches of one other size are no chance."""
+_NUM_OF_A_PATTERN = 3
+"""So many steps in which an optimizer did not step are no chance, either."""
+_NUM_LOSSES = 4
+"""In so many first steps it is seen what the loss was made by, which takes most of a look."""
 _NUM_COLLECTIONS = 4
 """What refers to itself by way of DDP's hooks takes more than one."""
 
@@ -174,7 +177,7 @@ class LoopChecks:
         """A micro-step of such a step begins."""
         self._seen, self.is_inside = _Seen(), True
         state = self._state
-        if not self._handles or state.num_micro_steps == 1 or state.index > 0 or state.number >= NUM_FIRST_LOOKS:
+        if not self._handles or state.num_micro_steps == 1 or state.index > 0 or state.number >= _NUM_LOSSES:
             return
         if self._reads_graphs is None:
             self._reads_graphs = reads_graphs()
@@ -326,12 +329,12 @@ class Rhythm:
         num_committed = num_ended - self._num_uncounted
         if state.num_stepped:
             self._num_partial += 1
-            if self._num_partial >= NUM_FIRST_LOOKS - 1:
+            if self._num_partial >= _NUM_OF_A_PATTERN:
                 rhythms = ", ".join(str(each.num_steps) for each in optimizers)
                 self._checks.say(_RHYTHMS, rhythms=rhythms, num=num_ended, all=num_committed)
         elif not is_known:
             self._num_left_out += 1
-            if state.keeps_batch and self._num_left_out >= max(NUM_FIRST_LOOKS - 1, num_committed):
+            if state.keeps_batch and self._num_left_out >= max(_NUM_OF_A_PATTERN, num_committed):
                 sentence = _NO_STEP if num_committed else _NEVER_STEPPED
                 self._checks.say(sentence, num=num_ended, stepped=num_committed)
 

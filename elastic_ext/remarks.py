@@ -5,26 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-__all__ = ["BETWEEN_LOOKS", "NUM_FIRST_LOOKS", "Remarks", "is_looked_at", "next_look"]
+__all__ = ["Remarks", "is_looked_at", "next_look"]
 
 _logger = logging.getLogger(__name__)
 
-NUM_FIRST_LOOKS = 4
-"""So many first steps are looked at, and one of many after them."""
-BETWEEN_LOOKS = 255
-"""A step's number has none of these bits where a further look is due. A look takes a few hundred microseconds: spread
-over so many steps, one or two of each."""
+_MOST_BETWEEN_LOOKS = 1024
+"""Steps. A look takes a few hundred microseconds: of a training of many steps, less than one in each."""
 
 
 def is_looked_at(number: int) -> bool:
-    """Whether the step of that number is looked at."""
-    return number < NUM_FIRST_LOOKS or not number & BETWEEN_LOOKS
+    """Whether the step of that number is looked at: the first eight, then four in each doubling of their number, until
+    the most that may be lie between two."""
+    return number % _between_looks(number) == 0
 
 
 def next_look(number: int) -> int:
     """The first step after that of this number that is looked at."""
     following = number + 1
-    return following if following < NUM_FIRST_LOOKS else (following + BETWEEN_LOOKS) & ~BETWEEN_LOOKS
+    return following + -following % _between_looks(following)
+
+
+def _between_looks(number: int) -> int:
+    """How many steps lie between two looks about that step."""
+    return min(1 << max(number.bit_length() - 3, 0), _MOST_BETWEEN_LOOKS)
 
 
 class Remarks:

@@ -20,7 +20,7 @@ from .guarding import Guarding, StepFailure
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
 from .optimizer import NO_GRADIENTS_HERE
 from .out_of_memory import advise, is_out_of_memory, refuses_one
-from .remarks import BETWEEN_LOOKS, is_looked_at
+from .remarks import is_looked_at, next_look
 from .undoing import Retry, StepParts, Undoing
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class Steps:
         self._owes_boundary = False  # an exception kept this rank from passing it
         self._has_begun = False
         self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
+        self._next_look = 0  # the number of a step
         self._to_do_first: Callable[[], None] | None = None
         parts.gradients.sharing.share(now=True)  # whatever an earlier trainer left there
         parts.state.num_optimizers = len(parts.optimizers)
@@ -190,7 +191,7 @@ class Steps:
         if (
             is_like_before
             and self.keep_batch
-            and state.number & BETWEEN_LOOKS
+            and state.number < self._next_look
             and self._batches.next_step() is self._step
         ):
             state.is_last = state.is_inside = True
@@ -442,7 +443,8 @@ class Steps:
         if step.num_micro_steps > 1:
             gradients.begin_gathering(is_looked_at=is_looked_at_now)
         self._num_own_backwards = 0
-        is_plain = not (is_watched or is_watching or is_looked_at_now or is_looked_at(state.number + 1))
+        self._next_look = next_look(state.number)
+        is_plain = not (is_watched or is_watching or is_looked_at_now)
         self._is_like_before = keep_batch and is_plain and snapshot is None
         if gradients.are_exchanged:
             self._num_exchanges = gradients.sharing.num_exchanges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -33,12 +34,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---- what is pure ----
 
 
-def test_the_first_steps_are_looked_at_and_one_of_256_after_them() -> None:
+def test_the_first_steps_are_looked_at_then_a_quarter_of_each_doubling_apart_and_then_one_of_1024() -> None:
     looked_at = [0]
-    while looked_at[-1] < 500:
+    while looked_at[-1] < 10_000:
         looked_at.append(next_look(looked_at[-1]))
-    assert looked_at == [0, 1, 2, 3, 256, 512] == [step for step in range(513) if is_looked_at(step)]
-    assert next_look(3) == next_look(255) == 256 and next_look(256) == 512
+    assert looked_at == [step for step in range(looked_at[-1] + 1) if is_looked_at(step)]
+    assert looked_at[:16] == [*range(8), 8, 10, 12, 14, 16, 20, 24, 28]
+    assert all(b - a <= max(a / 4, 1) for a, b in itertools.pairwise(looked_at))
+    assert looked_at[-3:] == [8192, 9216, 10240]
 
 
 @pytest.mark.parametrize(
@@ -218,23 +221,25 @@ def test_by_default_a_loss_that_is_not_a_number_commits_and_is_said_once_and_cou
     assert (run.metrics["num_not_finite"], run.metrics["num_skipped"]) == (3, 0)
 
 
-def test_behind_the_first_steps_it_is_found_in_the_256th(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(tmp_path, at(10))
+def test_behind_the_first_steps_it_is_found_in_the_next_that_is_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, at(17))
     with run.trainer:
-        run.take(256)
+        run.take(20)
         assert run.counts == (0, 0)
         run.take(1)
-    assert run.counts == (1, 0) and "after step 256" in said_in(caplog)[0]
+    assert run.counts == (1, 0) and "after step 20" in said_in(caplog)[0]
 
 
 def test_a_norm_that_clipping_has_come_to_is_found_in_every_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path, at(10), clips=True)
+    run = Run(tmp_path, at(17), clips=True)
     with run.trainer:
-        run.take(14)
-    assert run.counts == (4, 0)
-    assert said_in(caplog)[0].startswith("the norm of the gradients was nan in the step after step 10")
+        run.take(20)
+    assert run.counts == (3, 0)
+    assert said_in(caplog)[0].startswith("the norm of the gradients was nan in the step after step 17")
 
 
 def test_what_is_told_of_clipped_gradients_is_what_they_were_before(

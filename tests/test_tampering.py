@@ -114,9 +114,9 @@ def test_a_change_in_the_micro_step_that_ends_a_step_is_the_users_own_affair(tmp
 
 
 def test_a_change_that_begins_later_is_noticed_before_long(tmp_path: Path) -> None:
-    run, last = Run(tmp_path), 10 + 256
+    run, last = Run(tmp_path), 100 + 16
     with run.trainer:
-        refused = run.train(last, clips, lambda step, is_last: step >= 10 and not is_last)
+        refused = run.train(last, clips, lambda step, is_last: step >= 97 and not is_last)
     assert refused
     assert refused[0] < last
 

@@ -18,7 +18,7 @@ __all__ = ["Cause", "Found", "HowItComes", "Loop", "Room"]
 Loop = Callable[[Training], None]
 HowItComes = Literal["StepError", "ValueError", "ElasticError", "RanksDisagreeError", "TornStepError", "warning"]
 Found = Literal["at once", "first steps", "sampled"]
-"""At once: where it is made. Sampled: in the first steps and in one of many after them."""
+"""At once: where it is made. Sampled: in the first steps and in ever fewer after them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
