@@ -1,6 +1,6 @@
 """The training whose checkpoint and records lie here: of one rank or two, with nothing in it that a machine rounds.
 
-    elastic-run --standalone --nproc-per-node=2 job.py FOLDER        saves step 3 in FOLDER/storage, and fails on purpose
+    elastic-run --standalone --nproc-per-node=2 job.py FOLDER    saves step 3 in FOLDER/storage, and fails on purpose
 
 It uses what users may use and nothing else. Every number in it is a small multiple of a power of two, so that the same
 state is saved to the bit wherever it runs.
