@@ -44,6 +44,8 @@ class Numbers(Dataset[tuple[torch.Tensor, int, int]]):
 class Model(nn.Module):
     """Two layers, a buffer, and a parameter without a gradient."""
 
+    seen: torch.Tensor
+
     def __init__(self, start: float) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)

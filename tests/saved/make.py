@@ -47,6 +47,7 @@ def main() -> None:
         hardware.write_text(json.dumps(without_addresses(json.loads(hardware.read_text()))))
         for path in [*(HERE / "run").iterdir(), *(HERE / "storage").rglob("RUN.json")]:
             path.write_text(elsewhere(path.read_text(), folder))
+    write_outputs()
 
 
 def ran_in(folder: Path) -> dict[str, Any]:
@@ -70,6 +71,21 @@ def ran_in(folder: Path) -> dict[str, Any]:
     return found
 
 
+def write_outputs() -> None:
+    """What commands tell of all that."""
+    from tests import test_installed as installing
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        installed = installing.Installed(folder)
+        for name in ("run", "storage"):
+            shutil.copytree(HERE / name, folder / name)
+        told = installing.read_by_commands(installed)
+        with installing.master(installed, folder / "master") as address:
+            told |= installing.asked_of_master(installed, "--master", address)
+    write_json("outputs.json", told)
+
+
 def without_addresses(hardware: dict[str, Any]) -> dict[str, Any]:
     hardware["network"] |= {"host_addresses": ["127.0.0.1"], "interfaces": []}
     hardware["system"] |= {"kernel": "6.1.0", "boot_id": "0"}
@@ -82,7 +98,7 @@ def elsewhere(text: str, folder: Path) -> str:
 
 
 def write_json(name: str, value: object) -> None:
-    (HERE / name).write_text(json.dumps(value, indent=1) + "\n")
+    (HERE / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
