@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, Sequence[str]] = json.loads((SAVED / "commands.json").rea
 """Each command with its options."""
 OUTPUTS: Mapping[str, Any] = json.loads((SAVED / "outputs.json").read_text())
 """What commands tell of what is saved here, as JSON."""
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 60.0
 
 _RUN_EACH = """
 import contextlib, io, json, os, runpy, sys

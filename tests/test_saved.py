@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext import ConfigWatcher, ElasticConfig
+from elastic_ext import ConfigError, ConfigWatcher, ElasticConfig
 from tests.ranks import RankPool
 from tests.saved.job import JOB, NUM_STEPS, Training
 
@@ -134,10 +134,20 @@ def test_a_config_of_every_key_is_written_and_digested_as_it_was() -> None:
 
 
 def test_the_table_of_keys_is_what_it_was() -> None:
-    """The page's, which another test holds to the code."""
+    """On the page; and what a value of no key's range is answered with is what stands in the table."""
+    table = (SAVED / "keys.md").read_text(encoding="utf-8")
     page = (SAVED.parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert (SAVED / "keys.md").read_text(encoding="utf-8") in page
-    assert page.count("\n| `") >= len(ALL_KEYS)
+    assert f"\n{table}\n" in page
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
+    assert {cells[0].strip("`") for cells in rows} >= ALL_KEYS.keys() - {"user.größe"}
+    for key, allowed, _ in rows:
+        path = key.strip("`").replace("<name>", "a")
+        wrong: object = {} if path == "user.a" else []
+        for name in reversed(path.split(".")):
+            wrong = {name: wrong}
+        with pytest.raises(ConfigError) as refused:
+            ElasticConfig.parse(json.dumps({"version": 1} | wrong).encode())  # type: ignore[operator]
+        assert [each.allowed for each in refused.value.refusals] == [allowed]
 
 
 def test_a_config_in_a_run_directory_is_watched_as_it_stands() -> None:
