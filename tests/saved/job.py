@@ -137,7 +137,8 @@ def whole(tensor: torch.Tensor) -> Any:
 
 
 def say(told: Mapping[str, object]) -> None:
-    print(f"told {json.dumps(told)}", flush=True)
+    sys.stdout.write(f"told {json.dumps(told)}\n")  # at once: other ranks write there too
+    sys.stdout.flush()
 
 
 def main(folder: Path) -> None:

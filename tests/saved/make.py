@@ -2,23 +2,24 @@
 
     python -m tests.saved.make
 
-A job of two ranks runs under elastic-run, with a config of three versions. Its checkpoint and its run directory are
-kept as they are, but for the machine's name and addresses and the folder's; its master's store is kept as SQL.
+A job of two ranks runs under elastic-run, installed from a wheel, with a config of four versions. Its checkpoint and
+its run directory are kept as they are, but for the machine's name and addresses and the folder's; its master's store
+is kept as SQL. What is pinned by name (public.json, commands.json, metrics.json, keys.md, config.json) is edited by hand.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import sqlite3
 import subprocess
-import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from tests.test_installed import Installed, asked_of_master, master, read_by_commands
 
 HERE = Path(__file__).resolve().parent
 AWAY = ("*.lock", "place", "incarnation", "logs", "master", "master.*", "stacks-*")
@@ -27,11 +28,13 @@ NAMES = {"host": "node-a", "folder": "/jobs/saved"}
 
 
 def main() -> None:
-    for name in ("run", "storage"):
-        shutil.rmtree(HERE / name, ignore_errors=True)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()
-        told = ran_in(folder)
+        (folder / "of-wheel").mkdir()
+        installed = Installed(folder / "of-wheel")
+        told = ran_in(folder, installed)
+        for name in ("run", "storage"):
+            shutil.rmtree(HERE / name, ignore_errors=True)
         write_json("expected.json", told["facts"])
         shutil.copytree(folder / "storage", HERE / "storage", ignore=shutil.ignore_patterns("*.lock"))
         shutil.copytree(folder / "run", HERE / "run", ignore=shutil.ignore_patterns(*AWAY))
@@ -47,42 +50,35 @@ def main() -> None:
         hardware.write_text(json.dumps(without_addresses(json.loads(hardware.read_text()))))
         for path in [*(HERE / "run").iterdir(), *(HERE / "storage").rglob("RUN.json")]:
             path.write_text(elsewhere(path.read_text(), folder))
-    write_outputs()
+        write_outputs(folder, installed)
 
 
-def ran_in(folder: Path) -> dict[str, Any]:
+def ran_in(folder: Path, installed: Installed) -> dict[str, Any]:
     """What rank 0 of the job tells."""
     shutil.copy(HERE / "job.py", folder)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("ELASTIC_EXT")}
-    environ |= {"ELASTIC_EXT_RUN_DIR": f"{folder}/run", "ELASTIC_EXT_JOB": "saved", "OMP_NUM_THREADS": "1"}
-    environ["PYTHONPATH"] = str(HERE.parent.parent)
+    environ = {**installed.environ, "ELASTIC_EXT_RUN_DIR": f"{folder}/run", "ELASTIC_EXT_JOB": "saved"}
     for change in (
         ["set", "optimizer.learning_rate=0.125", "user.note=one", "--reason", "a start"],
         ["set", "optimizer.learning_rate=0.25", "user.names=[1, null, [true]]", "--at-step", "1", "--reason", "faster"],
         ["undo"],
         ["set", "optimizer.learning_rate=0.25", "--reason", "faster after all"],
     ):
-        subprocess.run([sys.executable, "-m", "elastic_ext.cli", "config", *change], env=environ, check=True)
+        subprocess.run([installed.script("elastic-ext"), "config", *change], env=environ, check=True)
     (folder / "seen").touch()
-    command = ["-m", "elastic_ext.run", "--standalone", "--nproc-per-node=2", f"{folder}/job.py", str(folder)]
-    done = subprocess.run([sys.executable, *command], env=environ, text=True, stdout=subprocess.PIPE)
+    command = [installed.script("elastic-run"), "--standalone", "--nproc-per-node=2", f"{folder}/job.py", str(folder)]
+    done = subprocess.run(command, env=environ, text=True, stdout=subprocess.PIPE)
     (told, *_) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
     found: dict[str, Any] = json.loads(told.removeprefix("told "))
     return found
 
 
-def write_outputs() -> None:
+def write_outputs(folder: Path, installed: Installed) -> None:
     """What commands tell of all that."""
-    from tests import test_installed as installing
-
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made).resolve()
-        installed = installing.Installed(folder)
-        for name in ("run", "storage"):
-            shutil.copytree(HERE / name, folder / name)
-        told = installing.read_by_commands(installed)
-        with installing.master(installed, folder / "master") as address:
-            told |= installing.asked_of_master(installed, "--master", address)
+    for name in ("run", "storage"):
+        shutil.copytree(HERE / name, installed.folder / name)
+    told = read_by_commands(installed)
+    with master(installed, folder / "again") as address:
+        told |= asked_of_master(installed, "--master", address)
     write_json("outputs.json", told)
 
 
