@@ -4,7 +4,7 @@
 
 A job of two ranks runs under elastic-run, installed from a wheel, with a config of four versions. Its checkpoint and
 its run directory are kept as they are, but for the machine's name and addresses and the folder's; its master's store
-is kept as SQL. What is pinned by name (public.json, commands.json, metrics.json, keys.md, config.json) is edited by hand.
+is kept as SQL. What is pinned by name (public, commands, metrics and config.json, keys.md) is edited by hand.
 """
 
 from __future__ import annotations
