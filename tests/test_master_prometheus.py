@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +19,8 @@ from benchmarks.master_beats import made_workers
 from elastic_ext.master.metrics_server import MetricsServer
 from elastic_ext.master.prometheus import exposition
 from elastic_ext.master.wire import master_pb2
+
+PINNED = Path(__file__).resolve().parent / "saved" / "metrics.json"
 
 # --- the format, by its rules -----------------------------------------------------------------------------------------
 
@@ -127,6 +131,26 @@ def test_a_status_is_told_in_base_units_with_a_type_and_a_sentence_for_each_metr
     half = found["elastic_ext_rank_step_duration_seconds"].series[(("node", "n1"), ("quantile", "0.5"), ("rank", "9"))]
     assert half == pytest.approx(0.322, rel=0.05)
     assert len(found["elastic_ext_rank_running"].series) == found["elastic_ext_ranks"].series[()] == 16
+
+
+def test_metrics_have_the_names_kinds_and_labels_that_they_had() -> None:
+    """Of a master that knows all that it can. Lines are added to saved/metrics.json, and none is changed."""
+    status = _status()
+    status.progress.tokens_per_second = 1.0
+    status.tuning.MergeFrom(
+        master_pb2.TuningStatus(mode="auto", num_decisions=1, best=1.0, predicted=1.0, measured=1.0)
+    )
+    worker = status.nodes[0].workers[0]
+    for each in worker.DESCRIPTOR.fields:
+        if each.has_presence and each.message_type is None and not worker.HasField(each.name):
+            setattr(worker, each.name, 1)
+    counts = ("joins", "beats", "pushes", "generated", "unacknowledged", "events")
+    found = parsed(exposition(status, dict.fromkeys(counts, 1), {"fenced": 1}))
+    told = {
+        name: " ".join([metric.kind, *(label for label, _ in next(iter(metric.series)))])
+        for name, metric in found.items()
+    }
+    assert told == json.loads(PINNED.read_text())
 
 
 def test_a_master_that_knows_nothing_yet_is_told_of_too() -> None:
