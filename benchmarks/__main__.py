@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness import Result, table, this_machine
 from benchmarks.plan import SHORT_SHARE, in_words, on_gpu
-from benchmarks.recording import CommitError, commit_of, record_of, write_record
+from benchmarks.recording import CommitError, commit_of, is_commit, record_of, write_record
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -108,6 +108,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.minutes:
         sys.stdout.write(in_words(names, is_short=given.short))
         return 0
+    if given.commit is not None and not is_commit(given.commit):
+        parser.error(f"--commit is {given.commit!r}; allowed: all forty digits of one: git rev-parse HEAD")
     if given.record and given.commit is None:
         try:
             given.commit = commit_of(FOLDER.parent)
@@ -116,14 +118,16 @@ def main(arguments: Sequence[str]) -> int:
     if len(names) == 1:
         return run_one(names[0], given)
     failed = []
+    began = time.monotonic()
     for name in names:
         sys.stdout.write(f"\n== {name}\n")
         sys.stdout.flush()
         flags = [*_flags(given), *(["--commit", given.commit] if given.record else [])]
         if subprocess.run([sys.executable, "-m", "benchmarks", name, *flags]).returncode != 0:
             failed.append(name)
+    sys.stdout.write(f"\ntogether they took {(time.monotonic() - began) / 60:.1f} min\n")
     if failed:
-        sys.stdout.write(f"\nfailed: {', '.join(failed)}\n")
+        sys.stdout.write(f"failed: {', '.join(failed)}\n")
     return int(bool(failed))
 
 

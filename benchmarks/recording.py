@@ -33,6 +33,7 @@ __all__ = [
     "as_json",
     "commit_of",
     "from_json",
+    "is_commit",
     "path_of",
     "read_records",
     "record_of",
@@ -178,6 +179,11 @@ def commit_of(root: Path) -> str:
     return commit
 
 
+def is_commit(text: str) -> bool:
+    """Whether this may be a commit's whole name."""
+    return _COMMIT.fullmatch(text) is not None
+
+
 def _git(root: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True).stdout
 
@@ -278,7 +284,7 @@ def _finding(values: Mapping[str, Any]) -> Finding:
 
 def _problem(record: Record) -> str | None:
     """What is wrong with a record that has all keys, if anything is."""
-    if _COMMIT.fullmatch(record.commit) is None:
+    if not is_commit(record.commit):
         return f"commit is {record.commit!r}; allowed: the forty digits of one"
     if _DATE.fullmatch(record.date) is None:
         return f"date is {record.date!r}; allowed: year, month and day, as 2026-01-31"

@@ -419,6 +419,9 @@ def test_the_command_tells_minutes_and_refuses_what_no_gpu_is_for(capsys: pytest
     with pytest.raises(SystemExit):
         main(["--gpu", "guard"])
     assert "nothing of guard needs a GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--record", "--commit", "0123456", "guard"])
+    assert "--commit is '0123456'" in capsys.readouterr().err
 
 
 def test_a_table_in_markdown_is_what_is_recorded_of_it() -> None:
