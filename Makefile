@@ -15,7 +15,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-config test test-slow test-gpu test-peers lint bench docs stubs clean
+.PHONY: help demo demo-config test test-slow test-gpu test-peers lint bench bench-whole gpu results docs stubs clean
 
 help:
 	@echo "make demo       a training job that starts badly and tunes itself while it trains"
@@ -23,7 +23,9 @@ help:
 	@echo "make test       the tests; test-slow and test-gpu: those left out of it"
 	@echo "make test-peers torch's own tests of its DataLoader with ours in its place: CHECKOUT=/path/to/torchdata's repository"
 	@echo "make lint       ruff and mypy"
-	@echo "make bench      the benchmarks, with their tables"
+	@echo "make bench      the benchmarks in under an hour, with their tables; bench-whole: as they are recorded"
+	@echo "make gpu        for a machine with a GPU: the tests that need one, then the benchmarks that do, recorded"
+	@echo "make results    benchmarks/RESULTS.md, from benchmarks/results/"
 	@echo "make docs       the documentation, into build/docs"
 	@echo "make stubs      the code for the master's messages, from master.proto (Python 3.12 or older)"
 	@echo "make clean      remove all that make has made"
@@ -80,7 +82,19 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(BENCH_READY)
+	$(BIN)/python -m benchmarks --short $(ARGS)
+
+bench-whole: $(BENCH_READY)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# What tests find wrong needs no measuring: the benchmarks follow where all of them pass.
+gpu: $(BENCH_READY)
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks --gpu --record $(ARGS)
+	$(BIN)/python -m benchmarks.results_page
+
+results: $(READY)
+	$(BIN)/python -m benchmarks.results_page
 
 docs: $(READY)
 	$(BIN)/python -m sphinx -W -n --keep-going -q -b html -d build/doctrees docs build/docs

@@ -87,11 +87,11 @@ NUM_STEPS_TO_SETTLE = 100  # "auto" looks at the last 32 steps, and changes its 
 NUM_INTERVALS = 2  # in a block, at least: in a shorter one the median would miss agreements altogether
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """Two tables (wall, CPU) for each plan, and one of changes."""
     results: list[Result] = []
     for plan in PLANS:
-        results.extend(cost_of_agreement(plan))
+        results.extend(cost_of_agreement(dataclasses.replace(plan, budget_seconds=share * plan.budget_seconds)))
     results.append(latency_of_changes(world_size=2, num_changes=NUM_CHANGES))
     return results
 

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from benchmarks.harness import Result, Verdict, shown_value
+from benchmarks.harness import Finding, Result, Verdict, shown_value
 from elastic_ext.profile.changing import ChangeDetector
 
 __all__ = [
@@ -188,6 +188,20 @@ class DetectorTable:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(row.decided()[0] for row in self.rows)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(
+            Finding(
+                claim=f"{row.name}: {_target(row)}" if row.is_claimed else f"{row.name}: alarms, and steps until seen",
+                side=row.name,
+                value=f"{row.num_alarms} alarms; {', '.join(_shown(each) for each in row.delays)} steps",
+                target=_target(row) or None,
+                verdict=row.decided()[0],
+                reason=row.decided()[1] if row.is_claimed else None,
+            )
+            for row in self.rows
+        )
 
     def table_lines(self) -> list[str]:
         names = " | ".join(f"{factor:.2f} times as long: steps (seen)" for factor in FACTORS)

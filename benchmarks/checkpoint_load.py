@@ -128,17 +128,19 @@ def started(num_ranks: int, task: Task, storage: Path) -> Iterator[Ranks]:
         yield Ranks(gang)
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A table of times for each direction of loading, one of bytes read, one of memory, and one of saving."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ranks = {num: stack.enter_context(started(num, LARGE, Path(folder))) for num in (2, 4)}
         times, reads, peaks = [], [], []
         for saving, loading in DIRECTIONS:
-            compared, seen = compare_loads(ranks[saving], ranks[loading], f"{saving} to {loading} ranks")
+            compared, seen = compare_loads(
+                ranks[saving], ranks[loading], f"{saving} to {loading} ranks", share * LOAD_SECONDS
+            )
             times.append(compared)
             reads += [_read_row(f"{saving} to {loading}", way, seen[way]) for way in WAYS if way != "full"]
             peaks += [_peak_row(f"{saving} to {loading}", way, seen[way]) for way in WAYS]
-        saves = compare_saves(ranks[2], "2 ranks")
+        saves = compare_saves(ranks[2], "2 ranks", share * SAVE_SECONDS)
     full_note = "the full state is not among them: rank 0 maps its file, and what it sends is not read from one"
     return [
         *times,
@@ -148,22 +150,22 @@ def main() -> list[Result]:
     ]
 
 
-def compare_loads(saving: Ranks, loading: Ranks, what: str) -> tuple[Comparison, Sights]:
+def compare_loads(saving: Ranks, loading: Ranks, what: str, budget_seconds: float) -> tuple[Comparison, Sights]:
     """How long loading takes in each way, and what else was seen of it."""
     title = f"Load, {what}, wall time"
     seen = _nothing_seen()
     paths = {way: saving.save(way)[0] for way in WAYS}
-    compared = _compared(title, sides_of_loads(loading, paths, seen, title), seen, LOAD_SECONDS)
+    compared = _compared(title, sides_of_loads(loading, paths, seen, title), seen, budget_seconds)
     for path in paths.values():
         _remove(path)
     return compared, seen
 
 
-def compare_saves(ranks: Ranks, what: str) -> Comparison:
+def compare_saves(ranks: Ranks, what: str, budget_seconds: float) -> Comparison:
     """How long saving takes in each way."""
     title = f"Save to durable, {what}, wall time"
     seen = _nothing_seen()
-    return _compared(title, sides_of_saves(ranks, seen, title), seen, SAVE_SECONDS)
+    return _compared(title, sides_of_saves(ranks, seen, title), seen, budget_seconds)
 
 
 def sides_of_loads(ranks: Ranks, paths: Mapping[WayName, Path], seen: Sights, title: str) -> list[Side]:

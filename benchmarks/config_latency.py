@@ -32,7 +32,7 @@ from watchdog.observers.api import BaseObserver
 from watchdog.observers.polling import PollingObserver
 
 from benchmarks.gang import Gang
-from benchmarks.harness import Result
+from benchmarks.harness import Result, shortened
 from benchmarks.quantiles import QuantileTable, QuantileTarget, Samples
 from benchmarks.replacing import replace_file
 from elastic_ext.watch import ConfigWatcher
@@ -106,11 +106,12 @@ class ByHand(FileSystemEventHandler):
                 self._changed.notify_all()
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A table with events and one without."""
+    with_events, without = (shortened(num, share, least=5) for num in (NUM_VERSIONS_WITH_EVENTS, NUM_VERSIONS_WITHOUT))
     return [
-        latencies_with_events(num_processes=NUM_PROCESSES, num_versions=NUM_VERSIONS_WITH_EVENTS),
-        latencies_without_events(num_processes=NUM_PROCESSES, num_versions=NUM_VERSIONS_WITHOUT),
+        latencies_with_events(num_processes=NUM_PROCESSES, num_versions=with_events),
+        latencies_without_events(num_processes=NUM_PROCESSES, num_versions=without),
     ]
 
 

@@ -11,7 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.harness import Reading, Readings, Side, Verdict, bootstrap_interval, run_rounds, shown_value
+from benchmarks.harness import (
+    Finding,
+    Reading,
+    Readings,
+    Side,
+    Verdict,
+    bootstrap_interval,
+    rounded,
+    run_rounds,
+    shown_value,
+)
 
 __all__ = ["DifferenceTable", "Differences", "compare_differences", "compare_shares", "decide_difference"]
 
@@ -54,6 +64,30 @@ class DifferenceTable:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(self._decided(row)[0] for row in self.rows)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        baseline, *others = self.rows
+        usual = median(baseline.values)
+        return tuple(
+            Finding(
+                claim=f"{row.name}, beside {baseline.name}"
+                if row.at_most is None
+                else f"{row.name} takes at most {row.at_most * 1e6:.1f} µs more than {baseline.name}",
+                side=row.name,
+                value=_shown(median(row.values)),
+                peer=baseline.name,
+                peer_value=_shown(usual),
+                ratio=rounded(1 + row.difference / usual),
+                difference=f"{_signed(row.difference)} ({_span(row.interval)})",
+                aa_interval=(round(self.aa_interval[0] * 1e6, 1), round(self.aa_interval[1] * 1e6, 1)),
+                aa_unit="µs",
+                target=None if row.at_most is None else f"≤ {_signed(row.at_most)}",
+                verdict=self._decided(row)[0],
+                reason=None if row.at_most is None else self._decided(row)[1],
+            )
+            for row in others
+        )
 
     def table_lines(self) -> list[str]:
         lines = [

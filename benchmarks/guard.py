@@ -87,7 +87,7 @@ PAIRS: Mapping[str, Sequence[WayName]] = {"guarded": ("never", "always"), "not g
 """What is compared, the baseline first."""
 FREE = Claim(at_most=1.01)
 NUM_IN_BLOCK = 2  # steps: sides that are read close together differ least by what else the machine does
-MIN_ROUNDS = 15
+MIN_ROUNDS = 9
 NUM_CALIBRATING = 3  # rounds
 BUDGET_SECONDS = 22.0  # for each comparison, about
 NUM_TRIALS = 3
@@ -101,15 +101,19 @@ MOST_SECONDS = 10e-6  # 1% of a step of a millisecond
 LARGE = Task(widths=(512, 1024, 1024, 1024, 1024, 1024, 512), num_samples=64)
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """Four tables of steps by ranks and micro-steps, one of calls, and one of steps that come again by ranks."""
     torch.set_num_threads(1)
+    budget_seconds = share * BUDGET_SECONDS
     steps = [
         table
         for num_ranks, num_micro_steps in product((1, 2), (1, 4))
-        for table in costs_of_steps(dataclasses.replace(LARGE, num_micro_steps=num_micro_steps), num_ranks)
+        for table in costs_of_steps(
+            dataclasses.replace(LARGE, num_micro_steps=num_micro_steps), num_ranks, budget_seconds=budget_seconds
+        )
     ]
-    return [*steps, cost_of_calls(), *(costs_of_trials(LARGE, num_ranks) for num_ranks in (1, 2))]
+    calls = cost_of_calls(budget_seconds=budget_seconds)
+    return [*steps, calls, *(costs_of_trials(LARGE, num_ranks) for num_ranks in (1, 2))]
 
 
 # --- steps in which nothing fails -----------------------------------------------------------------------------------

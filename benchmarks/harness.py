@@ -1,7 +1,9 @@
 """Comparing ways to do the same work, interleaved in one process: ratios round by round, and how far to believe them.
 
-A benchmark is a module of this folder whose ``main()`` returns the results that it came to, such as comparisons;
-``python -m benchmarks`` prints and records them. Nothing here knows what is compared.
+A benchmark is a module of this folder whose ``main()`` returns the results that it came to, such as comparisons. One
+that is long takes ``share``, how much of its usual time to use, and takes fewer rounds, trials or jobs by that;
+``main_on_gpu()`` is what needs a GPU. ``python -m benchmarks`` prints and records them. Nothing here knows what is
+compared, nor how results are kept.
 
 Words: a *side* is one way to do the work; the first is the *baseline*, A, and runs twice in each *round*, as A and A'.
 A *ratio* is a side's reading over the baseline's of the same round, so less is better. The *A/A interval* is what
@@ -19,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Literal, Protocol
@@ -29,6 +30,7 @@ import psutil
 __all__ = [
     "Claim",
     "Comparison",
+    "Finding",
     "Machine",
     "Reading",
     "Readings",
@@ -45,9 +47,10 @@ __all__ = [
     "comparison_of",
     "decide",
     "paired_ratios",
-    "record",
     "rotated",
+    "rounded",
     "run_rounds",
+    "shortened",
     "shown_value",
     "table",
     "this_machine",
@@ -58,7 +61,6 @@ Unit = Literal["seconds", "bytes", "count"]
 
 NUM_RESAMPLES = 2000
 LOW, HIGH = 0.05, 0.95  # which part of the resampled medians the A/A interval holds
-RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
 
 
 class UnlikeWorkError(RuntimeError):
@@ -126,6 +128,31 @@ class Row:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One side's line in the results: what it came to, beside what, and whether that is what is claimed of it.
+
+    What does not apply, or was not measured, is None.
+    """
+
+    claim: str
+    """What is claimed, in words that can be read without the table; where nothing is, what was measured."""
+    side: str
+    value: str
+    """As it is shown, with its unit."""
+    peer: str | None = None
+    peer_value: str | None = None
+    ratio: float | None = None
+    """The side's over the peer's, as the median of paired rounds where there were rounds."""
+    difference: str | None = None
+    """The side's less the peer's, with its unit, where the claim is of that."""
+    aa_interval: tuple[float, float] | None = None
+    aa_unit: Literal["ratio", "µs"] = "ratio"
+    target: str | None = None
+    verdict: Verdict = "none claimed"
+    reason: str | None = None
+
+
 class Result(Protocol):
     """What a benchmark's ``main`` returns some of: a table that can be printed and recorded."""
 
@@ -140,6 +167,10 @@ class Result(Protocol):
     @property
     def verdicts(self) -> Sequence[Verdict]:
         """What became of each row's claim."""
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """What the results say of it: a line for each claim, and for what was measured beside it."""
 
     def table_lines(self) -> list[str]:
         """The table in Markdown."""
@@ -162,6 +193,28 @@ class Comparison:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(row.verdict for row in self.rows)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        baseline, *others = self.rows
+        takes = "comes to" if self.unit == "count" else "takes"
+        return tuple(
+            Finding(
+                claim=f"{row.name} {takes} at most {row.claim.at_most:.4g} times what {baseline.name} {takes}"
+                if row.claim
+                else f"{row.name}, beside {baseline.name}",
+                side=row.name,
+                value=shown_value(row.median, self.unit),
+                peer=baseline.name,
+                peer_value=shown_value(baseline.median, self.unit),
+                ratio=rounded(row.ratio),
+                aa_interval=(rounded(row.aa_interval[0]), rounded(row.aa_interval[1])),
+                target=f"≤ {row.claim.at_most:.4g}" if row.claim else None,
+                verdict=row.verdict,
+                reason=row.reason if row.claim else None,
+            )
+            for row in others
+        )
 
     def table_lines(self) -> list[str]:
         digits = max(_digits(row.claim) for row in self.rows)
@@ -367,13 +420,26 @@ def _row(side: Side, values: Sequence[float], baseline: Sequence[float], aa_inte
     )
 
 
-# --- showing and recording ------------------------------------------------------------------------------------------
+# --- how long to go on ----------------------------------------------------------------------------------------------
+
+
+def shortened(number: int, share: float, *, least: int) -> int:
+    """How many of so many rounds, trials or jobs a run takes that has only a share of its time."""
+    return min(number, max(least, round(number * share)))
+
+
+# --- showing --------------------------------------------------------------------------------------------------------
 
 
 def table(result: Result) -> str:
     """A result as a Markdown table under its heading, with its notes."""
     notes = ["", *(f"- {note}" for note in result.notes)] if result.notes else []
     return "\n".join([result.heading, "", *result.table_lines(), *notes]) + "\n"
+
+
+def rounded(ratio: float) -> float:
+    """A ratio with the digits that are kept of it: five."""
+    return float(f"{ratio:.5g}")
 
 
 def shown_value(value: float, unit: Unit) -> str:
@@ -410,23 +476,3 @@ def this_machine() -> Machine:
         memory_bytes=psutil.virtual_memory().total,
         accelerator=torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
     )
-
-
-def versions() -> str:
-    """The versions of Python and torch that a result was seen with."""
-    return f"Python {platform.python_version()}, torch {metadata.version('torch')}"
-
-
-def record(name: str, results: Sequence[Result], *, date: str, command: str, machine: Machine, seen: str) -> str:
-    """A section for RESULTS.md: when, where and how one benchmark was run, and its tables."""
-    accelerator = f", {machine.accelerator}" if machine.accelerator else ""
-    head = [
-        f"## {date}: {name}",
-        "",
-        f"- command: `{command}`",
-        f"- machine: {machine.num_cpus} processors, {machine.cpu}, "
-        f"{shown_value(machine.memory_bytes, 'bytes')} of memory{accelerator}",
-        f"- {seen}",
-        "",
-    ]
-    return "\n".join(head) + "\n" + "\n".join(table(result) for result in results)

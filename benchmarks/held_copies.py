@@ -32,6 +32,7 @@ from benchmarks.harness import (
     Side,
     UnlikeWorkError,
     compare_measures,
+    shortened,
     shown_value,
 )
 from benchmarks.held_copies_ranks import Block, Done, Rank, Task, copying_rank
@@ -64,9 +65,14 @@ Sights = Mapping[bool, Seen]
 Gangs = Mapping[bool, Gang[Rank, Block, Done]]
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """Two tables for one rank, and two for two ranks: of wall and of CPU time."""
-    return [table for num_ranks in (1, 2) for table in on_ranks(num_ranks)]
+    num_rounds, block_seconds = shortened(NUM_ROUNDS, share, least=3), BLOCK_SECONDS * max(share, 0.5)
+    return [
+        table
+        for num_ranks in (1, 2)
+        for table in on_ranks(num_ranks, block_seconds=block_seconds, num_rounds=num_rounds)
+    ]
 
 
 def on_ranks(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Comparison, Reading, Result, Side, compare
+from benchmarks.harness import Comparison, Reading, Result, Side, compare, shortened
 from benchmarks.loader_speed import NAMES, LoaderName, Tiny, make_loader, without_advice
 
 __all__ = ["compared", "first_batch", "main"]
@@ -29,7 +29,7 @@ NUM_ROUNDS = 15
 BATCH_SIZE = 8
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A table for each number of workers, in a small process and in a large one."""
     torch.set_num_threads(1)
     gc.collect()
@@ -37,7 +37,7 @@ def main() -> list[Result]:
     with warnings.catch_warnings():
         without_advice()
         return [
-            compared(num_workers, num_bytes, num_rounds=NUM_ROUNDS)
+            compared(num_workers, num_bytes, num_rounds=shortened(NUM_ROUNDS, share, least=5))
             for num_bytes in HELD_BYTES
             for num_workers in NUM_WORKERS
         ]

@@ -134,14 +134,18 @@ SAMPLES = (
 )
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A table for each kind of samples and number of workers."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     with warnings.catch_warnings():
         without_advice()
-        return [table_of(kind, num_workers) for kind in SAMPLES for num_workers in NUM_WORKERS]
+        return [
+            table_of(kind, num_workers, budget_seconds=share * SECONDS)
+            for kind in SAMPLES
+            for num_workers in NUM_WORKERS
+        ]
 
 
 def without_advice() -> None:
@@ -149,7 +153,7 @@ def without_advice() -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
-def table_of(kind: Kind, num_workers: int) -> RateTable:
+def table_of(kind: Kind, num_workers: int, *, budget_seconds: float) -> RateTable:
     """The loaders at these settings."""
     with ExitStack() as stack:
         sides = sides_of(kind, num_workers, tuple(NAMES), stack)
@@ -162,7 +166,7 @@ def table_of(kind: Kind, num_workers: int) -> RateTable:
             "batches",
             sides,
             {NAMES["ours"]: kind.at_least},
-            num_rounds=max(MIN_ROUNDS, round(SECONDS / seconds) - 1),
+            num_rounds=max(MIN_ROUNDS, round(budget_seconds / seconds) - 1),
         )
 
 

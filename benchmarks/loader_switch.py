@@ -35,6 +35,7 @@ from benchmarks.harness import (
     bootstrap_interval,
     comparison_of,
     run_rounds,
+    shortened,
 )
 from benchmarks.loader_speed import without_advice
 from elastic_ext.accumulate import BatchPlan
@@ -86,14 +87,14 @@ class Slow(Dataset[tuple[int, int]]):
         return index, -1 if info is None else info.id
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """The longest waits, as ratios to making the loader anew and as differences from no change."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     with warnings.catch_warnings():
         without_advice()
-        return compared(SWITCH, num_rounds=NUM_ROUNDS)
+        return compared(SWITCH, num_rounds=shortened(NUM_ROUNDS, share, least=3))
 
 
 def compared(switch: Switch, *, num_rounds: int) -> list[Result]:

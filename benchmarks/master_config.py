@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Result
+from benchmarks.harness import Result, shortened
 from benchmarks.quantiles import QuantileTable, QuantileTarget, Samples
 from elastic_ext.agent.records import MASTER_FILE, MasterRecord
 from elastic_ext.master.client import MasterClient
@@ -39,9 +39,9 @@ BEYOND_STEPS_SECONDS = 0.05
 DEADLINE_SECONDS = 120.0
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A row for each length of steps."""
-    rows = tuple(_row(seconds, num_changes=NUM_CHANGES) for seconds in STEPS_SECONDS)
+    rows = tuple(_row(seconds, num_changes=shortened(NUM_CHANGES, share, least=10)) for seconds in STEPS_SECONDS)
     return [
         QuantileTable(
             title=f"Set at the master to in force on {NUM_RANKS} ranks, which agree at every step",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import Result, shown_value
+from benchmarks.harness import Result, shortened, shown_value
 from benchmarks.master_load import Load, LoadTable, Measured, Row, measured
 
 __all__ = ["FLOOD", "SPINNING", "Flooded", "flooded", "main", "table_of"]
@@ -53,10 +53,10 @@ class Flooded:
         return max(*self.measured.bytes_in_quarters, self.measured.bytes_at_end)
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A flood and spinning, in turn."""
-    load = Load(num_agents=200, every_seconds=1.0, num_beats=60, num_pushes=1)
-    rounds = [(flooded(load, SPINNING), flooded(load, FLOOD)) for _ in range(_NUM_ROUNDS)]
+    load = Load(num_agents=200, every_seconds=1.0, num_beats=shortened(60, share, least=20), num_pushes=1)
+    rounds = [(flooded(load, SPINNING), flooded(load, FLOOD)) for _ in range(shortened(_NUM_ROUNDS, share, least=1))]
     return [table_of(load, [spun for spun, _ in rounds], [found for _, found in rounds])]
 
 
@@ -133,14 +133,14 @@ def table_of(load: Load, spun: Sequence[Flooded], found: Sequence[Flooded]) -> L
     rows = (
         Row(name="a beat beside eight that spin, p99", value=usual, shown=shown_value(usual, "seconds")),
         Row(
-            name="... in a flood, p99",
+            name="a beat in a flood, p99",
             value=busy,
             shown=shown_value(busy, "seconds"),
             at_most=_MOST_SECONDS,
             wanted=f"≤ {shown_value(_MOST_SECONDS, 'seconds')}",
         ),
         Row(
-            name="... over the former",
+            name="a beat in a flood, over one beside eight that spin",
             value=busy / usual,
             shown=f"{busy / usual:.2f}",
             at_most=_MOST_TIMES,

@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 import psutil
 
-from benchmarks.harness import Result, Verdict, shown_value
+from benchmarks.harness import Finding, Result, Verdict, shortened, shown_value
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.master_pb2_grpc import MasterStub
 
@@ -97,6 +97,24 @@ class LoadTable:
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(row.verdict for row in self.rows)
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        found = []
+        whole = ""  # what a name that begins with dots goes on from
+        for row in self.rows:
+            whole = row.name if not row.name.startswith("...") else whole
+            name = f"{whole.partition(',')[0]}, {row.name[3:].strip(' ,')}" if whole != row.name else row.name
+            found.append(
+                Finding(
+                    claim=f"{name}: {row.wanted}" if row.at_most is not None else name,
+                    side=name,
+                    value=row.shown,
+                    target=row.wanted or None,
+                    verdict=row.verdict,
+                )
+            )
+        return tuple(found)
+
     def table_lines(self) -> list[str]:
         lines = ["| measure | value | target | verdict |", "|---|---:|---:|---|"]
         for row in self.rows:
@@ -105,12 +123,13 @@ class LoadTable:
         return lines
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """Starts, each number of nodes, a tuner that plans, ten times the rate, and as many beats as an hour has."""
     rare = [Load(num_agents=num, every_seconds=10.0, num_beats=2) for num in (200, 1000, 2000)]
-    often = Load(num_agents=1000, every_seconds=1.0, num_beats=30, num_pushes=3)
+    often = Load(num_agents=1000, every_seconds=1.0, num_beats=shortened(30, share, least=10), num_pushes=3)
     tuned = Load(num_agents=1000, every_seconds=10.0, num_beats=3, has_plans=True)
-    long = Load(num_agents=200, every_seconds=0.25, num_beats=360, num_pushes=3)
+    num_beats = shortened(360, share, least=40)
+    long = Load(num_agents=200, every_seconds=0.25, num_beats=num_beats, num_pushes=3)
     return [
         table_of_starts([up_seconds() for _ in range(_NUM_STARTS)]),
         *(table_of(load, measured(load)) for load in rare),

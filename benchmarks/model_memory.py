@@ -10,7 +10,7 @@ one size alone). Beside them is what
 measured steps of 2 and 4 samples alone would tell: *a straight line* through their peaks, and *lines by phase* as a
 trainer without a module factory has them. An error is over the truth: below zero, a step takes more than was told.
 
-Not measured here where there is no GPU: the same on one.
+Not measured by ``main``: the same on a GPU, which is ``main_on_gpu``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks.allocated import allocated_on_cpu
-from benchmarks.harness import Result, Verdict, shown_value
+from benchmarks.harness import Finding, Result, Verdict, shown_value
 from benchmarks.memory_kinds import KINDS, Kind, blocks_of_kind, loss_of
 from elastic_ext.fsdp.blocks import recompute
 from elastic_ext.job_facts import MemoryFacts, PassesMemory
@@ -42,6 +42,7 @@ from elastic_ext.profile.tally import Peaks
 __all__ = ["ErrorTable", "Point", "main", "points_of", "table_of"]
 
 SIZES = (1, 2, 4, 8, 16, 32)
+SHORT_SIZES = (1, 2, 4, 8)
 COMPARED = 4
 FROM = (2, 4)  # what lines are drawn through
 HEADROOM = 0.06  # of memory that a tuner leaves: so much less than a step takes may be said of it
@@ -76,6 +77,23 @@ class ErrorTable:
         is_well = max(map(abs, errors)) <= self.most_error and min(errors) >= -HEADROOM
         return ("pass" if is_well else "fail",)
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        compared = max((point.compared for point in self.points), key=abs)
+        straight = max((point.straight for point in self.points), key=abs)
+        wanted = f"within {self.most_error:.0%}, and no less than {-HEADROOM:.0%}"
+        return (
+            Finding(
+                claim=f"what is told of a step's memory is {wanted} of the truth, at every size",
+                side="compared",
+                value=f"at worst {compared:+.2%}",
+                peer="a straight line through two sizes",
+                peer_value=f"at worst {straight:+.2%}",
+                target=wanted,
+                verdict=self.verdicts[0],
+            ),
+        )
+
     def table_lines(self) -> list[str]:
         head = "| samples | truth | worked out | compared | a straight line | lines by phase |"
         rows = [
@@ -89,11 +107,19 @@ class ErrorTable:
         return [head, "|---:|---:|---:|---:|---:|---:|", *rows, last]
 
 
-def main() -> list[Result]:
-    """A table for each kind of model, on a CPU, and on a GPU where there is one."""
+def main(share: float = 1.0) -> list[Result]:
+    """A table for each kind of model, on a CPU; with less time, of few and small sizes."""
+    return _tables(torch.device("cpu"), SIZES if share >= 1 else SHORT_SIZES)
+
+
+def main_on_gpu() -> list[Result]:
+    """The same tables on a GPU."""
+    return _tables(torch.device("cuda"), SIZES)
+
+
+def _tables(device: torch.device, sizes: Sequence[int]) -> list[Result]:
     torch.manual_seed(0)
-    devices = [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
-    return [table_of(kind, points_of(kind, device), device) for device in devices for kind in KINDS]
+    return [table_of(kind, points_of(kind, device, sizes), device) for kind in KINDS]
 
 
 def table_of(kind: Kind, points: Sequence[Point], device: torch.device) -> ErrorTable:

@@ -35,7 +35,7 @@ from unittest import mock
 import torch
 
 from benchmarks.differences import DifferenceTable, compare_differences, compare_shares
-from benchmarks.harness import Reading, Readings, Side, shown_value
+from benchmarks.harness import Reading, Readings, Side, shortened, shown_value
 from benchmarks.trainer_ranks import Loop, Task, make_loop
 from elastic_ext.profile import pace, windows
 from elastic_ext.profile.phases import Phase
@@ -69,25 +69,26 @@ NUM_OF_SMALL = 240  # steps in a block
 NUM_LOOPS = 5  # of each side, which take turns: where its tensors lie makes one quicker than another
 
 
-def main() -> list[DifferenceTable]:
+def main(share: float = 1.0) -> list[DifferenceTable]:
     """Tables of what looking costs, and of what it takes of steps of two lengths."""
     with mock.patch.dict(os.environ, ALLOCATOR):  # which is read as a process starts
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context) as process:
-            return process.submit(_tables).result()
+            return process.submit(_tables, share).result()
 
 
-def _tables() -> list[DifferenceTable]:
+def _tables(share: float) -> list[DifferenceTable]:
     assert ALLOCATOR.items() <= os.environ.items()
     torch.set_num_threads(1)
-    passing = cost_of_looking("no step looked at", num_rounds=120)
+    num_rounds, num_long = shortened(120, share, least=30), shortened(60, share, least=15)
+    passing = cost_of_looking("no step looked at", num_rounds=num_rounds)
     _, beyond = passing.rows[1].interval
     return [
-        cost_of_looking("every step looked at", num_rounds=120),
-        cost_of_looking("as by default", num_rounds=120),
+        cost_of_looking("every step looked at", num_rounds=num_rounds),
+        cost_of_looking("as by default", num_rounds=num_rounds),
         passing,
-        *share_of_steps("about 4 ms", SHORT, 0.01, passing_seconds=beyond, num_rounds=60),
-        *share_of_steps("about 40 ms", LONG, 0.002, passing_seconds=beyond, num_rounds=60),
+        *share_of_steps("about 4 ms", SHORT, 0.01, passing_seconds=beyond, num_rounds=num_long),
+        *share_of_steps("about 40 ms", LONG, 0.002, passing_seconds=beyond, num_rounds=num_long),
     ]
 
 

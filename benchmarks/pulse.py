@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from benchmarks.differences import DifferenceTable, compare_differences
-from benchmarks.harness import Claim, Comparison, Reading, Result, Side, compare, shown_value
+from benchmarks.harness import Claim, Comparison, Reading, Result, Side, compare, shortened, shown_value
 from benchmarks.trainer_ranks import Task, make_loop
 from elastic_ext.agent.hanging import HangLimits
 from elastic_ext.agent.monitor import Monitor, Watched
@@ -54,10 +54,11 @@ sys.stdin.read()
 """
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A table of a very small step, and one of a moderate one."""
     torch.set_num_threads(1)
-    return [cost_of_writing(num_rounds=200), share_of_steps(num_rounds=200)]
+    num_rounds = shortened(200, share, least=15)
+    return [cost_of_writing(num_rounds=num_rounds), share_of_steps(num_rounds=num_rounds)]
 
 
 def cost_of_writing(*, num_rounds: int) -> DifferenceTable:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from benchmarks.harness import HIGH, LOW, Unit, Verdict, shown_value
+from benchmarks.harness import HIGH, LOW, Finding, Unit, Verdict, shown_value
 
 __all__ = ["QuantileTable", "QuantileTarget", "Samples", "interval_of_quantile", "quantile"]
 
@@ -53,6 +53,10 @@ class QuantileTable:
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(decide_quantile(row)[0] for row in self.rows)
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(_finding(row) for row in self.rows)
+
     def table_lines(self) -> list[str]:
         lines = [
             "| name | samples | p50 (90% interval) | p99 (90% interval) | largest | target | verdict |",
@@ -68,6 +72,22 @@ class QuantileTable:
                 f"| {shown_value(max(values), row.unit)} | {claimed} | {verdict} |"
             )
         return lines
+
+
+def _finding(row: Samples) -> Finding:
+    """Of the quantile that is claimed, else of the median."""
+    target = row.target or QuantileTarget(quantile=0.5, at_most=math.inf)
+    place = "largest" if target.quantile == 1 else f"p{100 * target.quantile:g}"
+    found = quantile(list(chain.from_iterable(row.occasions)), target.quantile)
+    limit = shown_value(target.at_most, row.unit)
+    return Finding(
+        claim=f"{row.name}: the {place} is at most {limit}" if row.target else f"{row.name}: the {place}",
+        side=row.name,
+        value=f"{place} {shown_value(found, row.unit)}",
+        target=f"{place} ≤ {limit}" if row.target else None,
+        verdict=decide_quantile(row)[0],
+        reason=decide_quantile(row)[1] if row.target else None,
+    )
 
 
 def quantile(values: Sequence[float], share: float) -> float:

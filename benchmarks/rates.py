@@ -11,7 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.harness import Reading, Readings, Side, Verdict, bootstrap_interval, paired_ratios, run_rounds
+from benchmarks.harness import (
+    Finding,
+    Reading,
+    Readings,
+    Side,
+    Verdict,
+    bootstrap_interval,
+    paired_ratios,
+    rounded,
+    run_rounds,
+)
 
 __all__ = ["RateTable", "Rates", "compare_rates", "decide_rate"]
 
@@ -52,6 +62,28 @@ class RateTable:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(self._decided(row)[0] for row in self.rows)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        baseline, *others = self.rows
+        low, high = self.aa_interval
+        return tuple(
+            Finding(
+                claim=f"{row.name}, beside {baseline.name}, in {self.what} a second: more is better"
+                if row.at_least is None
+                else f"{row.name} gives at least {row.at_least:.4g} times the {self.what} a second of {baseline.name}",
+                side=row.name,
+                value=f"{median(row.values):,.0f} a second",
+                peer=baseline.name,
+                peer_value=f"{median(baseline.values):,.0f} a second",
+                ratio=rounded(median(row.ratios)),
+                aa_interval=(rounded(low), rounded(high)),
+                target=None if row.at_least is None else f"≥ {row.at_least:.4g}",
+                verdict=self._decided(row)[0],
+                reason=None if row.at_least is None else self._decided(row)[1],
+            )
+            for row in others
+        )
 
     def table_lines(self) -> list[str]:
         lines = [

@@ -39,12 +39,15 @@ from benchmarks.gang import Gang
 from benchmarks.harness import (
     Claim,
     Comparison,
+    Finding,
     Readings,
     Result,
     Side,
     UnlikeWorkError,
     Verdict,
     compare_measures,
+    rounded,
+    shortened,
     shown_value,
 )
 from benchmarks.quantiles import QuantileTable, QuantileTarget, Samples, decide_quantile
@@ -101,6 +104,15 @@ class Plan:
     """Steps."""
     num_step_rounds: int
 
+    def shortened(self, share: float) -> Plan:
+        """The same tour with fewer rounds, each change with fewer restarts beside it."""
+        return dataclasses.replace(
+            self,
+            num_rounds=shortened(self.num_rounds, share, least=3),
+            num_restarts=shortened(self.num_restarts, share, least=1),
+            num_step_rounds=shortened(self.num_step_rounds, share, least=6),
+        )
+
 
 LARGE = Plan(
     task=Task(num_blocks=12, width=512, num_words=4099),
@@ -115,8 +127,9 @@ LARGE = Plan(
 )
 
 
-def main(plan: Plan = LARGE) -> list[Result]:
+def main(plan: Plan = LARGE, share: float = 1.0) -> list[Result]:
     """A table of changes, one of the memory that they take, and one of steps for each plan."""
+    plan = plan.shortened(share)
     with tempfile.TemporaryDirectory() as folder:
         with started(plan.task, plan.tour[0], Path(folder)) as ranks:
             changes = measure_changes(ranks, plan)
@@ -197,6 +210,23 @@ class ChangeTable:
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(row.decided[0] for row in self.rows)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(
+            Finding(
+                claim=f"{row.name}: live takes at most {FASTER.at_most:g} times what save, restart and load take",
+                side="live",
+                value=shown_value(median(row.live), "seconds"),
+                peer="save, restart and load",
+                peer_value=" + ".join(shown_value(median(each), "seconds") for each in (row.saves, row.restarts)),
+                ratio=rounded(median(row.live) / row.peer_seconds),
+                target=f"≤ {FASTER.at_most:g}, and no byte too many",
+                verdict=row.decided[0],
+                reason=row.decided[1],
+            )
+            for row in self.rows
+        )
 
     def table_lines(self) -> list[str]:
         lines = [

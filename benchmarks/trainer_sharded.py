@@ -26,8 +26,8 @@ PLANS = (
 )
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """Two tables for each plan: of wall and of CPU time."""
     torch.set_num_threads(1)
     task = dataclasses.replace(MODERATE, is_sharded=True)
-    return [table for plan in PLANS for table in on_ranks(plan, num_ranks=2, task=task)]
+    return [table for plan in PLANS for table in on_ranks(plan.shortened(share), num_ranks=2, task=task)]

@@ -61,7 +61,7 @@ ON_RANKS: tuple[LoopName, ...] = ("hand", "ours", "backward", "accelerate")
 RATIO = Claim(at_most=1.05)
 CLAIMED: tuple[LoopName, ...] = ("default", "ours", "backward")
 SHORT = 240  # micro-steps: sides that are read close together differ least by what else the machine does
-MIN_ROUNDS = 15
+MIN_ROUNDS = 9
 NUM_CALIBRATING = 4  # rounds
 MARGIN = 1.2  # how much longer a round takes with all that is between its blocks
 
@@ -79,6 +79,10 @@ class Plan:
     names: tuple[LoopName, ...]
     most_seconds: float = math.inf
     """What ours may take more than by hand, per micro-step."""
+
+    def shortened(self, share: float) -> Plan:
+        """The same with a share of its time."""
+        return dataclasses.replace(self, budget_seconds=share * self.budget_seconds)
 
 
 ALONE = (
@@ -103,10 +107,11 @@ TOGETHER = (
 )
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A table for each plan on one rank; two, of wall and of CPU time, for each plan on two ranks."""
     torch.set_num_threads(1)
-    return [*map(on_one_rank, ALONE), *(table for plan in TOGETHER for table in on_ranks(plan, num_ranks=2))]
+    alone, together = ([plan.shortened(share) for plan in plans] for plans in (ALONE, TOGETHER))
+    return [*map(on_one_rank, alone), *(table for plan in together for table in on_ranks(plan, num_ranks=2))]
 
 
 # --- one rank -------------------------------------------------------------------------------------------------------

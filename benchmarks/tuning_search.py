@@ -19,7 +19,7 @@ from itertools import islice
 from statistics import fmean, median
 from typing import TypeAlias
 
-from benchmarks.harness import Result, Verdict
+from benchmarks.harness import Finding, Result, Verdict, shortened
 from benchmarks.simulated_cases import CHANGES, REPORT_SEEDS, seeds_tried
 from benchmarks.simulated_job import SimulatedJob
 from benchmarks.tuning_ours import Ours
@@ -82,6 +82,20 @@ class TuningTable:
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(_verdict(targets) for _, _, targets in self.rows)
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(
+            Finding(
+                claim=f"{name}: {', '.join(each.words for each in targets) or self.columns[0]}",
+                side=name,
+                value=", ".join(f"{each.name} {each.found:.3g}" for each in targets) or cells[0],
+                target=", ".join(each.words for each in targets) or None,
+                verdict=_verdict(targets),
+                reason=_verdict_in_words(targets).partition(": ")[2] or None,
+            )
+            for name, cells, targets in self.rows
+        )
+
     def table_lines(self) -> list[str]:
         lines = [
             f"| tuner | {' | '.join(self.columns)} | target | verdict |",
@@ -93,10 +107,11 @@ class TuningTable:
         return lines
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """A table for each of the three."""
-    seeds = list(seeds_tried(REPORT_SEEDS, NUM_JOBS))
-    return [from_a_bad_start(seeds), after_changes(seeds, NUM_JOBS_CHANGED), without_change(seeds[:NUM_JOBS_LONG])]
+    jobs, changed, long = (shortened(num, share, least=2) for num in (NUM_JOBS, NUM_JOBS_CHANGED, NUM_JOBS_LONG))
+    seeds = list(seeds_tried(REPORT_SEEDS, jobs))
+    return [from_a_bad_start(seeds), after_changes(seeds, changed), without_change(seeds[:long])]
 
 
 def from_a_bad_start(seeds: Sequence[int]) -> TuningTable:

@@ -33,7 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gang import Gang
-from benchmarks.harness import Result, Verdict
+from benchmarks.harness import Finding, Result, Verdict, shortened
 from benchmarks.joined import joined
 from elastic_ext import CheckpointInterval, ElasticTrainer
 from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
@@ -47,6 +47,7 @@ NUM_SEEDS = 10
 NUM_RANKS = 2
 _SECONDS = 2.0  # of steps, after those that warm up
 _NUM_WARM = 20
+_LABELS = {False: "uncontended", True: "contended"}
 _RIGHT = {False: 0.95, True: 0.85}  # what is claimed, by whether the verdict says that ranks were contended
 
 
@@ -80,13 +81,13 @@ class Judged:
     """Whether others wanted the same processors."""
 
 
-def main() -> list[Result]:
+def main(share: float = 1.0) -> list[Result]:
     """All of them, one after another."""
     found: list[Judged] = []
     with tempfile.TemporaryDirectory() as folder:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with Gang(member, [Rank(rank=rank, port=store.port) for rank in range(NUM_RANKS)]) as gang:
-            for seed in range(NUM_SEEDS):
+            for seed in range(shortened(NUM_SEEDS, share, least=2)):
                 for cause in CAUSES:
                     case = Case(cause=cause, seed=seed, folder=Path(folder) / f"{cause}-{seed}")
                     is_beside = seed % 2 == 1 or cause == "contention"
@@ -323,12 +324,30 @@ class VerdictTable:
     def verdicts(self) -> tuple[Verdict, ...]:
         return tuple(self._decided(is_contended)[0] for is_contended in (False, True))
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        found = []
+        for is_contended, name in _LABELS.items():
+            some = self._labelled(is_contended)
+            verdict, reason = self._decided(is_contended)
+            found.append(
+                Finding(
+                    claim=f"of verdicts that say {name}, a share of {_RIGHT[is_contended]} or more is right",
+                    side=name,
+                    value=f"{sum(each.is_right for each in some)} of {len(some)}",
+                    target=f"≥ {_RIGHT[is_contended]}",
+                    verdict=verdict,
+                    reason=reason,
+                )
+            )
+        return tuple(found)
+
     def table_lines(self) -> list[str]:
         lines = [
             "| label of the verdict | trainings | right | share (90% interval) | target | verdict |",
             "|---|---:|---:|---:|---:|---|",
         ]
-        for is_contended, name in ((False, "uncontended"), (True, "contended")):
+        for is_contended, name in _LABELS.items():
             some = self._labelled(is_contended)
             right = sum(each.is_right for each in some)
             low, high = interval_of_share(right, len(some))

@@ -1,4 +1,4 @@
-"""The benchmark harness: its statistics, its order of runs, its verdicts, and what it prints and records."""
+"""The benchmark harness: its statistics, its order of runs, its verdicts, and what it prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from benchmarks.__main__ import benchmarks_in, defines_main, main
 from benchmarks.harness import (
     Claim,
-    Machine,
     Reading,
     Side,
     Unit,
@@ -24,12 +23,12 @@ from benchmarks.harness import (
     decide,
     generic_cpu_name,
     paired_ratios,
-    record,
     rotated,
+    rounded,
+    shortened,
     shown_value,
     table,
     this_machine,
-    versions,
 )
 
 positive = st.floats(min_value=1e-3, max_value=1e3)
@@ -278,23 +277,35 @@ def test_processor_is_named_by_its_family(model: str, name: str) -> None:
     assert generic_cpu_name(model) == name
 
 
-def test_record_says_when_where_and_how() -> None:
+def test_findings_have_a_line_for_each_side_beside_the_baseline() -> None:
     fake = FakeTime()
-    compared = compare(
-        "T", [fake.side(name, lambda: 1.0) for name in ("a", "b")], num_rounds=3, clock=fake.clock, settle=no_settling
-    )
-    machine = Machine(num_cpus=2, cpu="Some Family (x86_64)", memory_bytes=8 * 2**30, accelerator=None)
-    section = record("one", [compared], date="2031-02-03", command="run it", machine=machine, seen="Python 3, torch 2")
-    assert section.startswith("## 2031-02-03: one\n\n- command: `run it`\n")
-    assert "- machine: 2 processors, Some Family (x86_64), 8 GiB of memory\n- Python 3, torch 2\n" in section
-    assert section.endswith(table(compared))
+    sides = [
+        fake.side("base", lambda: 2.0),
+        fake.side("ours", lambda: 1.0, claim=Claim(at_most=0.75)),
+        fake.side("other", lambda: 3.0),
+    ]
+    ours, other = compare("t", sides, num_rounds=4, clock=fake.clock, settle=no_settling).findings
+    assert ours.claim == "ours takes at most 0.75 times what base takes"
+    assert (ours.value, ours.peer, ours.peer_value, ours.ratio) == ("1 s", "base", "2 s", 0.5)
+    assert (ours.aa_interval, ours.aa_unit, ours.target, ours.verdict) == ((1.0, 1.0), "ratio", "≤ 0.75", "pass")
+    assert (other.claim, other.ratio, other.target, other.verdict) == ("other, beside base", 1.5, None, "none claimed")
 
 
-def test_this_machine_has_processors_memory_and_versions() -> None:
+@pytest.mark.parametrize(
+    ("number", "share", "least", "short"), [(11, 1.0, 3, 11), (11, 0.25, 3, 3), (40, 0.25, 3, 10), (2, 0.25, 3, 2)]
+)
+def test_a_short_run_takes_fewer_and_never_more(number: int, share: float, least: int, short: int) -> None:
+    assert shortened(number, share, least=least) == short
+
+
+def test_a_ratio_keeps_five_digits() -> None:
+    assert [rounded(each) for each in (1.02345678, 0.000189141, 58.3184)] == [1.0235, 0.00018914, 58.318]
+
+
+def test_this_machine_has_processors_and_memory() -> None:
     machine = this_machine()
     assert machine.num_cpus >= 1
     assert machine.memory_bytes > 2**20
-    assert "torch 2" in versions()
 
 
 def test_benchmarks_are_the_modules_that_define_main() -> None:

@@ -92,8 +92,8 @@ def _flooded(p99: float, num_bytes: float = 1e8, num_answered: int = 0) -> Flood
     ("found", "failing"),
     [
         (_flooded(0.012), set()),
-        (_flooded(0.016), {"... over the former"}),
-        (_flooded(0.11), {"... over the former", "... in a flood, p99"}),
+        (_flooded(0.016), {"a beat in a flood, over one beside eight that spin"}),
+        (_flooded(0.11), {"a beat in a flood, over one beside eight that spin", "a beat in a flood, p99"}),
         (_flooded(0.012, num_bytes=3.1e8), {"memory, at most"}),
         (_flooded(0.012, num_answered=1), {"calls without the token that were answered"}),
     ],
