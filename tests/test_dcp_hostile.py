@@ -323,6 +323,15 @@ def test_a_tensor_is_not_larger_than_its_file_by_what_is_said_of_it(tmp_path: Pa
         convert_from_dcp(folder, tmp_path / "storage", job="new", step=1)
 
 
+def test_metadata_that_is_a_hole_of_terabytes_is_not_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(1)}})
+    (folder / ".metadata").unlink()
+    (folder / ".metadata").touch()
+    os.truncate(folder / ".metadata", 1 << 40)
+    with pytest.raises(CheckpointDamaged, match=r"\.metadata has 1099511627776 bytes; allowed: 1073741824"):
+        DcpFolder(folder)
+
+
 def saved_as(folder: Path, pickled: bytes) -> Path:
     """A folder whose value "v" is of this pickle, in what torch.save would have written."""
     saved(folder, {"model": {"w": torch.ones(1)}, "v": [0]})

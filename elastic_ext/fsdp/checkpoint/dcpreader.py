@@ -35,6 +35,7 @@ from .savedvalues import check_saved_values
 __all__ = ["DcpFolder", "DcpPiece", "DcpTensor"]
 
 _METADATA = ".metadata"
+_MOST_METADATA_BYTES = 1 << 30
 _WHOLE_BYTES = 32 << 20  # a piece of so many is read at once
 _PART_BYTES = 4 << 20
 _OF_METADATA = (
@@ -372,7 +373,10 @@ def _read_metadata(path: Path) -> _Metadata:
     file = path / _METADATA
     try:
         with open_regular(file) as opened:
-            data = opened.read()
+            num_bytes = os.fstat(opened.fileno()).st_size
+            if num_bytes > _MOST_METADATA_BYTES:  # much of which may be holes, that take no room on a disk
+                raise CheckpointDamaged(f"{file} has {num_bytes} bytes; allowed: {_MOST_METADATA_BYTES}")
+            data = opened.read(_MOST_METADATA_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"{path} holds no {_METADATA}: dcp.save has completed nothing there") from None
     except NotRegularError as error:
