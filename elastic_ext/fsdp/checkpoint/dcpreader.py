@@ -376,7 +376,7 @@ def _read_metadata(path: Path) -> _Metadata:
             num_bytes = os.fstat(opened.fileno()).st_size
             if num_bytes > _MOST_METADATA_BYTES:  # much of which may be holes, that take no room on a disk
                 raise CheckpointDamaged(f"{file} has {num_bytes} bytes; allowed: {_MOST_METADATA_BYTES}")
-            data = opened.read(_MOST_METADATA_BYTES)
+            data = opened.read(num_bytes)  # so much room is taken at once
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"{path} holds no {_METADATA}: dcp.save has completed nothing there") from None
     except NotRegularError as error:
