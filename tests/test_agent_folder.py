@@ -17,6 +17,7 @@ from elastic_ext.agent.processes import Process, end_groups, is_alive, process_o
 from elastic_ext.agent.warden import Warden
 from tests.nodes import until
 
+WORLD_WRITABLE = 0o777
 WAITS = "import signal; print('up', flush=True); signal.pause()"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"
 WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAITS!r}]); sys.stdin.readline()"
@@ -138,3 +139,29 @@ signal.pause()
         agent.communicate()
         assert willing.wait(30) == -signal.SIGTERM and deaf.wait(30) == -signal.SIGKILL
         until(lambda: not memory.exists() or None)
+
+
+def test_a_run_directory_into_which_anybody_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    NodeFolders.make(run_dir, is_given=True).close()
+    assert not caplog.records, "the one that is made is its owner's alone"
+    run_dir.chmod(WORLD_WRITABLE)
+    NodeFolders.make(run_dir, is_given=True).close()
+    assert [each.getMessage() for each in caplog.records] == [
+        f"the run directory {run_dir} has mode 0777, so that anybody can change the job's config there; do: chmod o-w "
+        f"{run_dir}"
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a directory is given to another user by root alone")
+def test_a_run_directory_of_another_user_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    os.chown(run_dir, 65534, 65534)
+    NodeFolders.make(run_dir, is_given=True).close()
+    (warning,) = (each.getMessage() for each in caplog.records)
+    assert warning == (
+        f"the run directory {run_dir} belongs to user 65534, who can change the job's config there; use one of user 0"
+    )

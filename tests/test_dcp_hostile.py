@@ -13,12 +13,15 @@ import struct
 import tracemalloc
 import warnings
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
@@ -36,6 +39,8 @@ from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.fsdp import convert_from_dcp
 from elastic_ext.fsdp.checkpoint.dcpreader import DcpFolder
 from elastic_ext.fsdp.checkpoint.pickled import Unpickler
+from elastic_ext.fsdp.checkpoint.savedvalues import check_saved_values
+from elastic_ext.fsdp.internals import pickle_in
 from tests.ranks import RankPool
 from tests.spread import SPREADS, Everything
 
@@ -316,6 +321,109 @@ def test_a_tensor_is_not_larger_than_its_file_by_what_is_said_of_it(tmp_path: Pa
     rewritten(folder, "model.w", change)
     with pytest.raises(CheckpointDamaged, match=r"model\.w is of 274877906944 bytes, and \d+ were saved of it"):
         convert_from_dcp(folder, tmp_path / "storage", job="new", step=1)
+
+
+def test_metadata_that_is_a_hole_of_terabytes_is_not_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(1)}})
+    (folder / ".metadata").unlink()
+    (folder / ".metadata").touch()
+    os.truncate(folder / ".metadata", 1 << 40)
+    with pytest.raises(CheckpointDamaged, match=r"\.metadata has 1099511627776 bytes; allowed: 1073741824"):
+        DcpFolder(folder)
+
+
+def saved_as(folder: Path, pickled: bytes) -> Path:
+    """A folder whose value "v" is of this pickle, in what torch.save would have written."""
+    saved(folder, {"model": {"w": torch.ones(1)}, "v": [0]})
+    content, written = io.BytesIO(), io.BytesIO()
+    torch.save([0], content)
+    with zipfile.ZipFile(content) as one, zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as other:
+        for name in one.namelist():
+            other.writestr(name, pickled if name.endswith("data.pkl") else one.read(name))
+    (folder / "own").write_bytes(written.getvalue())
+
+    def change(said: Any) -> None:
+        said[1].relative_path, said[1].offset, said[1].length = "own", 0, len(written.getvalue())
+
+    rewritten(folder, "v", change)
+    return folder
+
+
+def old_text(value: str) -> bytes:
+    """Text as a pickle of protocol 2 has it."""
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+HALF_A_GIGABYTE = b"J" + struct.pack("<i", 1 << 29)
+TUPLES = b")" + b"\x85" * DEEP
+LARGE_VALUES = {
+    "bytes of a size": b"\x80\x02c__builtin__\nbytearray\n" + HALF_A_GIGABYTE + b"\x85R.",
+    "a tensor of a size": b"\x80\x02ctorch\nFloatTensor\n" + HALF_A_GIGABYTE + b"\x85R.",
+    "a storage of a size": b"\x80\x02ctorch.storage\nUntypedStorage\n" + HALF_A_GIGABYTE + b"\x85R.",
+    "by another function": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\nctorch\nTensor\n"
+    + HALF_A_GIGABYTE
+    + b"\x85}tR.",
+    "one list in many sets": b"\x80\x02]("
+    + b"K\x01" * 20_000
+    + b"eq\x00]("
+    + b"cbuiltins\nset\nh\x00\x85R" * 500
+    + b"e.",
+    "another encoding": b"\x80\x02c_codecs\nencode\n" + old_text("a" * 9) + old_text("punycode") + b"\x86R.",
+    "tuples as a key": b"\x80\x02}" + TUPLES + b"Ns.",
+    "tuples in a set": b"\x80\x02cbuiltins\nset\n]" + TUPLES + b"a\x85R.",
+    "tuples in a counter": b"\x80\x02ccollections\nCounter\n}" + TUPLES + b"Ns\x85R.",
+}
+
+
+@pytest.mark.parametrize("how", LARGE_VALUES)
+def test_a_small_value_takes_little_memory_and_no_process(tmp_path: Path, how: str) -> None:
+    pickled = LARGE_VALUES[how]
+    opened = DcpFolder(saved_as(tmp_path / "dcp", pickled))
+
+    def read() -> None:
+        with pytest.raises(CheckpointError, match=r"v would use|levels deep|again and again"):
+            opened.value("v")
+
+    assert peak_bytes(read) < 256 * len(pickled) + (1 << 20)
+
+
+def test_values_that_torch_saves_are_read() -> None:
+    values = [
+        *({1, 2}, bytearray(b"xy"), b"z" * 300, 1 + 2j, torch.Size([1]), torch.device("cpu"), torch.float16),
+        *(OrderedDict(a=1), Counter("ab"), (1, "a"), torch.strided, nn.Linear(1, 1).state_dict(), 1 << 2000),
+        *([1.5, None, True] * 3000, {(1, (2, 3)): 4}, torch.zeros(2, dtype=torch.uint16), nn.Parameter(torch.ones(2))),
+    ]
+    with_attribute = torch.ones(2)
+    with_attribute.told = 3  # type: ignore[attr-defined]
+    for value in [*values, with_attribute, values]:
+        content = io.BytesIO()
+        torch.save(value, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+        content.seek(0)
+        check_saved_values(pickle_in(content))
+
+
+def test_what_a_program_has_torch_trust_may_be_called(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(1)}, "v": [Fraction(1, 3)]})
+    with pytest.raises(CheckpointError, match=r"v would use fractions\.Fraction"):
+        DcpFolder(folder).value("v")
+    with torch.serialization.safe_globals([Fraction]):
+        assert DcpFolder(folder).value("v") == [Fraction(1, 3)]
+
+
+def test_transforms_that_hold_one_thing_many_times_are_refused_in_few_words(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(1)}})
+    doubled: list[object] = []
+    for _ in range(40):
+        doubled = [doubled, doubled]
+    rewritten(folder, "model.w", lambda said: setattr(said[1], "transform_descriptors", [*doubled, "zstd"]))
+
+    def read() -> None:
+        with pytest.raises(CheckpointError, match=r"saved by way of transforms \(zstd\), which cannot be read here"):
+            DcpFolder(folder)
+
+    assert peak_bytes(read) < 2 << 20
 
 
 def test_records_that_are_compressed_are_not_unpacked(tmp_path: Path) -> None:

@@ -334,6 +334,22 @@ def test_messages_that_do_not_come_are_waited_for_a_few_at_once() -> None:
     asyncio.run(come())
 
 
+def test_probes_of_anybody_whose_messages_do_not_come_keep_no_agent_and_no_probe_waiting() -> None:
+    found = Doorkeeping()
+
+    async def come() -> None:
+        async with found.channel() as channel:
+            silent = [channel.stream_unary("/open.Service/Beat")() for _ in range(20)]
+            await asyncio.gather(*(each.wait_for_connection() for each in silent))
+            assert await channel.unary_unary("/a.Service/Beat")(b"x", metadata=AS_OURS) == b"answer"
+            assert await channel.unary_unary("/open.Service/Beat")(b"z") == b"answer"
+            for each in silent:
+                each.cancel()
+
+    asyncio.run(asyncio.wait_for(come(), 20))
+    assert b"x" in found.given and found.given.count(b"") == 5, "a probe that nobody reads is one of the whole server"
+
+
 def test_floods_of_all_kinds_beside_honest_agents(master: MasterProcess) -> None:
     workers = [wire.Worker(rank=rank, state="running", step=1) for rank in range(8)]
     honest = [master.caller() for _ in range(NUM_HONEST)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -116,6 +117,22 @@ def keep_newest(folder: Path, number: int) -> None:
         shutil.rmtree(run, ignore_errors=True)
 
 
+def _warn_of_others(run_dir: Path) -> None:
+    """Say so where other users may write into a run directory that was there before."""
+    status = run_dir.stat()
+    mode, owner = stat.S_IMODE(status.st_mode), status.st_uid
+    if owner not in (0, os.geteuid()):
+        _logger.warning(
+            "the run directory %s belongs to user %d, who can change the job's config there; use one of user %d",
+            *(run_dir, owner, os.geteuid()),
+        )
+    elif mode & stat.S_IWOTH:
+        _logger.warning(
+            "the run directory %s has mode %04o, so that anybody can change the job's config there; do: chmod o-w %s",
+            *(run_dir, mode, run_dir),
+        )
+
+
 def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:
     """The run directory of this agent, and the lock that holds it: ``folder`` itself where somebody gave it.
 
@@ -126,6 +143,7 @@ def _hold_run_directory(folder: Path, *, is_given: bool) -> tuple[Path, int]:
         candidate.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = try_lock(candidate / _LOCK)
         if lock is not None:
+            _warn_of_others(candidate)
             return candidate, lock
     raise NodeTaken(
         f"the run directory {folder} is held by another agent that is running: {lock_holders(folder / _LOCK)}. Stop "

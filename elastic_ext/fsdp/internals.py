@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ __all__ = [
     "has_hooks",
     "is_compiled",
     "num_outer",
+    "pickle_in",
     "reshard_flat",
     "sharded_dim",
     "transient_buffers",
@@ -64,6 +65,13 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """Another number after each change in place that autograd is to know of."""
     return int(_found(tensor, "_version"))
+
+
+def pickle_in(saved: IO[bytes]) -> bytes:
+    """The pickle in what torch.save has written, by torch's own reader: none other would find the same one in all that
+    somebody may have made. RuntimeError where there is none."""
+    data: bytes = _found(torch._C, "PyTorchFileReader")(saved).get_record("data.pkl")
+    return data
 
 
 def sharded_dim(placement: Placement) -> int | None:

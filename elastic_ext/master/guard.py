@@ -53,7 +53,8 @@ _MOST_OTHER_BYTES = 16 << 10
 _MOST_PROBE_BYTES = 256
 """... and of those that want no token."""
 _MOST_READING = 16
-"""Messages that are being read at once, of which each may have the most bytes that there may be."""
+"""Messages that are being read at once, of which each may have the most bytes that there may be; and as many of probes,
+which anybody may make: those must keep no agent waiting."""
 _READ_SECONDS = 10.0
 _IPV6_BITS = 64
 """Of an address, which one host may have all the rest of."""
@@ -184,6 +185,7 @@ class Door(_Interceptor):
         self._open = f"/{open_service}/"
         self._read_seconds = read_seconds
         self._reading = asyncio.Semaphore(_MOST_READING)
+        self._reading_probes = asyncio.Semaphore(_MOST_READING)
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     async def intercept_service(
@@ -207,16 +209,22 @@ class Door(_Interceptor):
         name = method.rpartition("/")[2]
         most_bytes = _MOST_PROBE_BYTES if is_open else _MOST_BYTES.get(name, _MOST_OTHER_BYTES)
         parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
+        reading = self._reading_probes if is_open else self._reading
+
+        async def message_of(peer: Peer) -> Any:
+            if is_open and reading.locked():  # by those who send nothing, perhaps: an empty message asks for the server
+                return parse(b"")
+            return await self._message(peer, name, most_bytes, parse, reading)
 
         async def answer(_: object, peer: Peer) -> Any:
             with _ending(peer):
                 await admit(peer)
-                return await handler.unary_unary(await self._message(peer, name, most_bytes, parse), peer)
+                return await handler.unary_unary(await message_of(peer), peer)
 
         async def answers(_: object, peer: Peer) -> AsyncIterator[Any]:
             with _ending(peer):
                 await admit(peer)
-                message = await self._message(peer, name, most_bytes, parse)
+                message = await message_of(peer)
                 async with contextlib.aclosing(handler.unary_stream(message, peer)) as found:
                     async for each in found:
                         yield each
@@ -225,9 +233,11 @@ class Door(_Interceptor):
             return grpc.stream_stream_rpc_method_handler(answers, response_serializer=handler.response_serializer)
         return grpc.stream_unary_rpc_method_handler(answer, response_serializer=handler.response_serializer)
 
-    async def _message(self, peer: Peer, name: str, most_bytes: int, parse: Callable[[bytes], Any]) -> Any:
+    async def _message(
+        self, peer: Peer, name: str, most_bytes: int, parse: Callable[[bytes], Any], reading: asyncio.Semaphore
+    ) -> Any:
         """The one message of a call."""
-        async with self._reading:
+        async with reading:
             try:
                 data = await asyncio.wait_for(peer.read(), self._read_seconds)
             except asyncio.TimeoutError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from .guard import Peer
+from .guard import Ended, Peer
 
 __all__ = ["SERVICE", "Health"]
 
@@ -48,12 +48,12 @@ class Health:
 
     async def _check(self, request: bytes, peer: Peer) -> bytes:
         if _service_in(request) not in _KNOWN:
-            await peer.abort(grpc.StatusCode.NOT_FOUND, f"no such service; there is {_KNOWN[1]}")
+            raise Ended(grpc.StatusCode.NOT_FOUND, f"no such service; there is {_KNOWN[1]}")
         return self._standing
 
     async def _watch(self, request: bytes, peer: Peer) -> AsyncIterator[bytes]:
         if self._num_watching >= _MOST_WATCHING:
-            await peer.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_WATCHING} others watch already")
+            raise Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_WATCHING} others watch already")
         self._num_watching += 1
         try:
             yield self._standing if _service_in(request) in _KNOWN else _UNKNOWN

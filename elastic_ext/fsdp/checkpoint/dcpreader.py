@@ -25,14 +25,17 @@ import torch
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.files import NotRegularError, open_regular
+from elastic_ext.fsdp.internals import pickle_in
 
 from .dcpplan import Leaf
 from .memory import bytes_of
 from .pickled import Made, Named, StrangeName, Unpickler
+from .savedvalues import check_saved_values
 
 __all__ = ["DcpFolder", "DcpPiece", "DcpTensor"]
 
 _METADATA = ".metadata"
+_MOST_METADATA_BYTES = 1 << 30
 _WHOLE_BYTES = 32 << 20  # a piece of so many is read at once
 _PART_BYTES = 4 << 20
 _OF_METADATA = (
@@ -185,6 +188,11 @@ class DcpFolder:
     def _loaded(self, key: str, file: IO[bytes], device: str) -> Any:
         file.seek(0)
         try:
+            check_saved_values(pickle_in(file))
+        except StrangeName as error:
+            raise CheckpointError(f"{self.path}: {key} would use {error.name[:200]}, which values need not") from None
+        file.seek(0)
+        try:
             return torch.load(file, map_location=device, weights_only=True)
         except Exception as error:  # of pickle, which is not imported here, and whatever bytes of others lead to
             told = str(error).partition("\n")[0]
@@ -302,9 +310,10 @@ class _Metadata:
         if file.is_absolute() or ".." in file.parts or "\0" in path:
             raise CheckpointError(f"has {key} lie outside of the folder, in {path!r}")
         if state.get("transform_descriptors"):
+            names = _told(state["transform_descriptors"])
             raise CheckpointError(
-                f"has {key} saved by way of {_told(state['transform_descriptors'])}, which cannot be read here; load "
-                "it with dcp.load and save it without"
+                f"has {key} saved by way of transforms{names}, which cannot be read here; load it with dcp.load and "
+                "save it without"
             )
         return DcpPlace(path, offset, length)
 
@@ -355,14 +364,19 @@ def _are_sizes(numbers: Sequence[object]) -> bool:
 
 
 def _told(values: object) -> str:
-    return ", ".join(map(str, values[:5])) if isinstance(values, (list, tuple)) else str(values)[:80]
+    """The names of transforms, as far as they are names."""
+    texts = [each for each in values[:5] if type(each) is str] if isinstance(values, (list, tuple)) else []
+    return f" ({', '.join(each[:80] for each in texts)})" if texts else ""
 
 
 def _read_metadata(path: Path) -> _Metadata:
     file = path / _METADATA
     try:
         with open_regular(file) as opened:
-            data = opened.read()
+            num_bytes = os.fstat(opened.fileno()).st_size
+            if num_bytes > _MOST_METADATA_BYTES:  # much of which may be holes, that take no room on a disk
+                raise CheckpointDamaged(f"{file} has {num_bytes} bytes; allowed: {_MOST_METADATA_BYTES}")
+            data = opened.read(num_bytes)  # so much room is taken at once
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"{path} holds no {_METADATA}: dcp.save has completed nothing there") from None
     except NotRegularError as error:

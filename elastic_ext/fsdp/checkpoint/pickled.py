@@ -11,11 +11,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 __all__ = ["Made", "Named", "StrangeName", "Unpickler"]
 
 _NEWEST_PROTOCOL = 5
+_MOST_NESTED = 1000
+"""Tuples and objects in one another: what compares them as keys of a dict goes into all of them at once."""
 _ORDERED = "collections.OrderedDict"
 
 
@@ -51,6 +53,9 @@ class Unpickler:
     places, and lists may hold themselves, so whoever goes through it keeps to the shape that is expected.
     """
 
+    operations: Mapping[int, Callable[[Any], None]]
+    """What is done at each code of a pickle; STOP is no part of it."""
+
     def __init__(self, data: bytes, known: Collection[str]) -> None:
         """``known`` are the dotted names that it may have; StrangeName is raised for any other."""
         self._data = data
@@ -60,10 +65,12 @@ class Unpickler:
         self._stack: list[object] = []
         self._marks: list[int] = []
         """How long the stack was at each mark."""
+        self._levels: dict[int, tuple[int, object]] = {}
+        """By the id of what holds tuples or objects for good: how many are in one another there, and itself."""
 
     def load(self) -> object:
         """What the pickle holds: None, numbers, text, bytes, tuples, lists, dicts, Named and Made."""
-        data, operations = self._data, _OPERATIONS
+        data, operations = self._data, self.operations
         while True:
             if self._at >= len(data):
                 self._refuse("it is cut off")
@@ -153,10 +160,20 @@ class Unpickler:
 
     def _tuple(self, num_items: int) -> None:
         items = [self._popped() for _ in range(num_items)]
-        self._stack.append(tuple(items[::-1]))
+        self._put_down(tuple(items[::-1]))
 
     def _tuple_since_mark(self) -> None:
-        self._stack.append(tuple(self._since_mark()))
+        self._put_down(tuple(self._since_mark()))
+
+    def _put_down(self, made: object) -> None:
+        items = made.arguments if type(made) is Made else made if type(made) is tuple else ()
+        if any(type(each) is tuple or type(each) is Made for each in items):
+            inner = (self._levels[id(each)][0] if id(each) in self._levels else 1 for each in items)
+            level = 1 + max(inner)
+            if level > _MOST_NESTED:
+                self._refuse(f"it nests more than {_MOST_NESTED} levels deep")
+            self._levels[id(made)] = level, made
+        self._stack.append(made)
 
     def _append(self, items: list[object]) -> None:
         into = self._popped()
@@ -203,7 +220,7 @@ class Unpickler:
         if type(kind) is not Named or type(arguments) is not tuple:
             self._refuse(f"it makes something of a {type(kind).__name__} with a {type(arguments).__name__}")
         is_dict = kind.name == _ORDERED and not arguments
-        self._stack.append({} if is_dict else Made(kind.name, arguments))
+        self._put_down({} if is_dict else Made(kind.name, arguments))
 
     def _build(self) -> None:
         state, made = self._popped(), self._popped()
@@ -259,4 +276,4 @@ def _operations() -> Mapping[int, Callable[[Unpickler], None]]:
 
 
 _STOP = ord(".")
-_OPERATIONS = _operations()
+Unpickler.operations = _operations()
