@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -657,3 +658,15 @@ def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
         holder.kill()
         assert entered.wait(END_SECONDS)
         thread.join(END_SECONDS)
+
+
+def test_a_lock_that_somebody_only_looks_at_is_had_once_the_look_is_over(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    looking = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    over = threading.Timer(0.2, os.close, (looking,))
+    over.start()
+    held = try_lock(path)
+    over.join()
+    assert held is not None
+    os.close(held)
