@@ -47,11 +47,11 @@ _MOST_BYTES = {
     "SetConfig": MOST_BEAT_BYTES,
     "ReportPairs": MOST_MESSAGE_BYTES,  # which is JSON
 }
-"""Of a method's message;"""
+"""The most bytes that a message of these methods may have."""
 _MOST_OTHER_BYTES = 16 << 10
-"""... of those of all others,"""
+"""The most bytes that a message of any other method may have that wants the token."""
 _MOST_PROBE_BYTES = 256
-"""... and of those that want no token."""
+"""The most bytes that a message of a method may have that wants no token."""
 _MOST_READING = 16
 """Messages that are being read at once, of which each may have the most bytes that there may be; and as many of probes,
 which anybody may make: those must keep no agent waiting."""
