@@ -126,6 +126,27 @@ def test_computing_again_is_tried_before_it_is_in_force(
     ranks.run(2, growing_cache, tmp_path, plan, by_rank, deadline_seconds=240)
 
 
+def cache_that_comes_later(rank: int, folder: Path) -> None:
+    """Computed again without a cache, then not, then asked for again with one, as where a loop has generated text."""
+    model = llama(attn_implementation="eager")
+    run = ForeignTraining(rank, folder, FULL, model=model, averages=False)
+
+    def ask(run: Retraining) -> None:
+        run.proposals.append(run.trainer.reshard(AGAIN))
+
+    def use_cache(run: Retraining) -> None:
+        model.config.use_cache = True
+
+    with run.trainer:
+        run.train(20, {2: ask, 8: FULL, 12: use_cache, 13: ask})
+    assert [each.outcome for each in run.proposals] == ["in force", "in force", "refused"]
+    assert all(words in run.proposals[2].refusal for words in SAYS)
+
+
+def test_computing_again_is_tried_each_time_that_it_is_asked_for(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, cache_that_comes_later, tmp_path, deadline_seconds=240)
+
+
 def growing_cache_at_start(rank: int, folder: Path, plan: ParallelPlan) -> str:
     """What the first step raises, in which nothing is trained."""
     model = llama(use_cache=True, attn_implementation="eager")
