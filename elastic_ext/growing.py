@@ -34,8 +34,8 @@ _NO_LESS = (
 )
 _TAKES_NONE = ", or have its layers take a single sample, as GroupNorm does and BatchNorm does not"
 _TOO_FEW = (
-    "{} after step {}: the step that comes is one of so few samples that a rank has a single one, in micro-batches of {} "
-    "too, as they were before memory ran out; leave the last samples of an epoch out (drop_last=True), have another "
+    "{} after step {}: the step that comes is one of so few samples that a rank has a single one, in micro-batches of "
+    "{} too, as they were before memory ran out; leave the last samples of an epoch out (drop_last=True), have another "
     "global_batch_size, or layers that take a single sample, as GroupNorm does and BatchNorm does not; the step was "
     "taken back"
 )
