@@ -161,6 +161,20 @@ def test_single_samples_that_are_an_epochs_last_are_not_said_to_come_of_memory(
         assert "a rank has a single one, in micro-batches of 4 too, as they were before memory ran out; leave" in told
 
 
+def sharded_with_guard(rank: int, folder: Path) -> str:
+    """What memory that runs out is said to be where steps are to be guarded, and cannot be."""
+    run = Short(rank, folder, batch_size=4, shortage=Shortage(limit=2), wrap=fully_shard, guard="always")
+    with pytest.raises(torch.OutOfMemoryError) as raised, run.trainer:
+        run.train(1)
+    return str(raised.value)
+
+
+def test_who_has_asked_for_guarded_steps_is_told_why_there_are_none(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(2, sharded_with_guard, tmp_path):
+        assert "the step cannot be taken again, since " in told
+        assert "guard=" not in told
+
+
 def test_nothing_of_the_failed_pass_is_held_when_the_step_comes_again(tmp_path: Path) -> None:
     run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="forward done", at=(0, 0)))
     held: list[weakref.ref[torch.Tensor]] = []
