@@ -41,7 +41,7 @@ _OFF = "{}. The step was taken back; with ELASTIC_EXT=off micro-batches stay as 
 
 
 class Attempts:
-    """One rank's."""
+    """Micro-steps of one rank that are functions, taken again where memory does not suffice."""
 
     def __init__(
         self,
