@@ -27,6 +27,10 @@ _NOT_GUARDED = (
     "{}. Other ranks may be waiting for this one's gradients, so training ends here, to go on from a checkpoint; "
     'ElasticTrainer(guard="always") has steps taken again wherever memory runs out, where the model allows it'
 )
+_CANNOT_BE_GUARDED = (
+    "{}. Other ranks may be waiting for this one's gradients, so training ends here, to go on from a checkpoint: the "
+    "step cannot be taken again, since "
+)
 _NOT_KEPT = (
     "{}. The step was taken back, but for buffers and registered state that it may have changed; "
     'ElasticTrainer(guard="always") keeps them, and has the step taken again in smaller micro-batches'
@@ -37,7 +41,7 @@ _OFF = "{}. The step was taken back; with ELASTIC_EXT=off micro-batches stay as 
 
 
 class Attempts:
-    """One rank's."""
+    """Micro-steps of one rank that are functions, taken again where memory does not suffice."""
 
     def __init__(
         self,
@@ -116,7 +120,10 @@ class Attempts:
         if failure.is_guarded:
             return None
         if self._has_others():
-            return _NOT_GUARDED
+            why_not = self._guarding.why_not
+            return (
+                _NOT_GUARDED if why_not is None else _CANNOT_BE_GUARDED + why_not.replace("{", "{{").replace("}", "}}")
+            )
         return None if failure.keeps_all or self._leaves_nothing() else _NOT_KEPT
 
 

@@ -149,6 +149,23 @@ class Batches:
             sizes += range(largest - 1, 1, -1)
         return next((size for size in sizes if self._is_fewer(size, largest, takes_one=takes_one)), 0)
 
+    @property
+    def micro_batch(self) -> int:
+        """The size of micro-batches in force."""
+        assert self._plan is not None
+        return self._plan.micro_batch
+
+    def leaves_one(self, micro_batch: int) -> bool:
+        """Whether a rank takes a single sample at once in the step that comes, with micro-batches of such a size."""
+        assert self.source is not None
+        assert self._plan is not None
+        try:
+            plan = self._planned(self._plan.global_batch, micro_batch, self._num_ranks)
+        except ValueError:
+            return False
+        step = plan.next_step(self.source.remaining)
+        return step is not None and step.smallest == 1
+
     def _is_fewer(self, micro_batch: int, largest: int, *, takes_one: bool) -> bool:
         assert self.source is not None
         assert self._plan is not None

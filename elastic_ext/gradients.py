@@ -89,7 +89,10 @@ class Gradients:
         self.before_step: Callable[[], None] | None = None
         """Called on all ranks as a step begins, when the model may have to be taken up anew."""
         self.on_unused: Callable[[], None] | None = None
-        """Called once, when a pass through sharded modules has left out a parameter that is trained."""
+        """Called once, when a pass through sharded modules has left out a parameter that is trained.
+
+        Each step's first pass is looked at, and now and then all of a step.
+        """
         self.on_shared_buffers: Callable[[], None] | None = None
         """Called in a step's first pass, when the buffers of all ranks are those of the first one."""
         self._has_shared_buffers = False  # in the step under way
@@ -107,6 +110,7 @@ class Gradients:
         self._is_divided = False
         self._hidden = 0  # what has come to gradients that no parameter shows, as a number that grows
         self._witness: tuple[torch.Tensor, int] | None = None  # has a gradient since an earlier micro-step; its version
+        self._unshared: list[tuple[torch.Tensor, int]] = []  # gradients since the micro-step before: changes, how many
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     def take_up(self, engine: DistributedDataParallel | None) -> None:
@@ -132,6 +136,7 @@ class Gradients:
         self.watch(needed=False)
         self._others.clear()
         self._tampering.forget()
+        self._unshared.clear()
         self._witness = None
 
     def _weighing_of(self, sharing: Sharing) -> Weighing:
@@ -259,10 +264,12 @@ class Gradients:
         """Raise where this micro-step's gradients cannot be those of the step."""
         state, before = self._state, self._witness
         self._weighing.refuse_pipeline()
-        if self.on_unused is not None and state.index == 0 and state.has_backward and self.sharing.leaves_unused():
-            self.on_unused()
-            self.on_unused = None
+        if self.on_unused is not None and state.has_backward:
+            self._look_for_unused(self.on_unused)
         if state.is_last:
+            unfinished = self.sharing.why_unfinished()
+            if unfinished is not None:
+                raise StepError(unfinished)
             if not state.has_backward and not self._is_alone and state.num_begun == 0:
                 raise StepError(_UNSHARED)
             if state.is_guarded and not state.is_shared and not self._is_alone:
@@ -287,6 +294,19 @@ class Gradients:
         if not state.has_backward and self._witness != before:
             raise StepError(self._why_unweighted())
 
+    def _look_for_unused(self, tell: Callable[[], None]) -> None:
+        """Tell once where the pass that has ended has left out a parameter, in whichever micro-step of a step."""
+        if self._state.index == 0:
+            is_found = self.sharing.leaves_unused()
+        else:  # each has a gradient of an earlier one, which a pass that uses it changes
+            is_found = any(counter._version == number for counter, number in self._unshared)
+        self._unshared.clear()
+        if is_found:
+            tell()
+            self.on_unused = None
+        elif self._tampering.is_looking and not self._state.is_last:
+            self._unshared = self.sharing.versions_of_unshared()
+
     def answer(self) -> None:
         """Make the backward pass that other ranks wait for, with zeros, where this rank has left it out.
 
@@ -308,6 +328,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget what this step has gathered, and a pass that failed."""
         self._forget_counts()
+        self._unshared.clear()
         self.sharing.forget()
         if self.sharing.forgets_passes:
             self.awaited.clear()

@@ -33,6 +33,12 @@ _NO_LESS = (
     "(trainer.reshard), or make it smaller{}; the step was taken back"
 )
 _TAKES_NONE = ", or have its layers take a single sample, as GroupNorm does and BatchNorm does not"
+_TOO_FEW = (
+    "{} after step {}: the step that comes is one of so few samples that a rank has a single one, in micro-batches of "
+    "{} too, as they were before memory ran out; leave the last samples of an epoch out (drop_last=True), have another "
+    "global_batch_size, or layers that take a single sample, as GroupNorm does and BatchNorm does not; the step was "
+    "taken back"
+)
 _FIXED = "trainer.try_grow() needs a dataloader that can be told another size of micro-batches; use ElasticDataLoader"
 _WHOLE = "a micro-batch is a rank's whole part of the global batch already: {} samples"
 _BOUND = "memory ran out with {} samples at once, and {} would be no fewer"
@@ -57,6 +63,7 @@ class Growing:
         self._plan = plan
         self._bounds: dict[Hashable, int] = {}  # samples that did not fit, by plan
         self._failed_with = 0  # samples at once, when memory ran out last
+        self._size_before = 0  # of micro-batches, when memory first ran out
         self._takes_one = True  # as far as is known
 
     @property
@@ -108,6 +115,7 @@ class Growing:
         self._takes_one &= not refusals
         if len(refusals) < len(failures):
             self._failed_with = largest
+            self._size_before = self._size_before or self._batches.micro_batch
             if largest >= self._batches.largest:  # else it was an epoch's tail, whose like has fitted
                 self._bounds[plan] = min(largest, self._bounds.get(plan, largest))
         follower.meet_to_shrink()
@@ -119,6 +127,8 @@ class Growing:
         told = f"memory ran out {where} after step {step}"
         if refusals:
             told = f"memory ran out {with_so_many} after step {step}, and {where}"
+        if wanted == 0 and refusals and self._batches.leaves_one(self._size_before):
+            raise StepError(_TOO_FEW.format(where, step, self._size_before))
         if wanted == 0:
             told += "" if refusals else f", {with_so_many}"
             raise StepError(_NO_LESS.format(told, "" if self._takes_one else _TAKES_NONE))

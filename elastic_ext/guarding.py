@@ -128,6 +128,11 @@ class Guarding:
         """The steps that come may."""
         self._num_left, self._most = _STEPS, 0
 
+    @property
+    def why_not(self) -> str | None:
+        """Why a step that was to be guarded cannot be, None where it can, or where none was to be."""
+        return self._why_not
+
     def expect_again(self) -> None:
         """The step that comes was undone on all ranks, and may be once more."""
         self._num_left = max(self._num_left, 1)

@@ -37,6 +37,7 @@ __all__ = [
     "share_buffers",
     "shares",
     "shares_otherwise",
+    "versions_of_unshared",
 ]
 
 
@@ -54,6 +55,7 @@ def make_sure_of(part: nn.Module) -> None:
         divides_by(part)
         num_hidden(part)
         leaves_unused(part)
+        versions_of_unshared(part)
         _found(_found(part, "_get_fsdp_state")(), "_is_root")
         for group in _parameter_groups(part):
             _found(group, "_partial_reduce_output")
@@ -179,6 +181,21 @@ def leaves_unused(root: FSDPModule) -> bool:
         for parameter in _sharded_parameters(root)
         if (sharded := _found(parameter, "sharded_param")) is not None
     )
+
+
+def versions_of_unshared(root: FSDPModule) -> list[tuple[torch.Tensor, int]]:
+    """Of each trained parameter's gradient that is not shared yet: what counts its changes, and how many there were.
+
+    The counter has no memory of the gradient's, and counts on once the gradient is shared.
+    """
+    found = []
+    for parameter in _sharded_parameters(root):
+        for each in _unshared(parameter) if _found(parameter, "sharded_param").requires_grad else ():
+            if each is not None:
+                counter = each.detach()
+                counter.data = each.new_empty(0)
+                found.append((counter, counter._version))
+    return found
 
 
 def can_take_back_passes() -> bool:

@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Saves:
-    """One rank's part in them."""
+    """Saving the checkpoints of a training, as far as one rank does it."""
 
     def __init__(self, job: JobCheckpoints, state: TrainingState, *, warns: bool, pulse: Pulse) -> None:
         self.path: Path | None = None

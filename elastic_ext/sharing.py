@@ -108,6 +108,14 @@ class Sharing:
         """Whether a pass has given some of the trained parameters no gradient, where passes may; after the first."""
         return False
 
+    def versions_of_unshared(self) -> list[tuple[torch.Tensor, int]]:
+        """Of each gradient that is gathered outside of ``grad``, what counts its changes, and how many there were."""
+        return []
+
+    def why_unfinished(self) -> str | None:
+        """Why the step's last pass has not shared all gradients of a plan's own DDP, None where it has."""
+        return None
+
     @property
     def num_exchanges(self) -> int:
         """Grows with every collective that this rank begins; the same on all ranks that have come equally far."""

@@ -24,6 +24,14 @@ __all__ = ["sharing_of"]
 
 _Kind = TypeVar("_Kind")
 
+_UNFINISHED = (
+    "a pass has left out parameters that are trained, and DDP, which the plan no_shard has put on, has not shared the "
+    "gradients of all others for want of theirs. It looks for such parameters only where a pass under a sharded plan "
+    "has left some out before: train with every parameter in every pass, or with "
+    'ParallelPlan(strategy="hybrid_shard", shard_degree=1), which keeps whole copies too, or give the trainer a model '
+    "in DistributedDataParallel(model, find_unused_parameters=True) instead of calling parallelize()"
+)
+
 
 class _Replicated(Sharing):
     """DDP, of the model or of parts of it."""
@@ -37,6 +45,7 @@ class _Replicated(Sharing):
         """``is_beneath``: the loop calls the model, and not the wrappers."""
         super().__init__(model)
         self.wrapped = self._replicas = replicas
+        self._is_beneath = is_beneath
         if not is_beneath:
             self.parts = replicas
         self.sharing_buffers = [replica.module for replica in replicas]
@@ -57,6 +66,10 @@ class _Replicated(Sharing):
     @property
     def num_exchanges(self) -> int:
         return 2 * super().num_exchanges + any(map(internals.is_unfinished, self._replicas))
+
+    def why_unfinished(self) -> str | None:
+        is_unfinished = self._is_beneath and any(map(internals.is_unfinished, self._replicas))
+        return _UNFINISHED if is_unfinished else None  # a user's own DDP says so by itself
 
     def share(self, *, now: bool) -> None:
         self.is_sharing = now
@@ -171,6 +184,9 @@ class _Sharded(Sharing):
 
     def leaves_unused(self) -> bool:
         return any(map(internals.leaves_unused, self._roots))
+
+    def versions_of_unshared(self) -> list[tuple[torch.Tensor, int]]:
+        return [each for root in self._roots for each in internals.versions_of_unshared(root)]
 
     @property
     def forgets_passes(self) -> bool:  # type: ignore[override]

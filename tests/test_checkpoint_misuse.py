@@ -407,3 +407,15 @@ def test_of_a_folder_that_cannot_be_used_a_script_sees_its_own_line_and_the_sent
         trainer.prepare(SGD(model.parameters(), lr=0.1))
     assert [Path(each.path).name for each in caught.traceback] == ["test_checkpoint_misuse.py", "trainer.py"]
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize("folder", ["/proc/elastic-ext", "loop/further", "n" * 300])
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, folder: str
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    model = nn.Linear(2, 2)
+    trainer = trainer_of(tmp_path, model, shared_storage_path=tmp_path / folder)
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be kept in .*; give a shared_storage_path in which"):
+        trainer.prepare(SGD(model.parameters(), lr=0.1))
+    assert messages_of(caplog) == []

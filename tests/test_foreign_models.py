@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from elastic_ext import StepError
 from elastic_ext.fsdp.plan import ParallelPlan
 from tests.foreign import FOREIGN, ForeignTraining, llama
 from tests.ranks import RankPool
@@ -124,6 +126,27 @@ def test_computing_again_is_tried_before_it_is_in_force(
     ranks.run(2, growing_cache, tmp_path, plan, by_rank, deadline_seconds=240)
 
 
+def cache_that_comes_later(rank: int, folder: Path) -> None:
+    """Computed again without a cache, then not, then asked for again with one, as where a loop has generated text."""
+    model = llama(attn_implementation="eager")
+    run = ForeignTraining(rank, folder, FULL, model=model, averages=False)
+
+    def ask(run: Retraining) -> None:
+        run.proposals.append(run.trainer.reshard(AGAIN))
+
+    def use_cache(run: Retraining) -> None:
+        model.config.use_cache = True
+
+    with run.trainer:
+        run.train(20, {2: ask, 8: FULL, 12: use_cache, 13: ask})
+    assert [each.outcome for each in run.proposals] == ["in force", "in force", "refused"]
+    assert all(words in run.proposals[2].refusal for words in SAYS)
+
+
+def test_computing_again_is_tried_each_time_that_it_is_asked_for(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, cache_that_comes_later, tmp_path, deadline_seconds=240)
+
+
 def growing_cache_at_start(rank: int, folder: Path, plan: ParallelPlan) -> str:
     """What the first step raises, in which nothing is trained."""
     model = llama(use_cache=True, attn_implementation="eager")
@@ -148,6 +171,26 @@ def test_computing_again_from_the_start_is_refused_in_the_first_pass_on_all_rank
 
 
 # --- parameters that some passes do not use --------------------------------------------------------------------------
+
+
+class Leaving(nn.Module):
+    """Two parts, of which some passes leave out the second: the same on all ranks."""
+
+    def __init__(self, are_left_out: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.are_left_out = are_left_out
+        self.num_passes = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        is_left_out = self.are_left_out(self.num_passes)
+        self.num_passes += 1
+        made: torch.Tensor = self.first(inputs)
+        return made if is_left_out else made + self.second(inputs).tanh()
+
+
+def leaving(are_left_out: Callable[[int], bool]) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Leaving(are_left_out), nn.Linear(6, 5))
 
 
 class Turning(nn.Module):
@@ -189,3 +232,45 @@ def test_parameters_that_sharded_passes_have_left_out_may_be_left_out_under_ddp(
     ranks: RankPool, tmp_path: Path, num_micro_steps: int
 ) -> None:
     ranks.run(2, takes_turns, tmp_path, num_micro_steps, deadline_seconds=120)
+
+
+def leaves_out_in_last_micro_steps(rank: int, folder: Path) -> None:
+    found = []
+    for name, plans in (("stayed", {}), ("changed", {2: WHOLE})):
+        torch.manual_seed(0)
+        model = leaving(lambda number: number % 2 == 1)
+        run = Retraining(rank, folder, FULL, name=name, model=model, num_micro_steps=2, averages=False)
+        with run.trainer:
+            run.train(8, plans)
+            found.append((run.losses, run.state()))
+    assert run.plan.is_replicated
+    assert found[0][0] == found[1][0]
+    assert differing(found[0][1], found[1][1]) == []
+
+
+def test_what_only_a_later_micro_step_of_a_sharded_step_leaves_out_is_seen_too(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, leaves_out_in_last_micro_steps, tmp_path, deadline_seconds=120)
+
+
+def leaves_out_late(rank: int, folder: Path, plan: ParallelPlan) -> str:
+    """What a step raises under no_shard that leaves out what no pass has left out before; it never happened."""
+    run = Retraining(rank, folder, plan, model=leaving(lambda number: number == 8), averages=False)
+    with run.trainer:
+        run.train(8, {2: WHOLE})
+        before = run.state()
+        with pytest.raises(StepError) as caught:
+            run.train(9)
+        assert run.plan.is_replicated
+        assert run.trainer.global_step == 8
+        assert differing(run.state(), before) == []
+        run.train(12)  # the next pass leaves out nothing
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", [FULL, WHOLE])
+def test_what_ddp_was_not_told_to_look_for_is_said_in_the_step_that_leaves_it_out(
+    ranks: RankPool, tmp_path: Path, plan: ParallelPlan
+) -> None:
+    for told in ranks.run(2, leaves_out_late, tmp_path, plan, deadline_seconds=120):
+        assert "DDP, which the plan no_shard has put on, has not shared the gradients of all others" in told
+        assert 'ParallelPlan(strategy="hybrid_shard", shard_degree=1)' in told

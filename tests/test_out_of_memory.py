@@ -141,6 +141,40 @@ def test_where_a_layer_refuses_one_sample_and_two_are_too_many_all_ranks_say_so(
         assert "have its layers take a single sample, as GroupNorm does and BatchNorm does not; the step was" in error
 
 
+def to_a_tail_of_one(rank: int, folder: Path) -> str:
+    """What is raised where memory has run out before, and an epoch's last step has a sample for each rank."""
+    num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    loader = Slices(make_data(5 * num_ranks), 4)
+    run = Short(rank, folder, batch_size=4, shortage=Shortage(limit=2), loader=loader)
+    with pytest.raises(StepError) as raised, run.trainer:
+        run.train(3)
+    assert run.trainer.global_step == 1
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_single_samples_that_are_an_epochs_last_are_not_said_to_come_of_memory(
+    ranks: RankPool, tmp_path: Path, num_ranks: int
+) -> None:
+    for told in ranks.run(num_ranks, to_a_tail_of_one, tmp_path):
+        assert told.startswith("on rank 0 a layer refuses a single sample in micro-step 1")
+        assert "a rank has a single one, in micro-batches of 4 too, as they were before memory ran out; leave" in told
+
+
+def sharded_with_guard(rank: int, folder: Path) -> str:
+    """What memory that runs out is said to be where steps are to be guarded, and cannot be."""
+    run = Short(rank, folder, batch_size=4, shortage=Shortage(limit=2), wrap=fully_shard, guard="always")
+    with pytest.raises(torch.OutOfMemoryError) as raised, run.trainer:
+        run.train(1)
+    return str(raised.value)
+
+
+def test_who_has_asked_for_guarded_steps_is_told_why_there_are_none(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(2, sharded_with_guard, tmp_path):
+        assert "the step cannot be taken again, since " in told
+        assert "guard=" not in told
+
+
 def test_nothing_of_the_failed_pass_is_held_when_the_step_comes_again(tmp_path: Path) -> None:
     run = Short(0, tmp_path, batch_size=8, shortage=Shortage(phase="forward done", at=(0, 0)))
     held: list[weakref.ref[torch.Tensor]] = []

@@ -133,7 +133,9 @@ def _why_not_alike(block: nn.Module, arguments: tuple[Any, ...], options: dict[s
     try:
         with _SharingTensors():
             arguments, options = copy.deepcopy((arguments, options))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    except Exception as error:  # of whatever class: an object says by itself that it is not to be copied
+        if is_out_of_memory(error):
+            raise
         return None
     devices = {part.device.index for part in block.parameters() if part.device.type == "cuda"}
     with _as_it_is(block), torch.random.fork_rng(devices=[index for index in devices if index is not None]):

@@ -322,6 +322,9 @@ class Spread:
     def _recompute(self, ratio: float) -> None:
         """Have blocks computed again; what no pass has told of before, the first one raises on all ranks."""
         recompute(self._blocks, ratio)
+        if not ratio and self._trial is not None:  # what blocks are given may have changed when it is asked for again
+            self._trial.stop()
+            self._trial = None
         if ratio and self._trial is None:
             self._trial = Trial(self.model, self._blocks, raises=True)
 
