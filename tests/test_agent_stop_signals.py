@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -57,3 +60,22 @@ def test_what_nohup_has_had_ignored_stays_so(is_nohup: bool) -> None:
             assert signals.told == (None if is_nohup else signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_one_that_comes_to_what_passes_over_exceptions_is_raised_again_until_it_is_held(signals: StopSignals) -> None:
+    class Told(logging.StreamHandler[io.StringIO]):
+        """Tells the agent to end once it reads a line, and before the line's writer has come back from writing it."""
+
+        def flush(self) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+
+    logging.raiseExceptions, before = False, logging.raiseExceptions
+    try:
+        signals.let_through()
+        Told(io.StringIO()).emit(logging.makeLogRecord({"msg": "waits for other nodes"}))
+    finally:
+        logging.raiseExceptions = before
+    with pytest.raises(SignalException, match="SIGUSR1"):
+        time.sleep(60.0)
+    signals.hold()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -200,6 +200,7 @@ class _Node:
         except RendezvousError as error:
             self._journal.tell("rendezvous-failed", f"the nodes could not meet: {error}", is_bad=True)
         except SignalException as error:
+            self._signals.hold()
             has_worked = agent is not None and agent.workers is not None
             what = "has ended its workers" if has_worked else "ends before it has started workers,"
             left = "" if agent is None else duties.words_of_leaving(each.rank for each in agent.watched)
@@ -263,6 +264,7 @@ class _Node:
             self._tell_failed(agent.final_failures)
             return 1
         except SignalException:
+            self._signals.hold()
             is_over = False  # others may go on without this node
             events.record(agent.get_event_failed(), handler)
             if meeting.board is None:
