@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from elastic_ext.files import sync_folder
 from elastic_ext.fsdp import ShardCheckpointer
+from elastic_ext.records.files import sync_folder
 
 __all__ = ["BACKGROUND_WAYS", "WAYS", "BackgroundName", "BackgroundWay", "Way", "WayName", "locals_of"]
 

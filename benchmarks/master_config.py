@@ -25,10 +25,10 @@ from pathlib import Path
 
 from benchmarks.harness import Result, shortened
 from benchmarks.quantiles import QuantileTable, QuantileTarget, Samples
-from elastic_ext.agent.records import MASTER_FILE, MasterRecord
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2
+from elastic_ext.records.agent import MASTER_FILE, MasterRecord
 
 __all__ = ["main"]
 

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from benchmarks.simulated_job import SimulatedJob
 from benchmarks.tuning_ours import Ours
 from elastic_ext.config import ElasticConfig
-from elastic_ext.job_facts import JobFacts
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.configs import Author
 from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.strategy.standing import Standing
 from elastic_ext.master.tuning_words import Mode
+from elastic_ext.records.metrics import JobFacts
 
 __all__ = ["Planner", "main"]
 

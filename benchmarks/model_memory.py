@@ -28,7 +28,6 @@ from benchmarks.allocated import allocated_on_cpu
 from benchmarks.harness import Finding, Result, Verdict, shown_value
 from benchmarks.memory_kinds import KINDS, Kind, blocks_of_kind, loss_of
 from elastic_ext.fsdp.blocks import recompute
-from elastic_ext.job_facts import MemoryFacts, PassesMemory
 from elastic_ext.profile.asking import Asking
 from elastic_ext.profile.likeness import told
 from elastic_ext.profile.memory_lines import correction, lines_through
@@ -38,6 +37,7 @@ from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.questioning import factory_of, names_of, optimizer_kinds, parameter_kinds
 from elastic_ext.profile.questions import Question
 from elastic_ext.profile.tally import Peaks
+from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 
 __all__ = ["ErrorTable", "Point", "main", "points_of", "table_of"]
 

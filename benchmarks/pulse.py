@@ -31,8 +31,8 @@ from benchmarks.harness import Claim, Comparison, Reading, Result, Side, compare
 from benchmarks.trainer_ranks import Task, make_loop
 from elastic_ext.agent.hanging import HangLimits
 from elastic_ext.agent.monitor import Monitor, Watched
-from elastic_ext.agent.processes import process_of
-from elastic_ext.pulse import pulse_file, read_pulse
+from elastic_ext.ranks.heartbeat import pulse_file, read_pulse
+from elastic_ext.ranks.processes import process_of
 
 __all__ = ["MOST_SECONDS", "NAMES", "SMALL", "cost_of_looks", "cost_of_writing", "main", "share_of_steps", "sides"]
 
@@ -46,7 +46,7 @@ NUM_WORKERS, NUM_LOOKS = 8, 50
 _WORKER = """
 import sys
 from pathlib import Path
-from elastic_ext.pulse import begin_pulse
+from elastic_ext.ranks.heartbeat import begin_pulse
 begin_pulse(Path(sys.argv[1]), rank=int(sys.argv[2]), restart=0, run_dir=Path(sys.argv[1])).enter(0)
 sys.stdout.write("x")
 sys.stdout.flush()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from benchmarks.harness import Finding, Machine, Result, Verdict, shown_value
-from elastic_ext.files import write_whole
+from elastic_ext.records.files import write_whole
 
 __all__ = [
     "FOLDER",

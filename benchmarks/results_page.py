@@ -17,7 +17,7 @@ from typing import get_args
 from benchmarks.harness import Finding, Verdict
 from benchmarks.plan import PARTS, Planned, planned
 from benchmarks.recording import Record, RecordedTable, read_records
-from elastic_ext.files import write_whole
+from elastic_ext.records.files import write_whole
 
 __all__ = ["PAGE", "docstrings", "main", "page_of"]
 

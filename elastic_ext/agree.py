@@ -32,7 +32,7 @@ from .pacing import Every, Pacing
 from .rounds import ConfigSource, Proposal, Rounds
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .ranks.group import Ranks
 
 __all__ = ["Agreement", "Boundary", "Every"]
 

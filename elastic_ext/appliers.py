@@ -11,14 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .config import SECTIONS, ElasticConfig, section_of
+from .config import ElasticConfig
 from .errors import ApplyError, RanksFailedError
-from .pulse import Activity, Pulse
+from .keys import SECTIONS, section_of
+from .ranks.heartbeat import Activity, Pulse
+from .records.json import shown
 from .rules import Value
-from .strict_json import shown
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .ranks.group import Ranks
 
 __all__ = ["Applied", "Applier", "Appliers", "Declined", "FunctionApplier", "Later"]
 

@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from . import pipelines
 from .accelerator import Accelerated, is_prepared
 from .fsdp.checkpoint.hostmemory import num_copies
 from .fsdp.checkpoint.jobname import check_job
 from .fsdp.checkpoint.retain import Retention
-from .given import check_flag, path_given
 from .interval import CheckpointInterval
 from .launch_size import LaunchSize
+from .records.text import check_flag, path_given
+from .torch_private import pipelines
 
 __all__ = [
     "check_checkpoints",

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from .errors import StepUndone
 from .growing import Growing
 from .guarding import Guarding, StepFailure
-from .out_of_memory import advise, is_out_of_memory, let_go
 from .steps import Steps
+from .torch_private.out_of_memory import advise, is_out_of_memory, let_go
 
 __all__ = ["Attempts"]
 

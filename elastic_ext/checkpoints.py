@@ -28,7 +28,7 @@ from .fsdp.checkpoint.retain import Retention
 from .held_copies import HeldCopies
 from .interval import CheckpointInterval
 from .overlap import Overlap
-from .pulse import Activity, Pulse
+from .ranks.heartbeat import Activity, Pulse
 from .resuming import Resuming
 from .saves import Saves
 from .training_state import PASSES_BY_ITSELF, Moment, Resumed, TrainingState

@@ -56,13 +56,13 @@ from .keys import KEYS
 from .master.memory_command import add_memory, run_memory
 from .master.named import add_ways, named_master
 from .master.places import MasterPlace
+from .records.text import on_one_line
 from .report.command import add_report
 from .report.command import run as run_report
-from .wording import on_one_line
 
 __all__ = ["main", "parse_assignment"]
 
-_LAUNCHER = "run"  # imports torch
+_LAUNCHER = "elastic_ext.run"  # imports torch
 _INTERRUPTED = 130  # as of a program that SIGINT ends
 _BROKEN_PIPE = 141  # ... SIGPIPE
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit status: 0 done, 1 the file system refused, 2 the input was refused."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:  # what comes next is for the launcher, and for the script
-        return int(importlib.import_module(f".{_LAUNCHER}", __package__).main(given[1:]))
+        return int(importlib.import_module(_LAUNCHER).main(given[1:]))
     if sys.stdout is None:  # it was closed before this began
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 until the process ends
     options = _parser().parse_args(given)

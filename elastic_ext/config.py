@@ -2,7 +2,7 @@
 
 Here is what can be done with the value: parse it, lay it over start-up values, revise it, compare two. The table of
 keys is in keys.py (and is part of this module's names), the sections are in sections.py, what a single value may be
-is in rules.py, and what a file may be at all is in strict_json.py.
+is in rules.py, and what a file may be at all is in records/json.py.
 
 Words: a *version* is a whole config that somebody put in place; a *revision* is a change made to it inside the job
 (version 7, revision 2). A *key* is a dotted name (``dataloader.batch_size``); the part before the dot names its
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from .errors import ConfigError, Refusal
 from .keys import KEYS, REPLACES, SECTIONS, USER_NAME, USER_RULE, key_table, null_value, section_of, unknown_key
+from .records.json import can_be_written, read_object, shown
 from .rules import Integer, UserValue, Value
 from .sections import (
     SECTION_TYPES,
@@ -31,7 +32,6 @@ from .sections import (
     TuningSection,
     fields_of,
 )
-from .strict_json import can_be_written, read_object, shown
 
 __all__ = ["KEYS", "SECTIONS", "ElasticConfig", "key_table", "section_of"]
 

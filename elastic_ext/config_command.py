@@ -13,10 +13,9 @@ from typing import Any, Protocol
 from .agent.contact import AgentsConfig, living_agent_of
 from .config import ElasticConfig
 from .errors import ConfigError, Refusal
-from .given import expanded
 from .history import ConfigHistory, Entry
-from .strict_json import read_value, shown
-from .wording import counted, on_one_line
+from .records.json import read_value, shown
+from .records.text import counted, expanded, on_one_line
 
 __all__ = ["COMMANDS", "ConfigPlace", "FilesConfig", "parse_assignment"]
 

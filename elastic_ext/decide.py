@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from .strict_json import shown
+from .records.json import shown
 
 __all__ = ["Choice", "Lag", "Pace", "Place", "Report", "choose", "start_differences"]
 

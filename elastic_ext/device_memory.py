@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .out_of_memory import is_out_of_memory, let_go
+from .torch_private.out_of_memory import is_out_of_memory, let_go
 
 __all__ = ["DeviceMemory", "Pressure", "warning_of"]
 

@@ -14,7 +14,7 @@ from .decide import start_differences
 from .errors import RanksDisagreeError
 
 if TYPE_CHECKING:
-    from .ranks import PendingSum, Ranks
+    from .ranks.group import PendingSum, Ranks
 
 __all__ = ["Exchange"]
 

@@ -18,6 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from elastic_ext.profile.timed_sources import ChangingSource
+
 from .batches import Batches
 from .doctor.cgroups import group_limits
 from .errors import ConfigError
@@ -25,11 +27,10 @@ from .follow import ConfigFollower
 from .fsdp.plan import ParallelPlan, Strategy
 from .fsdp.spread import Spread
 from .growing import Growing
-from .job_facts import JobFacts, MemoryFacts
 from .keys import TUNABLE
 from .learning import Learning
 from .parallelism import values_of
-from .sources import ChangingSource
+from .records.metrics import JobFacts, MemoryFacts
 
 __all__ = ["FactsOfJob"]
 

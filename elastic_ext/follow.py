@@ -24,19 +24,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-from .agree import Agreement, Boundary, Every
+from .agree import Agreement, Boundary
 from .appliers import Applied, Applier, FunctionApplier
 from .config import ElasticConfig
 from .control_word import AgreedWord, Purpose
 from .errors import ElasticError, RanksError
 from .knobs import Knobs
-from .peers import Trouble
-from .pulse import Activity, Pulse, begin_pulse
-from .ranks import Ranks
+from .pacing import Every
+from .ranks.board import Trouble
+from .ranks.group import Ranks
+from .ranks.heartbeat import Activity, Pulse, begin_pulse
+from .records.json import shown
+from .records.run_dir import DEFAULT_TIMEOUT_SECONDS, Settings
 from .reports import Reports
 from .rounds import NoSource, Proposal
-from .settings import DEFAULT_TIMEOUT_SECONDS, Settings
-from .strict_json import shown
 from .watch import ConfigWatcher
 
 __all__ = ["ConfigFollower", "follow_config"]

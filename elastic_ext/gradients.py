@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .clipping import as_parameters, clip_norm
-from .engine import after_pass, current_pass
 from .errors import StepError
 from .finite_gradients import FiniteGradients
-from .hooks import Hook
 from .sharing import Sharing
 from .sharing_ways import sharing_of
 from .step_state import StepState
 from .tampering import Tampering
+from .torch_private.engine import after_pass, current_pass
+from .torch_private.module_hooks import Hook
 from .weighing import Weighing
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from .averaging import Averaging
 from .control_word import REFUSES_ONE, AgreedWord
 from .device_memory import DeviceMemory
 from .errors import StepError, StepUndone
-from .out_of_memory import is_out_of_memory
 from .sharing import Sharing
 from .step_state import StepState
+from .torch_private.out_of_memory import is_out_of_memory
 
 __all__ = ["GuardMode", "Guarding", "Hears", "StepFailure"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from .config import ElasticConfig
 from .errors import ConfigError, Refusal
-from .files import exclusive, make_folder, read_at_most, try_lock, write_whole
-from .strict_json import MAX_BYTES
+from .records.files import exclusive, make_folder, read_at_most, try_lock, write_whole
+from .records.json import MAX_BYTES
 
 __all__ = ["ConfigHistory", "Entry", "edited", "next_version", "restored", "undone"]
 

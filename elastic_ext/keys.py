@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import Refusal
+from .records.json import shown
 from .rules import BlocksOrWhole, Boolean, Choice, Integer, Knobs, Number, OrTorch, Rule, Text, UserValueRule, nearest
-from .strict_json import shown
 
 __all__ = [
     "KEYS",

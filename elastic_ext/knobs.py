@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Set
 
 from .appliers import Applied
-from .config import KEYS, ElasticConfig, section_of
+from .config import ElasticConfig
 from .errors import ConfigError, Refusal
-from .strict_json import shown
+from .keys import KEYS, section_of
+from .records.json import shown
 
 __all__ = ["Knobs"]
 

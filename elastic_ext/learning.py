@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from .batches import Batches
 from .config import ElasticConfig
 from .gradient_pairs import GradientPairs
-from .job_facts import LearningFacts
+from .records.metrics import LearningFacts
 from .scaling import BatchRule
 from .step_state import StepState
 

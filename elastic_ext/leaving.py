@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
-from .forks import do_in_forked_processes
 from .loader_workers import spare_loader_workers
-from .peers import DecidingStore
+from .ranks.board import DecidingStore
+from .ranks.processes import do_in_forked_processes
 
 __all__ = ["EXIT_STATUS", "SIGNALS", "THREAD_NAME", "Leaving"]
 

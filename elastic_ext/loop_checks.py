@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from .hooks import Hook, is_compiled, num_graphs_compiled
-from .loss_graph import BackwardLook, factor_of, is_addition, is_sum_over, reads_graphs
 from .outputs import replaced
 from .step_state import StepState
+from .torch_private.loss_graph import BackwardLook, factor_of, is_addition, is_sum_over, reads_graphs
+from .torch_private.module_hooks import Hook, is_compiled, num_graphs_compiled
 from .weighing import callable_parts
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from .metrics import ModelProfile
+from .records.metrics import ModelProfile
 
 __all__ = ["profile_of"]
 

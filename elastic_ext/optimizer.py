@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .engine import is_running
 from .errors import StepError
 from .follow import ConfigFollower, follow_config
 from .rates import OptimizerSettings, Rates
 from .step_state import StepState
 from .tampering import local_part
+from .torch_private.engine import is_running
 
 if TYPE_CHECKING:
     from .scheduler import ElasticLRScheduler

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .internals import acts_on_gradients
+from .torch_private.gradients import acts_on_gradients
 
 __all__ = ["Overlap", "has_idle_core", "num_cores", "why_not_overlap"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from .decide import Pace
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .ranks.group import Ranks
 
 __all__ = ["Every", "Pacing"]
 

@@ -36,7 +36,6 @@ from .growing import Growing
 from .guarding import Guarding, GuardMode
 from .learning import Learning
 from .loop_checks import LoopChecks
-from .metrics import StepWindow
 from .model_report import profile_of
 from .parallelism import Parallelism, values_of
 from .profile.analyzing import Analyzer
@@ -48,6 +47,7 @@ from .profile.showing import Showing, Training
 from .profile.sinks import Sinks
 from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
+from .records.metrics import StepWindow
 from .remarks import Remarks
 from .scaling import BatchRule
 from .schedule_lengths import EpochLength, remark_on_length

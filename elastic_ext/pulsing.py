@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from .pulse import Pulse
+from .ranks.heartbeat import Pulse
 from .steps import Steps
 
 __all__ = ["PulsingSteps"]

@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING
 
 from .appliers import Applied
 from .config import ElasticConfig
-from .job_facts import JobFacts
-from .metrics import JobEvent, Measures, ModelProfile, NodeCalibration, RankMetrics, StepCensus, StepTrace, StepWindow
-from .rundir import RunDirectory
-from .settings import Settings
+from .records.metrics import (
+    JobEvent,
+    JobFacts,
+    Measures,
+    ModelProfile,
+    NodeCalibration,
+    RankMetrics,
+    StepCensus,
+    StepTrace,
+    StepWindow,
+)
+from .records.run_dir import RunDirectory, Settings
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .ranks.group import Ranks
 
 __all__ = ["Reports"]
 

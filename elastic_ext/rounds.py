@@ -21,7 +21,7 @@ from .decide import Choice, Place, Report, choose
 from .errors import ConfigError, RanksDisagreeError
 
 if TYPE_CHECKING:
-    from .ranks import Ranks
+    from .ranks.group import Ranks
 
 __all__ = ["ConfigSource", "NoSource", "Proposal", "Rounds"]
 

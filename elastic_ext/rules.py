@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from .strict_json import MAX_DEPTH, can_be_written, shown
+from .records.json import MAX_DEPTH, can_be_written, shown
 
 __all__ = [
     "TORCH",

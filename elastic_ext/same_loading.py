@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .batches import Batches
 from .errors import RanksDisagreeError
-from .ranks import Ranks
+from .ranks.group import Ranks
 from .remarks import Remarks
 from .samplers import num_unshared, remark_on_shares
 

@@ -15,7 +15,7 @@ from .errors import CheckpointError, CheckpointFenced
 from .fsdp.checkpoint.collecting import SaveRequest, ToSave
 from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
 from .fsdp.checkpoint.livesaver import Manner
-from .pulse import Activity, Pulse
+from .ranks.heartbeat import Activity, Pulse
 from .training_state import Moment, TrainingState
 
 __all__ = ["Saves"]

@@ -14,9 +14,9 @@ from .agree import Boundary
 from .checkpoints import Checkpoints
 from .errors import CheckpointError, CheckpointExists, CheckpointFenced, in_words
 from .follow import ConfigFollower
-from .fsdp.checkpoint.letters import OwnStore
 from .leaving import EXIT_STATUS, Leaving
-from .metrics import CAN_GO_ON, TOLD_TO_END
+from .ranks.board import OwnStore
+from .records.metrics import CAN_GO_ON, TOLD_TO_END
 from .steps import Steps
 from .training_state import Moment
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from .errors import ConfigError, Refusal
 from .keys import KEYS
+from .records.json import shown
 from .rules import KnobBounds
-from .strict_json import shown
 
 __all__ = [
     "SECTION_TYPES",

@@ -25,15 +25,15 @@ from .gradients import Gradients
 from .growing import Growing
 from .guarding import Guarding
 from .learning import Learning
-from .metrics import Measures
 from .optimizer_state import can_materialise, materialise
 from .parallelism import Parallelism, ReshardReport
 from .profile.analyzing import Analyzer
 from .profile.recorder import Recorder
 from .profile.showing import Showing
-from .progress import Progress
-from .pulse import Activity
+from .ranks.heartbeat import Activity
 from .rates import OptimizerSettings
+from .records.metrics import Measures
+from .records.text import Progress
 from .remarks import Remarks
 from .same_loading import SameLoading
 from .samplers import EpochsOfSampler

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from . import internals
+from .torch_private import gradients
 
 __all__ = ["Sharing"]
 
@@ -119,7 +119,7 @@ class Sharing:
     @property
     def num_exchanges(self) -> int:
         """Grows with every collective that this rank begins; the same on all ranks that have come equally far."""
-        return internals.num_exchanges(self.groups + self._spread_groups)
+        return gradients.num_exchanges(self.groups + self._spread_groups)
 
     def left_out(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of them whose gradients nothing averages over the ranks.

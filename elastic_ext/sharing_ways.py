@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from . import internals
 from .clipping import raise_if_not_finite
-from .engine import tells_of_passes
-from .hooks import Hook
 from .sharing import Sharing
+from .torch_private import gradients
+from .torch_private.engine import tells_of_passes
+from .torch_private.module_hooks import Hook
 
 __all__ = ["sharing_of"]
 
@@ -50,9 +50,9 @@ class _Replicated(Sharing):
             self.parts = replicas
         self.sharing_buffers = [replica.module for replica in replicas]
         self.shares_first = any(replica.static_graph for replica in replicas)  # torch records the graph in them
-        averaged = [list(internals.averaged(replica)) for replica in replicas]
+        averaged = [list(gradients.averaged(replica)) for replica in replicas]
         self._averaged = list(dict.fromkeys(part for parts in averaged for part in parts))
-        self._num_now, self._num_made = list(map(len, averaged)), list(map(internals.num_averaged, replicas))
+        self._num_now, self._num_made = list(map(len, averaged)), list(map(gradients.num_averaged, replicas))
         self._are_averaged = frozenset(map(id, self._averaged))
 
     @property
@@ -65,10 +65,10 @@ class _Replicated(Sharing):
 
     @property
     def num_exchanges(self) -> int:
-        return 2 * super().num_exchanges + any(map(internals.is_unfinished, self._replicas))
+        return 2 * super().num_exchanges + any(map(gradients.is_unfinished, self._replicas))
 
     def why_unfinished(self) -> str | None:
-        is_unfinished = self._is_beneath and any(map(internals.is_unfinished, self._replicas))
+        is_unfinished = self._is_beneath and any(map(gradients.is_unfinished, self._replicas))
         return _UNFINISHED if is_unfinished else None  # a user's own DDP says so by itself
 
     def share(self, *, now: bool) -> None:
@@ -111,7 +111,7 @@ class _Replicated(Sharing):
             return "its parts are averaged over different ranks"
         if any(getattr(module, "sparse", False) for replica in self._replicas for module in replica.modules()):
             return "it has sparse gradients"
-        return next(filter(None, map(internals.shares_otherwise, self._replicas)), None)
+        return next(filter(None, map(gradients.shares_otherwise, self._replicas)), None)
 
     def averaged(self) -> Sequence[torch.Tensor]:
         return self._averaged
@@ -124,7 +124,7 @@ class _Replicated(Sharing):
 
     def share_buffers(self) -> None:
         for replica in self._replicas:
-            internals.share_buffers(replica)
+            gradients.share_buffers(replica)
             replica.require_forward_param_sync = False
 
     def expect_shared_buffers(self) -> None:
@@ -136,20 +136,20 @@ class _Replicated(Sharing):
             replica.require_forward_param_sync = False
 
     def why_not_forget(self) -> str | None:
-        if any(replica.static_graph and internals.is_unfinished(replica) for replica in self._replicas):
+        if any(replica.static_graph and gradients.is_unfinished(replica) for replica in self._replicas):
             return "DDP with a static graph cannot take back a backward pass that failed"
         return None
 
     def forget(self) -> None:
         for replica in self._replicas:
-            if internals.is_unfinished(replica):
-                internals.forget_pass(replica)
+            if gradients.is_unfinished(replica):
+                gradients.forget_pass(replica)
         self.forget_unshared()
 
     def forget_unshared(self) -> None:
         for replica in self._replicas:
             if replica.find_unused_parameters and not replica.static_graph:  # it notes what was used until it shares
-                internals.forget_pass(replica)
+                gradients.forget_pass(replica)
 
 
 class _Sharded(Sharing):
@@ -164,7 +164,7 @@ class _Sharded(Sharing):
         self.exchanges_always = True
         self.wrapped = self._roots = roots
         self._sharded = [part for part in model.modules() if isinstance(part, FSDPModule)]
-        sizes = {internals.data_parallel_groups(root) for root in roots}
+        sizes = {gradients.data_parallel_groups(root) for root in roots}
         if len({tuple(dist.get_world_size(group) for group in groups) for groups in sizes}) > 1:
             raise ValueError(
                 "parts of the model are sharded over different numbers of ranks; shard all of it over one mesh"
@@ -172,29 +172,29 @@ class _Sharded(Sharing):
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return internals.data_parallel_groups(self._roots[0])
+        return gradients.data_parallel_groups(self._roots[0])
 
     @property
     def is_overridden(self) -> bool:
-        return not all(internals.shares(part, all_of_it=self.is_sharing) for part in self._sharded)
+        return not all(gradients.shares(part, all_of_it=self.is_sharing) for part in self._sharded)
 
     @property
     def num_hidden(self) -> int:
-        return sum(map(internals.num_hidden, self._roots))
+        return sum(map(gradients.num_hidden, self._roots))
 
     def leaves_unused(self) -> bool:
-        return any(map(internals.leaves_unused, self._roots))
+        return any(map(gradients.leaves_unused, self._roots))
 
     def versions_of_unshared(self) -> list[tuple[torch.Tensor, int]]:
-        return [each for root in self._roots for each in internals.versions_of_unshared(root)]
+        return [each for root in self._roots for each in gradients.versions_of_unshared(root)]
 
     @property
     def forgets_passes(self) -> bool:  # type: ignore[override]
-        return internals.can_take_back_passes()
+        return gradients.can_take_back_passes()
 
     @property
     def is_average(self) -> bool:  # type: ignore[override]
-        return all(internals.divides_by(root) is None for root in self._roots)
+        return all(gradients.divides_by(root) is None for root in self._roots)
 
     def share(self, *, now: bool) -> None:
         self.is_sharing = now
@@ -202,13 +202,13 @@ class _Sharded(Sharing):
             root.set_requires_gradient_sync(now)
 
     def why_not_forget(self) -> str | None:
-        if internals.can_take_back_passes():
+        if gradients.can_take_back_passes():
             return None
         return f"torch {torch.__version__} cannot take back a pass through sharded modules, 2.13 can"
 
     def forget(self) -> None:
         for root in self._roots:
-            internals.forget_step(root)
+            gradients.forget_step(root)
 
 
 class _FlatSharded(Sharing):
@@ -226,7 +226,7 @@ class _FlatSharded(Sharing):
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return internals.flat_groups(self._roots[0])
+        return gradients.flat_groups(self._roots[0])
 
     @property
     def num_shards(self) -> int:
@@ -234,7 +234,7 @@ class _FlatSharded(Sharing):
 
     @property
     def is_overridden(self) -> bool:
-        return any(internals.is_flat_sharing(root) is not self.is_sharing for root in self._roots)
+        return any(gradients.is_flat_sharing(root) is not self.is_sharing for root in self._roots)
 
     def share(self, *, now: bool) -> None:
         self.is_sharing = now
@@ -244,7 +244,7 @@ class _FlatSharded(Sharing):
                 self._unshared.enter_context(root.no_sync())
 
     def why_not_forget(self) -> str | None:
-        is_idle = all(internals.is_idle(root) for root in self._roots)
+        is_idle = all(gradients.is_idle(root) for root in self._roots)
         return None if is_idle else "FSDP1 cannot take back a pass that failed; fully_shard can"
 
     def clip(
@@ -270,7 +270,7 @@ def sharing_of(model: nn.Module, engine: DistributedDataParallel | None = None) 
     if sum(map(bool, (replicas, roots, flat_roots))) > 1:
         raise ValueError("the model mixes DDP, fully_shard and FSDP1; wrap it in one of them")
     for part in (*replicas, *roots, *flat_roots):
-        internals.make_sure_of(part)  # type: ignore[arg-type]
+        gradients.make_sure_of(part)  # type: ignore[arg-type]
     sharing: Sharing
     if replicas:
         sharing = _Replicated(model, replicas, is_beneath=engine is not None)

@@ -6,16 +6,14 @@ outside: how many samples each of its batches holds is worked out from its setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from .accumulate import BatchPlan, StepPlan, nearest_batches
-from .profile.timeline import Timeline
 
 __all__ = [
     "BatchDrawingSource",
-    "ChangingSource",
     "CountedSource",
     "EndingSource",
     "FixedBatches",
@@ -27,7 +25,6 @@ __all__ = [
     "ResumableSource",
     "RewindableSource",
     "ShowingSource",
-    "TimedSource",
 ]
 
 
@@ -185,27 +182,6 @@ class ReenteredSource(Protocol):
 
     is_in_step: Callable[[], bool]
     """Whether a micro-step is under way."""
-
-
-@runtime_checkable
-class TimedSource(Protocol):
-    """A loader that says when the loop waits for it."""
-
-    timeline: Timeline | None
-    """Where it says so."""
-
-
-@runtime_checkable
-class ChangingSource(Protocol):
-    """A loader whose workers and their like follow the config while a loop is over it."""
-
-    @property
-    def fixed_settings(self) -> Mapping[str, str]:
-        """Those of num_workers, prefetch_factor and pin_memory that cannot change there, each with the reason."""
-
-    @property
-    def least_workers(self) -> int:
-        """The fewest that it can have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

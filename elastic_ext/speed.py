@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from .counts import Counts
-from .metrics import Measures
 from .profile.held import memory_held
+from .records.metrics import Measures
 
 __all__ = ["Speed"]
 

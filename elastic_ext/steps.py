@@ -19,8 +19,8 @@ from .errors import StepError, TornStepError
 from .guarding import Guarding, StepFailure
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
 from .optimizer import NO_GRADIENTS_HERE
-from .out_of_memory import advise, is_out_of_memory, refuses_one
 from .remarks import is_looked_at, next_look
+from .torch_private.out_of_memory import advise, is_out_of_memory, refuses_one
 from .undoing import Retry, StepParts, Undoing
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 from .accelerator import Accelerated, bare_optimizer, bare_scheduler
 from .amp import ElasticScaler
 from .arguments import check_not_prepared
-from .given import as_list
 from .optimizer import ElasticOptimizer
+from .records.text import as_list
 from .scheduler import ElasticLRScheduler
 from .step_state import StepState
 

@@ -36,7 +36,6 @@ import torch
 from torch import nn
 
 from .accelerator import Accelerated
-from .agree import Every
 from .arguments import (
     check_checkpoints,
     check_model,
@@ -53,18 +52,19 @@ from .fsdp.blocks import Units
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.plan import ParallelPlan
 from .fsdp.spread import Spread
-from .given import check_choice, check_flag
 from .gradients import Gradients
 from .growing import Growing
 from .guarding import GuardMode
 from .interval import CheckpointInterval
 from .launch_size import LaunchSize
 from .overlap import Overlap
+from .pacing import Every
 from .parallelism import Parallelism, ReshardReport, values_of
 from .preparing import NOT_SPREAD, Setup, prepare
 from .profile.questioning import factory_of
 from .profile.questions import refuse_in_analysis
 from .profile.sinks import Sink
+from .records.text import check_choice, check_flag
 from .registered import claim_registered, fill_registered
 from .rounds import Proposal
 from .scaling import BATCH_RULES, BatchRule

@@ -28,15 +28,15 @@ from .fsdp.checkpoint.contents import REGISTERED, Contents
 from .fsdp.checkpoint.loader import Loader
 from .fsdp.checkpoint.memory import bytes_of
 from .fsdp.checkpoint.opened import Opened, Wanted
-from .fsdp.internals import version_of
 from .fsdp.plain import pack, unpack
 from .fsdp.random_state import random_tensors, restore_random
 from .overlap import Overlap, why_not_overlap
 from .own_positions import own_position, packed_position
-from .ranks import Ranks
+from .ranks.group import Ranks
 from .registered import Registered, named_registered, wanted_of_registered
 from .sharing import Sharing
 from .taking_part import TakingPart
+from .torch_private.sharded import version_of
 
 __all__ = ["PASSES_BY_ITSELF", "Moment", "Resumed", "TrainingState"]
 

@@ -17,10 +17,10 @@ from types import TracebackType
 
 from .config import ElasticConfig
 from .errors import ConfigError, ElasticError
-from .files import FileStamp, read_at_most, stamp_of
 from .folder_events import FolderEvents
-from .given import path_given
-from .strict_json import MAX_BYTES
+from .records.files import FileStamp, read_at_most, stamp_of
+from .records.json import MAX_BYTES
+from .records.text import path_given
 
 __all__ = ["ConfigWatcher"]
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from . import pipelines
-from .engine import Engine, above
 from .errors import StepError
-from .hooks import Hook
 from .outputs import Same, is_made_of_marked, mark, mark_end, needs_look, origins, replaced
 from .step_state import StepState
+from .torch_private import pipelines
+from .torch_private.engine import Engine, above
+from .torch_private.module_hooks import Hook
 
 __all__ = ["Weighing", "callable_parts"]
 

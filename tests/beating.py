@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_ext.agent.monitor import Watched
-from elastic_ext.agent.processes import process_of
-from elastic_ext.pulse import Activity, PulseReading, begin_pulse, pulse_file, read_pulse
+from elastic_ext.ranks.heartbeat import Activity, PulseReading, begin_pulse, pulse_file, read_pulse
+from elastic_ext.ranks.processes import process_of
 
 __all__ = ["Worker", "reading_of", "state_of", "until", "worker"]
 

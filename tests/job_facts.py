@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 
 __all__ = ["ALL_CHOICES", "made_facts"]
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext import Boundary, ConfigFollower, ElasticConfig, follow_config
-from elastic_ext.files import write_whole
+from elastic_ext.records.files import write_whole
 
 if TYPE_CHECKING:
     from tests.ranks import Outcome

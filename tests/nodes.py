@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elastic_ext.agent.processes import Process, is_alive, process_of
-from elastic_ext.agent.records import AGENT_FILE, EVENTS_FILE, AgentRecord
+from elastic_ext.ranks.processes import Process, is_alive, process_of
+from elastic_ext.records.agent import AGENT_FILE, EVENTS_FILE, AgentRecord
 
 __all__ = ["Node", "nodes", "samples_of_steps", "set_config", "until"]
 

@@ -24,7 +24,8 @@ import psutil
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from elastic_ext.data.pool import Pool, Work
+from elastic_ext.data.pool import Pool
+from elastic_ext.data.process import Work
 from elastic_ext.data.spawner import THREAD_NAME
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from elastic_ext.metrics import JobEvent, StepWindow
 from elastic_ext.profile.windows import window_seconds
+from elastic_ext.records.metrics import JobEvent, StepWindow
 
 START = 1_780_000_000.0
 

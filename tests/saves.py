@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.files import NewFiles, write_new
 from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, chain_after, read_commit
 from elastic_ext.fsdp.checkpoint.jobfolder import JobFolder
 from elastic_ext.fsdp.checkpoint.lineage import Chain
 from elastic_ext.fsdp.checkpoint.listing import Found, is_name
 from elastic_ext.fsdp.checkpoint.shardreader import ShardReader
 from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
+from elastic_ext.records.files import NewFiles, write_new
 from tests.syscalls import every_kill
 
 __all__ = ["SCENARIOS", "Run", "assert_loads", "assert_tidy", "killed_everywhere", "runs"]

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from elastic_ext.files import write_whole
 from elastic_ext.fsdp.plan import ParallelPlan
+from elastic_ext.records.files import write_whole
 from tests.loops import seen_by
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.folder import STAGING, NodeFolders, NodeTaken
-from elastic_ext.agent.processes import Process, end_groups, is_alive, process_of, this_process
 from elastic_ext.agent.warden import Warden
+from elastic_ext.ranks.processes import Process, end_groups, is_alive, process_of, this_process
 from tests.nodes import until
 
 WORLD_WRITABLE = 0o777
@@ -121,7 +121,7 @@ def test_the_warden_ends_the_workers_of_an_agent_that_was_killed_and_removes_its
 import os, signal, sys
 from pathlib import Path
 from elastic_ext.agent.folder import NodeFolders
-from elastic_ext.agent.processes import process_of
+from elastic_ext.ranks.processes import process_of
 from elastic_ext.agent.warden import Warden
 folders = NodeFolders.make(Path({str(tmp_path / "run")!r}), is_given=True)
 warden = Warden(folders.memory, folders.memory_lock, patience_seconds=0.5)

@@ -22,7 +22,7 @@ from elastic_ext.agent.hanging import (
     standings_from_json,
     standings_to_json,
 )
-from elastic_ext.pulse import Activity, PulseReading
+from elastic_ext.ranks.heartbeat import Activity, PulseReading
 
 START = 1000.0
 STEADY = 10  # steps behind, none of them a first one any more

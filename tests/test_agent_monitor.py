@@ -16,11 +16,11 @@ import pytest
 
 from elastic_ext.agent.hanging import HangLimits
 from elastic_ext.agent.monitor import Monitor, Seen, Watched
-from elastic_ext.agent.processes import Process, process_of
-from elastic_ext.agent.records import WorkersRecord
 from elastic_ext.agent.sampling import GpuUse, NvidiaGpus, ProcessTable
-from elastic_ext.metrics import Measures, RankMetrics
-from elastic_ext.pulse import pulse_file
+from elastic_ext.ranks.heartbeat import pulse_file
+from elastic_ext.ranks.processes import Process, process_of
+from elastic_ext.records.agent import WorkersRecord
+from elastic_ext.records.metrics import Measures, RankMetrics
 from tests.beating import reading_of, state_of, until, worker
 
 

@@ -16,9 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig
 
-from elastic_ext.agent.processes import is_alive
-from elastic_ext.agent.records import MEMBERSHIP_FILE, MembershipPlan
 from elastic_ext.agent.rendezvous import handler_for
+from elastic_ext.ranks.processes import is_alive
+from elastic_ext.records.agent import MEMBERSHIP_FILE, MembershipPlan
 from tests.elastic_job import NUM_SAMPLES
 from tests.nodes import Node, last_step, nodes, samples_of_steps, set_config, until
 from tests.ports import free_port

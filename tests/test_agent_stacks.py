@@ -20,10 +20,10 @@ from torch import nn
 
 from elastic_ext.agent.hanging import HangLimits
 from elastic_ext.agent.monitor import Monitor, Watched
-from elastic_ext.agent.processes import process_of
 from elastic_ext.agent.stacks import Captured, capture
 from elastic_ext.agent.traces import Frame, Thread, Where, parse_stacks, told_apart, where_of
-from elastic_ext.pulse import pulse_file, read_pulse, stacks_file
+from elastic_ext.ranks.heartbeat import pulse_file, read_pulse, stacks_file
+from elastic_ext.ranks.processes import process_of
 from tests.beating import Worker, state_of, until, worker
 from tests.ranks import RankPool
 from tests.training import make_data, make_model, trainer_of

@@ -20,8 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.agent.folder import NodeFolders
-from elastic_ext.agent.processes import Process, process_of, this_process
-from elastic_ext.agent.records import (
+from elastic_ext.agent.status import NodeStatus, status_of
+from elastic_ext.agent.status_files import EventSeen, RunFiles, read_run_directory
+from elastic_ext.agent.status_words import line_of, words
+from elastic_ext.cli import main
+from elastic_ext.config import ElasticConfig
+from elastic_ext.ranks.processes import Process, process_of, this_process
+from elastic_ext.records.agent import (
     AGENT_FILE,
     EVENTS_FILE,
     MEMBERSHIP_FILE,
@@ -32,12 +37,7 @@ from elastic_ext.agent.records import (
     WorkerSeen,
     WorkersRecord,
 )
-from elastic_ext.agent.status import NodeStatus, status_of
-from elastic_ext.agent.status_files import EventSeen, RunFiles, read_run_directory
-from elastic_ext.agent.status_words import line_of, words
-from elastic_ext.cli import main
-from elastic_ext.config import ElasticConfig
-from elastic_ext.metrics import JobEvent, Measures, RankMetrics
+from elastic_ext.records.metrics import JobEvent, Measures, RankMetrics
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 END_SECONDS = 240.0

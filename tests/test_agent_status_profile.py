@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.agent.processes import this_process
 from elastic_ext.agent.status import NodeStatus, status_of
 from elastic_ext.agent.status_files import read_run_directory
 from elastic_ext.agent.status_words import words
 from elastic_ext.cli import main
-from elastic_ext.metrics import Measures, RankMetrics
 from elastic_ext.profile.phases import Phase
-from elastic_ext.rundir import RunDirectory
+from elastic_ext.ranks.processes import this_process
+from elastic_ext.records.metrics import Measures, RankMetrics
+from elastic_ext.records.run_dir import RunDirectory
 from tests.nodes import TORCHRUN, Node, nodes, until
 from tests.profiles import calibration, census, made_window
 

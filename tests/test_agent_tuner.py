@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from elastic_ext.agent.tuner import ConfigTuner, ForeignWrite, config_requests
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError
-from elastic_ext.files import exclusive, stamp_of
+from elastic_ext.records.files import exclusive, stamp_of
 from tests.configs import configs, unhurried
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from elastic_ext import ElasticConfig, ElasticError
 from elastic_ext.errors import RanksDisagreeError
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 from tests.faults import Fault, Faults
 from tests.loops import (
     Every,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ext import ranks as ranks_module
+from elastic_ext.ranks import group as ranks_module
 from tests.loops import (
     errors_of,
     follower_of,

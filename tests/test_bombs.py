@@ -30,7 +30,7 @@ from elastic_ext.fsdp.checkpoint.streamed import Streamed
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.packed import read_plain, tensors_in
 from elastic_ext.fsdp.plain import pack, unpack
-from elastic_ext.metrics import RankMetrics
+from elastic_ext.records.metrics import RankMetrics
 from tests.made import by_rows, make_checkpoint
 from tests.saving import job_folder
 

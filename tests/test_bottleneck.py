@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.metrics import StepTrace
-from elastic_ext.profile.bottleneck import RankView, Verdict, merged, verdict
+from elastic_ext.profile.bottleneck import Verdict, verdict
 from elastic_ext.profile.causes import KINDS
 from elastic_ext.profile.phases import Phase
-from elastic_ext.profile.weighed import weigh
+from elastic_ext.profile.weighed import RankView, merged, weigh
+from elastic_ext.records.metrics import StepTrace
 from tests.profiles import PLANTED, calibration, census, made_view, made_window, planted
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER

@@ -34,7 +34,7 @@ from elastic_ext.fsdp.checkpoint.shardfile import BLOCK_BYTES, ShardSummary, lai
 from elastic_ext.fsdp.checkpoint.shardfile import checksum_of as shard_checksum_of
 from elastic_ext.fsdp.checkpoint.visiting import IDLE_SECONDS
 from elastic_ext.fsdp.layout import Box, Layout
-from elastic_ext.wording import age_in_words, size_in_words
+from elastic_ext.records.text import age_in_words, size_in_words
 from tests.ranks import RankPool
 from tests.saves import Run, runs
 from tests.saving import begin_job, job_folder

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
-from elastic_ext.files import write_new
 from elastic_ext.fsdp.checkpoint.claim import Claim, read_holder
 from elastic_ext.fsdp.checkpoint.commit import chain_after
 from elastic_ext.fsdp.checkpoint.visiting import Visit
+from elastic_ext.records.files import write_new
 from tests.saves import SHARD, Run, assert_tidy
 from tests.syscalls import at_call, failure
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.cli import main, parse_assignment
+from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
+from elastic_ext.config_command import parse_assignment
 from elastic_ext.errors import ConfigError
 from elastic_ext.history import ConfigHistory
 

@@ -24,12 +24,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from elastic_ext.agent.internals import judge_silence_here, participants, serve_workers_by
 from elastic_ext.agent.node_report import NodeReport
-from elastic_ext.agent.records import MEMBERSHIP_FILE, WORKERS_FILE, MembershipPlan, Since, WorkerSeen, WorkersRecord
 from elastic_ext.agent.rendezvous import loopback_store
 from elastic_ext.master.places import MOST_BEAT_BYTES
 from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.records.agent import MEMBERSHIP_FILE, WORKERS_FILE, MembershipPlan, Since, WorkerSeen, WorkersRecord
+from elastic_ext.torch_private.agent import judge_silence_here, participants, serve_workers_by
 from tests.nodes import Node, nodes
 from tests.put_back import HOUR
 from tests.test_agent_nodes import FOR_EVER, JOB, Cluster

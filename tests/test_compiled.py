@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from elastic_ext.metrics import StepWindow
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.probe import Probe
+from elastic_ext.records.metrics import StepWindow
 from tests.training import Slices, bits_of, make_data, trainer_of
 from tests.ways import Block, Compiled, Net, Setting, by_hand, result_of, train
 

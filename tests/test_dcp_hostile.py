@@ -40,7 +40,7 @@ from elastic_ext.fsdp import convert_from_dcp
 from elastic_ext.fsdp.checkpoint.dcpreader import DcpFolder
 from elastic_ext.fsdp.checkpoint.pickled import Unpickler
 from elastic_ext.fsdp.checkpoint.savedvalues import check_saved_values
-from elastic_ext.fsdp.internals import pickle_in
+from elastic_ext.torch_private.sharded import pickle_in
 from tests.ranks import RankPool
 from tests.spread import SPREADS, Everything
 

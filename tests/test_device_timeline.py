@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext.metrics import StepWindow
 from elastic_ext.profile.device_timeline import DeviceTimeline
 from elastic_ext.profile.phases import Phase
+from elastic_ext.records.metrics import StepWindow
 from tests.training import make_data, trainer_of
 
 

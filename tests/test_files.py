@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.files import (
+from elastic_ext.records.files import (
     NewFiles,
     NotRegularError,
     append_line,
@@ -48,7 +48,7 @@ WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.files import write_whole
+from elastic_ext.records.files import write_whole
 number = int(sys.argv[3])
 while True:
     number += 1
@@ -60,7 +60,7 @@ FULL_DISK = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.files import write_whole
+from elastic_ext.records.files import write_whole
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     write_whole(Path(sys.argv[2]), b"new" * 1000, durable=sys.argv[3] == "True")
@@ -73,7 +73,7 @@ NO_LINKS = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.files import put_in_place
+from elastic_ext.records.files import put_in_place
 
 def refuse(event, arguments):
     if event == "os.link":
@@ -90,7 +90,7 @@ COUNTER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.files import exclusive
+from elastic_ext.records.files import exclusive
 folder = Path(sys.argv[2])
 for _ in range(200):
     with exclusive(folder / "lock"):
@@ -640,7 +640,7 @@ def test_a_lock_is_free_again_after_an_exception_and_leaks_nothing(tmp_path: Pat
 def test_a_lock_is_free_again_when_its_holder_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path\nfrom elastic_ext.files import exclusive\n"
+        "from pathlib import Path\nfrom elastic_ext.records.files import exclusive\n"
         "with exclusive(Path(sys.argv[2])):\n    print('held', flush=True); sys.stdin.read()\n"
     )
     command = [*PYTHON, script, REPOSITORY, str(tmp_path / "lock")]

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.forks import do_in_forked_processes
 from elastic_ext.fsdp.checkpoint.claim import Claim
-from elastic_ext.fsdp.checkpoint.letters import OwnStore
 from elastic_ext.leaving import Leaving
-from elastic_ext.pulse import begin_pulse
+from elastic_ext.ranks.board import OwnStore
+from elastic_ext.ranks.heartbeat import begin_pulse
+from elastic_ext.ranks.processes import do_in_forked_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120
 
 LEAVING = """
 import os, signal, sys, threading
-from elastic_ext.fsdp.checkpoint.letters import OwnStore
+from elastic_ext.ranks.board import OwnStore
 from elastic_ext.leaving import SIGNALS, Leaving
 
 unraisable = []

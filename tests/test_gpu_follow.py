@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext import follow_config
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 from tests.loops import put, seen_by, step_until
 
 pytestmark = pytest.mark.gpu

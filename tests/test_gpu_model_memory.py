@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from elastic_ext import ElasticDataLoader
-from elastic_ext.job_facts import MemoryFacts
 from elastic_ext.profile.memory_samples import Readiness, sample_on
 from elastic_ext.profile.model_sizes import ModelSizes, besides_bytes, capacity_bytes
 from elastic_ext.profile.phases import Phase
+from elastic_ext.records.metrics import MemoryFacts
 from tests import memory_models
 from tests.test_model_memory import words
 from tests.test_model_memory_trainer import MICRO_BATCH, at, is_worked_out, sentences, train

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError
-from elastic_ext.files import exclusive
 from elastic_ext.history import ConfigHistory, Entry, undone
+from elastic_ext.records.files import exclusive
 from tests.configs import configs, unhurried
 
 

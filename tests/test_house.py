@@ -1256,7 +1256,7 @@ def test_relative_imports_of_subpackages_are_read_rightly() -> None:
     assert [one.target for one in imports_of("fsdp.live", source)] == [
         "elastic_ext.fsdp.moves",
         "elastic_ext.fsdp.layout.Box",
-        "elastic_ext.ranks.Ranks",
+        "elastic_ext.ranks.group.Ranks",
     ]
     assert [one.target for one in imports_of("fsdp", "from .layout import Box", is_package=True)] == [
         "elastic_ext.fsdp.layout.Box"

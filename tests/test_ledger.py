@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.metrics import StepWindow
 from elastic_ext.profile.history_of_run import Life, in_order, lives_of, merged, pieces_of, trainings_of, within
 from elastic_ext.profile.ledger import (
     ENTRIES,
@@ -23,6 +22,7 @@ from elastic_ext.profile.ledger import (
     slices_of,
 )
 from elastic_ext.profile.phases import Phase
+from elastic_ext.records.metrics import StepWindow
 
 from .run_profiles import START, first_window, life, window
 

@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.sampler import ElasticDistributedSampler
-from tests.loading import changed, indices_in, loader_of, worker_pids
+from tests.loading import changed, indices_in, loader_of
 from tests.loops import put
+from tests.pools import worker_pids
 from tests.training import make_data, make_model, trainer_of
 
 # --- validation -----------------------------------------------------------------------------------------------------

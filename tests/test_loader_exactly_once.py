@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from elastic_ext.accumulate import BatchPlan, StepPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests import pools
-from tests.loading import changed, collate_by_hand, freezing_garbage, indices_in, loader_of, settled, worker_pids
+from tests.loading import changed, collate_by_hand, freezing_garbage, indices_in, loader_of, settled
+from tests.pools import worker_pids
 
 SECONDS = 60  # for each example
 MOST_KILLS = 2  # in a stage; three deaths of the same cause are an error

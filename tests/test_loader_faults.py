@@ -26,17 +26,8 @@ from elastic_ext.accumulate import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.errors import WorkerDiedError
 from tests import pools
-from tests.loading import (
-    SizedSamples,
-    changed,
-    collate_by_hand,
-    freezing_garbage,
-    indices_in,
-    loader_of,
-    settled,
-    worker_pids,
-)
-from tests.pools import Both, Once, Raise, WaitAt, gate, open_gate
+from tests.loading import SizedSamples, changed, collate_by_hand, freezing_garbage, indices_in, loader_of, settled
+from tests.pools import Both, Once, Raise, WaitAt, gate, open_gate, worker_pids
 
 SECONDS = 60
 ROOT = Path(__file__).resolve().parent.parent

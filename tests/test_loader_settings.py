@@ -22,8 +22,9 @@ from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.order import Drawn
 from elastic_ext.data.pinning import Pinning
 from elastic_ext.data.sampler import ElasticDistributedSampler
+from elastic_ext.records.files import write_whole
 from tests.training import make_model
-from tests.watching import DEADLINE_SECONDS, collected_warnings, write_whole
+from tests.watching import DEADLINE_SECONDS, collected_warnings
 
 
 def listed(samples: list[int]) -> list[int]:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import StepError
 from elastic_ext.data.loader import ElasticDataLoader
-from elastic_ext.loss_graph import factor_of, is_sum_over, reads_graphs
+from elastic_ext.torch_private.loss_graph import factor_of, is_sum_over, reads_graphs
 from tests.ranks import RankPool
 from tests.training import bits_of, make_data, make_model, shared, trainer_of
 

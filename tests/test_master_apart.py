@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.backoff import Backoff
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.own_master import OwnMaster
-from elastic_ext.agent.processes import process_of
 from elastic_ext.config import ElasticConfig
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.ranks.processes import process_of
 from tests.linked import LinkedNode, config, in_file, linked
 from tests.masters import MasterProcess, master_in_process
 from tests.nodes import until

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from elastic_ext.agent.journal import Journal
-from elastic_ext.agent.records import MASTER_FILE, MasterRecord
 from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
 from elastic_ext.master.job_words import event_words, is_healthy, status_words
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
-from elastic_ext.metrics import JobEvent
+from elastic_ext.records.agent import MASTER_FILE, MasterRecord
+from elastic_ext.records.metrics import JobEvent
 from tests.linked import LinkedNode, in_file, linked
 from tests.masters import ROOT, TOKEN, MasterThread, master_on_thread
 from tests.nodes import until

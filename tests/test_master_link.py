@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.agent.backoff import Backoff
 from elastic_ext.agent.event_files import EventFiles
 from elastic_ext.agent.link_words import LinkState, LinkStory
 from elastic_ext.agent.master_link import FoundMaster, GivenMaster
@@ -32,7 +31,12 @@ from elastic_ext.agent.node_identity import (
 )
 from elastic_ext.agent.node_report import NodeReport
 from elastic_ext.agent.outbox import Outbox
-from elastic_ext.agent.records import (
+from elastic_ext.config import ElasticConfig
+from elastic_ext.errors import MasterAbsent
+from elastic_ext.master.places import MOST_BEAT_BYTES, Address, MasterPlace
+from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.records.agent import (
     MASTER_FILE,
     MEMBERSHIP_FILE,
     WORKERS_FILE,
@@ -43,11 +47,7 @@ from elastic_ext.agent.records import (
     WorkerSeen,
     WorkersRecord,
 )
-from elastic_ext.config import ElasticConfig
-from elastic_ext.errors import MasterAbsent
-from elastic_ext.master.places import MOST_BEAT_BYTES, Address, MasterPlace
-from elastic_ext.master.wire import master_pb2 as pb
-from elastic_ext.metrics import JobEvent, Measures, RankMetrics, StepWindow
+from elastic_ext.records.metrics import JobEvent, Measures, RankMetrics, StepWindow
 from tests.linked import LinkedNode, config, in_file, linked
 from tests.nodes import until
 from tests.ports import free_port

@@ -12,8 +12,6 @@ import pytest
 
 from elastic_ext.agent.arguments import parse
 from elastic_ext.agent.master_choice import master_choice
-from elastic_ext.agent.processes import is_alive, process_of
-from elastic_ext.agent.records import MASTER_FILE, MasterRecord
 from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import MasterRefused
@@ -21,6 +19,8 @@ from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import make_token
 from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.ranks.processes import is_alive, process_of
+from elastic_ext.records.agent import MASTER_FILE, MasterRecord
 from tests.masters import MasterProcess, master_in_process
 from tests.nodes import Node, last_step, nodes, until
 from tests.ports import free_port

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.records import MASTER_FILE, MasterRecord
 from elastic_ext.cli import main
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import MasterError
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.records.agent import MASTER_FILE, MasterRecord
 from tests.certificates import certificate_in
 from tests.masters import MasterProcess, master_in_process
 from tests.nodes import Node, last_step, nodes, until

@@ -16,7 +16,7 @@ from elastic_ext.master.job import Job, JobSettings, Moment
 from elastic_ext.master.store import Stored
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_message
-from elastic_ext.metrics import StepWindow
+from elastic_ext.records.metrics import StepWindow
 from tests.clusters import machine_of, pair_report
 from tests.machines import machine
 from tests.masters import Caller, join_request, master_in_process, master_on_thread, until

@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pb2
 
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import as_dict, window_message, window_record
-from elastic_ext.metrics import StepWindow
+from elastic_ext.records.metrics import StepWindow
 
 ROOT = Path(__file__).resolve().parent.parent
 WIRE = Path("elastic_ext/master/wire")

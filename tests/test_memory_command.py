@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.agent.records import AgentRecord
 from elastic_ext.cli import main
-from elastic_ext.job_facts import JobFacts, MemoryFacts, PassesMemory
 from elastic_ext.master.memory_table import Asked, limit_of, predicted
 from elastic_ext.master.memory_words import memory_record, memory_words
 from elastic_ext.master.strategy.memory import Memory
 from elastic_ext.master.strategy.space import point_of
+from elastic_ext.records.agent import AgentRecord
+from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
 from elastic_ext.sections import TuningSection
 from tests.job_facts import made_facts
 

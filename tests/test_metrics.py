@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from elastic_ext.metrics import JobEvent, Measures, RankMetrics
+from elastic_ext.records.metrics import JobEvent, Measures, RankMetrics
 
 METRICS = RankMetrics(
     time=1.5,

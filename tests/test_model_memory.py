@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, strategies
 from torch import nn
 
-from elastic_ext.job_facts import MemoryFacts, PassesMemory
 from elastic_ext.profile.fake import why_not_fake, without_memory
 from elastic_ext.profile.likeness import batch_dim, like, num_bytes_of, told
 from elastic_ext.profile.live_bytes import LiveBytes
@@ -24,6 +23,7 @@ from elastic_ext.profile.origins import MainModule, Origin, origin_of
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.questioning import factory_of, names_of, optimizer_kinds, parameter_kinds
 from elastic_ext.profile.tally import Stage, Tally
+from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from tests import memory_models
 from tests.memory_models import CLASSES, LENGTH
 

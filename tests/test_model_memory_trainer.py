@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import ElasticDataLoader
-from elastic_ext.job_facts import MemoryFacts, PassesMemory
+from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from tests import memory_models
 from tests.memory_models import CLASSES, LENGTH
 from tests.test_model_memory_process import children

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticTrainer
 from elastic_ext.cli import main
-from elastic_ext.files import write_whole
 from elastic_ext.profile.ledger import Entry, Ledger
+from elastic_ext.records.files import write_whole
 from tests.loops import DEADLINE_SECONDS
 from tests.ranks import RankPool
 from tests.resharding import WHOLE

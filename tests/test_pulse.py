@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from elastic_ext import StepError, follow_config
-from elastic_ext.pulse import (
+from elastic_ext.ranks.heartbeat import (
     Activity,
     FilePulse,
     Pulse,
@@ -159,7 +159,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from elastic_ext.pulse import begin_pulse
+from elastic_ext.ranks.heartbeat import begin_pulse
 pulse = begin_pulse(Path(sys.argv[1]), rank=0, restart=0, run_dir=Path(sys.argv[1]))
 pulse.enter(2)
 child = os.fork()

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.faults import Fault, Faults
-from tests.ranks import Outcome, RankError, RankPool, RanksFailed
+from tests.ranks import Outcome, RankPool, RanksFailed
+from tests.ranks_worker import RankError
 
 pytestmark = pytest.mark.slow  # what tests run on is tried where that is changed
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.record_json import JsonRecord, object_of
+from elastic_ext.records.json import JsonRecord, object_of
 from tests.configs import unhurried
 
 

@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.cli import main
-from elastic_ext.metrics import Measures, RankMetrics
 from elastic_ext.profile.ledger import ENTRIES, Entry
+from elastic_ext.records.metrics import Measures, RankMetrics
+from elastic_ext.records.run_dir import RunDirectory
 from elastic_ext.report.bins import Bins
 from elastic_ext.report.effects import Period, Spread
 from elastic_ext.report.gathering import gather
@@ -33,7 +34,6 @@ from elastic_ext.report.page import MARK, page
 from elastic_ext.report.places import find_places
 from elastic_ext.report.record import Remark, RunRecord
 from elastic_ext.report.scales import AmountScale, TimeScale, nice_top
-from elastic_ext.rundir import RunDirectory
 from tests.profiles import calibration, census
 
 from .run_profiles import START, agent_event, event, first_window, life, window, write_events, write_job, write_windows

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticError, RanksDisagreeError, StepError
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced, CheckpointMismatch
-from elastic_ext.files import write_whole
 from elastic_ext.fsdp import ShardCheckpointer
+from elastic_ext.records.files import write_whole
 from tests.ranks import RankPool
 from tests.sharded import WAYS, Way, values_of
 from tests.thinning import the_first

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ext.agree import Agreement
 from elastic_ext.config import ElasticConfig
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 
 class Arriving:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.profile.phases import Phase
-from elastic_ext.rundir import RunDirectory
+from elastic_ext.records.run_dir import RunDirectory
 from tests.profiles import made_window
 from tests.test_metrics import EVENT, METRICS
 

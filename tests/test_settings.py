@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.settings import Settings
+from elastic_ext.records.run_dir import Settings
 from tests.configs import unhurried
 
 HOME = Path("~").expanduser()

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
 from elastic_ext.fsdp.checkpoint.shardfile import Entry, laid_out
-from elastic_ext.fsdp.checkpoint.shardreader import Request, ShardReader
+from elastic_ext.fsdp.checkpoint.shardreader import ShardReader
 from elastic_ext.fsdp.checkpoint.shardwriter import Piece
 from elastic_ext.fsdp.checkpoint.strided import copy_strided, dimensions_of
-from elastic_ext.fsdp.checkpoint.windows import arranged, by_window, parts_of
+from elastic_ext.fsdp.checkpoint.windows import Request, arranged, by_window, parts_of
 from elastic_ext.fsdp.moves import moves_into
 from tests.layouts import apart_or_equal, covering, memory_of, shapes, tensor_of
 from tests.shards import assert_read_back, piece, random_bytes, write_alone

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
 from elastic_ext.fsdp.checkpoint.shardfile import CHECKSUMS, ShardSummary, read_header
-from elastic_ext.fsdp.checkpoint.shardreader import Request, ShardReader
+from elastic_ext.fsdp.checkpoint.shardreader import ShardReader
 from elastic_ext.fsdp.checkpoint.shardwriter import Piece, _write
-from elastic_ext.fsdp.checkpoint.windows import WINDOW_BYTES
+from elastic_ext.fsdp.checkpoint.windows import WINDOW_BYTES, Request
 from tests.shards import assert_read_back, piece, random_bytes, read_whole, write_alone
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)

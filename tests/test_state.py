@@ -25,7 +25,6 @@ from torch.nn.utils import parametrizations
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from elastic_ext.errors import CheckpointMismatch, ElasticError
-from elastic_ext.fsdp import internals
 from elastic_ext.fsdp.dtypes import DTYPES, dtype_of, name_of
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.names import named_tensors
@@ -42,6 +41,7 @@ from elastic_ext.fsdp.state import (
     memory_of,
     put_extra_states,
 )
+from elastic_ext.torch_private import sharded
 from tests.training import make_data, make_model
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -725,4 +725,4 @@ def test_generators_that_are_not_here_are_named_and_strange_states_refused() -> 
 def test_a_torch_that_keeps_things_elsewhere_is_declined_by_name() -> None:
     strange: Any = object()
     with pytest.raises(ElasticError, match="keeps _non_persistent_buffers_set of a object in another place"):
-        internals.transient_buffers(strange)
+        sharded.transient_buffers(strange)

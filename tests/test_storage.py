@@ -11,7 +11,7 @@ import pytest
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.storage import THREAD_NAME, Storage
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 from tests.file_operations import FileOperations
 from tests.ranks import RankPool
 from tests.saving import begin_job, checkpointer_of, digest_of, extra_of, garbage_in, job_folder, make_state

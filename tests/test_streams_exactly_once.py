@@ -26,7 +26,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.data.loader import ElasticDataLoader
 from tests import pools
-from tests.loading import changed, freezing_garbage, settled, worker_pids
+from tests.loading import changed, freezing_garbage, settled
+from tests.pools import worker_pids
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than processors
 SECONDS = 60  # for each example

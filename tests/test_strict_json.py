@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.errors import ConfigError
-from elastic_ext.strict_json import MAX_BYTES, MAX_DEPTH, can_be_written, read_object, read_value, shown
+from elastic_ext.records.json import MAX_BYTES, MAX_DEPTH, can_be_written, read_object, read_value, shown
 from tests.configs import unhurried
 
 REFUSED = {

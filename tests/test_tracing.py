@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from elastic_ext.metrics import StepTrace
 from elastic_ext.profile import tracing
 from elastic_ext.profile.spans import length, outside, united
 from elastic_ext.profile.tracing import Trace, can_trace, summed_up
+from elastic_ext.records.metrics import StepTrace
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.arguments import parse
-from elastic_ext.agent.backoff import Backoff
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.master_choice import master_choice, tuning_mode
 from elastic_ext.agent.own_master import OwnMaster
@@ -19,6 +18,7 @@ from elastic_ext.master.tokens import make_token
 from elastic_ext.master.tuning_command import decision_words
 from elastic_ext.master.tuning_words import event_text
 from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.ranks.deadlines import Backoff
 from tests.job_facts import made_facts
 from tests.masters import MasterThread, master_on_thread, until
 from tests.ports import free_port

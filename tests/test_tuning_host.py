@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import pytest
 
-from elastic_ext.job_facts import JobFacts, LearningFacts
 from elastic_ext.master.admission import Refused
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.configs import Late
@@ -28,6 +27,7 @@ from elastic_ext.master.store import Store, Stored
 from elastic_ext.master.strategy.decisions import Decision, Kind
 from elastic_ext.master.tuning_words import Mode
 from elastic_ext.master.wire import master_pb2 as wire
+from elastic_ext.records.metrics import JobFacts, LearningFacts
 from tests.job_facts import made_facts
 from tests.masters import ROOT, Caller, MasterThread, join_request, master_on_thread, until
 from tests.tuned import Scripted, decision_of, reported

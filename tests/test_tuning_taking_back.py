@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from elastic_ext.config import ElasticConfig
-from elastic_ext.job_facts import LearningFacts
 from elastic_ext.master.strategy.book import Book
 from elastic_ext.master.strategy.budget import Budget
 from elastic_ext.master.strategy.course import Course
@@ -16,6 +15,7 @@ from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.strategy.search import Search
 from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.strategy.space import Point, point_of
+from elastic_ext.records.metrics import LearningFacts
 from elastic_ext.sections import TuningSection
 from tests.job_facts import made_facts
 from tests.tuned_jobs import TunedJob, loader_seconds

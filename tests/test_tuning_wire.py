@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.job_facts import MemoryFacts, PassesMemory
 from elastic_ext.master.amounts import fitting_window
 from elastic_ext.master.facts_told import MOST_FACTS, facts_told
 from elastic_ext.master.seeing import Seeing
@@ -20,6 +19,7 @@ from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.wire import master_pb2 as wire
 from elastic_ext.master.wire.plain import window_record
 from elastic_ext.profile.phases import Phase
+from elastic_ext.records.metrics import MemoryFacts, PassesMemory
 from tests.job_facts import made_facts
 from tests.tuned import STEP, reported
 

@@ -19,9 +19,10 @@ import pytest
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.folder_events import FolderEvents, names_on_the_way
-from elastic_ext.strict_json import MAX_BYTES
+from elastic_ext.records.files import write_whole
+from elastic_ext.records.json import MAX_BYTES
 from elastic_ext.watch import ConfigWatcher
-from tests.watching import DEADLINE_SECONDS, Warnings, collected_warnings, text_of, write_whole
+from tests.watching import DEADLINE_SECONDS, Warnings, collected_warnings, text_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NEVER_SECONDS = 1000.0
@@ -663,7 +664,7 @@ WITHOUT_INOTIFY = """
 import ctypes, logging, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.files import write_whole
+from elastic_ext.records.files import write_whole
 from elastic_ext.watch import ConfigWatcher
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 libc, CLONE_NEWUSER = ctypes.CDLL(None), 0x10000000

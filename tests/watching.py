@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_ext.files import write_whole
+from elastic_ext.records.files import write_whole
 
 __all__ = ["DEADLINE_SECONDS", "Warnings", "collected_warnings", "text_of", "write_whole"]
 

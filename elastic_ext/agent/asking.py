@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import ElasticError, in_words
-from elastic_ext.strict_json import shown
+from elastic_ext.records.json import shown
 
 __all__ = [
     "MOST_ANSWER_BYTES",

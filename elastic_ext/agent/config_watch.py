@@ -14,8 +14,8 @@ from collections.abc import Callable
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError
 from elastic_ext.master.client import MasterClient, MasterStream
 from elastic_ext.master.wire import master_pb2 as pb
+from elastic_ext.ranks.deadlines import Backoff
 
-from .backoff import Backoff
 from .held_config import HeldConfig
 
 __all__ = ["ConfigWatch"]

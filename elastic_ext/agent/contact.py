@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.config import ElasticConfig
-from elastic_ext.files import read_at_most
+from elastic_ext.ranks.processes import Process, is_alive
+from elastic_ext.records.agent import AGENT_FILE, MOST_BYTES, AgentRecord
+from elastic_ext.records.files import read_at_most
 
 from .asking import AgentAbsent, AgentFailed, AgentRefused, AgentSilent, ask
 from .folder import is_held
-from .processes import Process, is_alive
-from .records import AGENT_FILE, MOST_BYTES, AgentRecord
 
 __all__ = ["AgentsConfig", "agent_in", "is_running", "living_agent_of"]
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from elastic_ext.errors import ElasticError, in_words
-from elastic_ext.strict_json import shown
+from elastic_ext.records.json import shown
 
 from .asking import MOST_ANSWER_BYTES, MOST_REQUEST_BYTES, address_of
 

@@ -10,18 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from elastic_ext.files import write_whole
-from elastic_ext.peers import ended_file
-from elastic_ext.pulse import pulse_file, read_pulse
+from elastic_ext.ranks.board import ended_file
+from elastic_ext.ranks.heartbeat import pulse_file, read_pulse
+from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.records.agent import WORKERS_FILE, Since, WorkersRecord
+from elastic_ext.records.files import write_whole
 
-from .board import BoardGone, RoundBoard
 from .control import Control
 from .folder import NodeFolders
 from .hanging import Hang, find_hang, standings_from_json, standings_to_json
 from .journal import Journal
 from .losses import Begun, Ended, begun_in, cost_in_words, left_in
 from .monitor import Monitor, Seen, Watched
-from .records import WORKERS_FILE, Since, WorkersRecord
 from .slow_workers import SlowWorkers
 from .stacks import capture
 from .tuner import ConfigTuner

@@ -24,11 +24,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from elastic_ext.files import write_whole
 from elastic_ext.leaving import EXIT_STATUS
-from elastic_ext.wording import counted
+from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.records.agent import MEMBERSHIP_FILE, MembershipPlan
+from elastic_ext.records.files import write_whole
+from elastic_ext.records.text import counted
 
-from .board import BoardGone, RoundBoard
 from .duties import Duties
 from .failures import FailedNode, Failure, failure_of, first_of, hung, told
 from .folder import NodeFolders
@@ -37,7 +38,6 @@ from .journal import Journal
 from .membership import NodeWords, settle
 from .monitor import Watched
 from .persisting import persist
-from .records import MEMBERSHIP_FILE, MembershipPlan
 from .rendezvous import Meeting
 from .starting import Launch, environments, workers_of
 from .stop_signals import StopSignals

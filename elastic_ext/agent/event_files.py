@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from elastic_ext.files import open_regular
-from elastic_ext.metrics import JobEvent
-
-from .records import EVENTS_FILE
+from elastic_ext.records.agent import EVENTS_FILE
+from elastic_ext.records.files import open_regular
+from elastic_ext.records.metrics import JobEvent
 
 __all__ = ["EventFiles", "NewEvents"]
 

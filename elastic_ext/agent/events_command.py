@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.errors import in_words
 from elastic_ext.master.named import add_ways
-from elastic_ext.metrics import JobEvent
+from elastic_ext.records.metrics import JobEvent
 
 from .event_files import EventFiles
 from .status_command import HEALTHY, REFUSED, add_places, folders_of_one_job

@@ -2,7 +2,7 @@
 
 <run directory>/          of this node alone; agents of one job on one machine have one each
   agent.lock              held by the agent as long as it lives
-  agent.json ...          records.py
+  agent.json ...          records/agent.py
 <memory folder>/          goes with the agent; a later agent removes what a dead one has left
   staging/                copies of what is being saved, which outlive the workers
   pulses/                 how far each rank has come, written by it
@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from elastic_ext.errors import in_words
-from elastic_ext.files import is_locked, lock_holders, try_lock
-from elastic_ext.settings import Settings
+from elastic_ext.records.files import is_locked, lock_holders, try_lock
+from elastic_ext.records.run_dir import Settings
 
 __all__ = [
     "NODES",

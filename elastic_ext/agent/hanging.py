@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from elastic_ext.pulse import Activity, PulseReading
+from elastic_ext.ranks.heartbeat import Activity, PulseReading
 
 __all__ = [
     "Hang",

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from elastic_ext.files import append_line
-from elastic_ext.metrics import JobEvent
-
-from .records import EVENTS_FILE
+from elastic_ext.records.agent import EVENTS_FILE
+from elastic_ext.records.files import append_line
+from elastic_ext.records.metrics import JobEvent
 
 __all__ = ["OF_AGENT", "Journal"]
 

@@ -23,18 +23,21 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import config_from_args
 
-from elastic_ext.doctor.hardware import NodeHardware, version_of
 from elastic_ext.doctor.hardware import look as look_at_machine
+from elastic_ext.doctor.hardware import version_of
+from elastic_ext.doctor.hardware_records import NodeHardware
 from elastic_ext.doctor.machine import check_node
 from elastic_ext.errors import in_words
-from elastic_ext.files import write_whole
 from elastic_ext.fsdp.checkpoint.complete import rows_in
 from elastic_ext.leaving import EXIT_STATUS
-from elastic_ext.settings import Settings
-from elastic_ext.wording import counted, on_one_line
+from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.ranks.processes import this_process
+from elastic_ext.records.agent import AGENT_FILE, HARDWARE_FILE, AgentRecord
+from elastic_ext.records.files import write_whole
+from elastic_ext.records.run_dir import Settings
+from elastic_ext.records.text import counted, on_one_line
 
 from .arguments import settings_in_words, shutdown_seconds, with_rendezvous
-from .board import BoardGone, RoundBoard
 from .control import Control
 from .duties import Duties
 from .elastic_agent import ElasticAgent
@@ -48,8 +51,6 @@ from .master_link import MasterLink
 from .monitor import Monitor
 from .persisting import persist
 from .places import folders_of, is_in_worker, settings_of
-from .processes import this_process
-from .records import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from .refusals import Refused, check_launch, check_options, seconds_in
 from .rendezvous import Meeting, handler_for, on_loopback
 from .sampling import NvidiaGpus

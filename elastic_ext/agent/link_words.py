@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ext.wording import age_in_words
+from elastic_ext.records.text import age_in_words
 
 __all__ = ["LinkNews", "LinkState", "LinkStory"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elastic_ext.metrics import CAN_GO_ON, TOLD_TO_END
-from elastic_ext.wording import counted
+from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END
+from elastic_ext.records.text import counted
 
 __all__ = ["Begun", "Ended", "begun_in", "cost_in_words", "left_in"]
 

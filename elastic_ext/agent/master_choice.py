@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from elastic_ext.errors import in_words
-from elastic_ext.files import read_at_most
-from elastic_ext.given import expanded
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import read_token
 from elastic_ext.master.tuning_words import Mode
-from elastic_ext.wording import on_one_line
+from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.records.files import read_at_most
+from elastic_ext.records.text import expanded, on_one_line
 
-from .backoff import Backoff
 from .journal import Journal
 from .master_link import GivenMaster, MasterLink
 from .node_identity import NodeSelf, next_incarnation, node_id_of

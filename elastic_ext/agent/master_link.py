@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from elastic_ext.errors import MasterError, MasterRefused, NodeFenced, NodeUnknown, in_words
-from elastic_ext.files import write_whole
 from elastic_ext.master.places import MasterPlace
-from elastic_ext.metrics import JobEvent
+from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.records.agent import HARDWARE_FILE, MASTER_FILE, MasterRecord, Since
+from elastic_ext.records.files import write_whole
+from elastic_ext.records.metrics import JobEvent
 
-from .backoff import Backoff
 from .event_files import EventFiles
 from .held_config import HeldConfig
 from .journal import Journal
 from .link_words import LinkState, LinkStory
 from .node_identity import Acquaintance, NodeSelf
 from .outbox import Outbox
-from .records import HARDWARE_FILE, MASTER_FILE, MasterRecord, Since
 from .tuner import ConfigTuner
 
 if TYPE_CHECKING:  # what speaks gRPC is loaded on the thread, where nobody waits for it

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .records import MembershipPlan, NodeShare
+from elastic_ext.records.agent import MembershipPlan, NodeShare
+
 from .verdicts import Counted, count
 
 __all__ = ["NodeWords", "Settled", "settle"]

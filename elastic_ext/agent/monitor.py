@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.pulse import PulseReading, pulse_file, read_pulse
+from elastic_ext.ranks.heartbeat import PulseReading, pulse_file, read_pulse
+from elastic_ext.ranks.processes import Process
+from elastic_ext.records.agent import WorkerSeen, WorkersRecord, WorkerState
 
 from .hanging import Hang, HangLimits, Judge, Standing, WorkerLook, find_hang
-from .processes import Process
-from .records import WorkerSeen, WorkersRecord, WorkerState
 from .sampling import GpuProbe, GpuUse, ProcessTable, Sample
 
 __all__ = ["Monitor", "Seen", "Watched"]

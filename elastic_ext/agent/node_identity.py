@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.errors import MasterAbsent, in_words
-from elastic_ext.files import read_at_most, write_whole
+from elastic_ext.records.files import read_at_most, write_whole
 
 __all__ = ["INCARNATION_FILE", "PLACE_FILE", "Acquaintance", "NodeSelf", "next_incarnation", "node_id_of"]
 

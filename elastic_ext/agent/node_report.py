@@ -11,16 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_ext.files import read_at_most
-from elastic_ext.job_facts import FILE as JOB_FILE
-from elastic_ext.job_facts import JobFacts
 from elastic_ext.master.wire import master_pb2 as pb
 from elastic_ext.master.wire.plain import filled, window_message
-from elastic_ext.metrics import JobEvent, RankMetrics, StepWindow
 from elastic_ext.profile.reading import tails_of
-
-from .processes import process_of
-from .records import (
+from elastic_ext.ranks.processes import process_of
+from elastic_ext.records.agent import (
     HARDWARE_FILE,
     MEMBERSHIP_FILE,
     MOST_BYTES,
@@ -30,6 +25,9 @@ from .records import (
     WorkerSeen,
     WorkersRecord,
 )
+from elastic_ext.records.files import read_at_most
+from elastic_ext.records.metrics import FILE as JOB_FILE
+from elastic_ext.records.metrics import JobEvent, JobFacts, RankMetrics, StepWindow
 
 __all__ = ["NodeReport", "event_message", "wire_text"]
 

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from elastic_ext.metrics import JobEvent
+from elastic_ext.records.metrics import JobEvent
 
 __all__ = ["Outbox"]
 

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic_ext.errors import in_words
-from elastic_ext.files import read_at_most
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.tokens import make_token, read_token
-from elastic_ext.wording import on_one_line
+from elastic_ext.ranks.deadlines import Backoff
+from elastic_ext.records.agent import MASTER_FILE
+from elastic_ext.records.files import read_at_most
+from elastic_ext.records.text import on_one_line
 
-from .backoff import Backoff
 from .journal import Journal
 from .master_link import FoundMaster
-from .records import MASTER_FILE
 
 __all__ = ["OwnMaster"]
 

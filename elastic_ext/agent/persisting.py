@@ -13,8 +13,7 @@ from typing import Any
 from elastic_ext.errors import ElasticError
 from elastic_ext.fsdp.checkpoint.complete import Choice, Completion, Outcome, choose, clear, complete, rows_in
 from elastic_ext.fsdp.checkpoint.shelved import Row
-
-from .board import RoundBoard
+from elastic_ext.ranks.node_board import RoundBoard
 
 __all__ = ["persist"]
 

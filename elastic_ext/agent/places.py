@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 
 from elastic_ext.errors import in_words
-from elastic_ext.given import expanded
-from elastic_ext.settings import Settings
+from elastic_ext.records.run_dir import Settings
+from elastic_ext.records.text import expanded
 
 from .folder import NODES, NodeFolders, NodeTaken, is_held, with_cache
 from .refusals import Refused

@@ -33,9 +33,9 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from elastic_ext.errors import in_words
+from elastic_ext.ranks.node_board import BoardGone, RoundBoard
+from elastic_ext.torch_private.agent import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
 
-from .board import BoardGone, RoundBoard
-from .internals import judge_silence_here, leave, participants, serve_workers_by, stop_heartbeats
 from .refusals import Refused, seconds_in
 
 __all__ = ["Loopback", "Meeting", "handler_for", "loopback_store", "on_loopback"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .processes import Process
+from elastic_ext.ranks.processes import Process
 
 __all__ = ["GpuProbe", "GpuUse", "NvidiaGpus", "ProcessTable", "Sample"]
 

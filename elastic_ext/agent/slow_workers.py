@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ext.metrics import Measures, StepWindow
 from elastic_ext.profile.reading import present_windows, read_trace, tails_of, view_of
 from elastic_ext.profile.straggling import LocalTime, Straggler, Stragglers, local_times
 from elastic_ext.profile.weighed import RankView
-from elastic_ext.record_json import record_of
+from elastic_ext.records.json import record_of
+from elastic_ext.records.metrics import Measures, StepWindow
 
 __all__ = ["Board", "Rounds", "SlowNews", "SlowWorker", "SlowWorkers"]
 
@@ -28,7 +28,7 @@ _ROUND, _SLOW = "local-times", "slow-workers"
 
 
 class Board(Protocol):
-    """What nodes tell one another on, as agent/board.py has it."""
+    """What nodes tell one another on, as ranks/node_board.py has it."""
 
     @property
     def place(self) -> int: ...

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from elastic_ext.files import write_whole
-from elastic_ext.own_stacks import ask_for_stacks
-from elastic_ext.pulse import PulseReading, pulse_file, read_pulse, stacks_pipe
+from elastic_ext.ranks.heartbeat import PulseReading, ask_for_stacks, pulse_file, read_pulse, stacks_pipe
+from elastic_ext.ranks.processes import Process, process_of
+from elastic_ext.records.files import write_whole
 
 from .monitor import Watched
-from .processes import Process, process_of
 from .traces import Where, parse_stacks, told_apart, where_of
 
 __all__ = ["Captured", "capture"]

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from elastic_ext.metrics import CAN_GO_ON, TOLD_TO_END, Measures, ModelProfile, RankMetrics
-from elastic_ext.wording import age_in_words, not_finite_in_words
+from elastic_ext.records.agent import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
+from elastic_ext.records.metrics import CAN_GO_ON, TOLD_TO_END, Measures, ModelProfile, RankMetrics
+from elastic_ext.records.text import age_in_words, not_finite_in_words
 
-from .records import AgentRecord, MasterRecord, MembershipPlan, WorkerSeen
 from .status_files import EventSeen, RunFiles
 from .status_profile import ProfileStatus, profile_of
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.errors import in_words
-from elastic_ext.given import expanded
 from elastic_ext.master.named import add_ways
-from elastic_ext.settings import Settings
+from elastic_ext.records.run_dir import Settings
+from elastic_ext.records.text import expanded
 
 from .contact import agent_in
 from .folder import NODES, spare_cache

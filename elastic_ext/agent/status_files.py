@@ -15,14 +15,9 @@ from typing import TypeVar
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.files import open_regular, read_at_most, stamp_of
-from elastic_ext.metrics import ModelProfile, RankMetrics
 from elastic_ext.profile.reading import NodeProfiles, read_profiles
-from elastic_ext.strict_json import MAX_BYTES
-
-from .contact import is_running
-from .processes import Process, is_alive, process_of
-from .records import (
+from elastic_ext.ranks.processes import Process, is_alive, process_of
+from elastic_ext.records.agent import (
     AGENT_FILE,
     EVENTS_FILE,
     MASTER_FILE,
@@ -34,6 +29,11 @@ from .records import (
     MembershipPlan,
     WorkersRecord,
 )
+from elastic_ext.records.files import open_regular, read_at_most, stamp_of
+from elastic_ext.records.json import MAX_BYTES
+from elastic_ext.records.metrics import ModelProfile, RankMetrics
+
+from .contact import is_running
 
 __all__ = ["EventSeen", "RunFiles", "is_run_directory", "read_run_directory"]
 

@@ -7,12 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.metrics import RankMetrics
 from elastic_ext.profile.bottleneck import Verdict, verdict
 from elastic_ext.profile.reading import NodeProfiles, Windows, present_windows, rounds_of, view_of
 from elastic_ext.profile.straggling import Straggler, Stragglers, local_times
 from elastic_ext.profile.summary import flops_share
 from elastic_ext.profile.weighed import RankView
+from elastic_ext.records.metrics import RankMetrics
 
 __all__ = ["ProfileStatus", "profile_of"]
 

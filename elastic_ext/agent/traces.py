@@ -17,7 +17,7 @@ _TOGETHER = (
     "/torch/nn/parallel/distributed.py",
     "/torch/autograd/graph.py",  # a backward pass, in which gradients are shared
     "/torch/cuda/__init__.py",
-    "/elastic_ext/ranks.py",
+    "/elastic_ext/ranks/group.py",
     "/elastic_ext/fsdp/carrier.py",
 )
 

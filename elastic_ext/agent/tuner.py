@@ -23,10 +23,10 @@ from typing import Any
 
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.files import FileStamp, read_at_most, stamp_of, write_whole
 from elastic_ext.history import ConfigHistory
-from elastic_ext.strict_json import MAX_BYTES
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.files import FileStamp, read_at_most, stamp_of, write_whole
+from elastic_ext.records.json import MAX_BYTES
+from elastic_ext.records.text import on_one_line
 
 __all__ = ["ConfigTuner", "ForeignWrite", "config_requests"]
 

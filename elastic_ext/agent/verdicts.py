@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ext.wording import counted
+from elastic_ext.records.text import counted
 
 from .failures import Failure, first_of, is_consequence
 

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
+from elastic_ext.ranks.processes import Process, end_groups
+
 from .folder import STAGING, remove_memory_folder
-from .processes import Process, end_groups
 
 __all__ = ["Warden", "main"]
 

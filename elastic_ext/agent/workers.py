@@ -22,11 +22,11 @@ from torch.distributed.elastic.multiprocessing import (
 
 from elastic_ext.errors import ElasticError, in_words
 from elastic_ext.leaving import EXIT_STATUS
+from elastic_ext.ranks.processes import Process, end_groups, process_of
+from elastic_ext.records.agent import WorkerState
+from elastic_ext.torch_private.agent import bound_command, bound_function
 
-from .internals import bound_command, bound_function
 from .monitor import Watched
-from .processes import Process, end_groups, process_of
-from .records import WorkerState
 
 __all__ = ["NotStarted", "Workers"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.text import on_one_line
 
 from .taking import add_arguments_of_convert, add_arguments_of_export, path_of
 from .terminal import Terminal

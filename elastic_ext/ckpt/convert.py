@@ -6,7 +6,7 @@ import argparse
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.convert import Converted, convert_from_dcp, convert_to_dcp
-from elastic_ext.wording import size_in_words
+from elastic_ext.records.text import size_in_words
 
 from .commands import DONE
 from .places import one_checkpoint, place_of

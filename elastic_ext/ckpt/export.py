@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.export import export_checkpoint
-from elastic_ext.wording import size_in_words
+from elastic_ext.records.text import size_in_words
 
 from .commands import DONE
 from .places import one_checkpoint, place_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic_ext.fsdp.checkpoint.clearing import GARBAGE
 from elastic_ext.fsdp.checkpoint.commit import Commit
 from elastic_ext.fsdp.checkpoint.listing import Found, Listing, abandoned_for_nothing, is_set_aside
-from elastic_ext.wording import age_in_words, size_in_words
+from elastic_ext.records.text import age_in_words, size_in_words
 
 from .commands import DAMAGED, DONE, REFUSED, in_words, status_of
 from .places import place_of

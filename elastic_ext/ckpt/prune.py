@@ -13,7 +13,7 @@ from elastic_ext.fsdp.checkpoint.listing import Listing
 from elastic_ext.fsdp.checkpoint.removing import remove_unused_metas, retained, unused_metas, verdicts_on
 from elastic_ext.fsdp.checkpoint.retain import Retention, Verdict
 from elastic_ext.fsdp.checkpoint.visiting import Visit
-from elastic_ext.wording import on_one_line, size_in_words
+from elastic_ext.records.text import on_one_line, size_in_words
 
 from .commands import DAMAGED, DONE, in_words
 from .places import place_of

@@ -15,8 +15,8 @@ from elastic_ext.fsdp.checkpoint.listing import Found
 from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
 from elastic_ext.fsdp.checkpoint.reading import Reading
 from elastic_ext.fsdp.layout import Box
-from elastic_ext.strict_json import shown
-from elastic_ext.wording import age_in_words, on_one_line, size_in_words
+from elastic_ext.records.json import shown
+from elastic_ext.records.text import age_in_words, on_one_line, size_in_words
 
 from .commands import DONE
 from .places import one_checkpoint, place_of

@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO
 
-from elastic_ext.progress import Progress
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.text import Progress, on_one_line
 
 __all__ = ["Terminal"]
 

@@ -25,16 +25,16 @@ from typing_extensions import TypeVar
 
 from elastic_ext.accumulate import BatchPlan
 from elastic_ext.config import ElasticConfig
-from elastic_ext.given import check_flag
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.timeline import Timeline
+from elastic_ext.records.text import check_flag
+from elastic_ext.torch_private.loading import pinned
 
 from .choosing import Ordering, epochs_of
 from .epochs import Running
 from .following import Following
-from .internals import pinned
 from .making import Making
-from .pool import Work
+from .process import Work
 from .refusing import fixed_settings, why_not_change
 
 __all__ = ["ElasticDataLoader"]

@@ -8,8 +8,8 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from .pinning import Pinning
-from .pool import Pool, Work
-from .process import Noted
+from .pool import Pool
+from .process import Noted, Work
 from .tasks import name_samples
 
 __all__ = ["Making"]

@@ -17,9 +17,10 @@ from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any
 
+from elastic_ext.torch_private.loading import private_parts, thread_state
+
 from .crew import Crew
 from .dealing import Dealing
-from .internals import private_parts, thread_state
 from .late import Late
 from .process import MADE, Work
 from .tasks import NOTHING, Raised, Task, in_short, reraise

@@ -23,8 +23,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
+from elastic_ext.torch_private.loading import PrivateParts, private_parts
+
 from .frames import Inbox, Outbox
-from .internals import PrivateParts, private_parts
 
 __all__ = ["MADE", "READY", "STACK_SIGNAL", "STOP", "Noted", "Seat", "Work", "end_with_parent", "run"]
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, Sampler
 
-from elastic_ext.given import check_flag
+from elastic_ext.records.text import check_flag
 
 from .order import Drawn, InTurn, Order, Shuffled, told_length
 from .seeding import seeded

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ext.errors import WorkerDiedError
+from elastic_ext.torch_private.loading import PrivateParts
 
 from .child import Ending
-from .internals import PrivateParts
 from .worker import Worker
 
 __all__ = ["NOTHING", "Raised", "Task", "in_short", "name_samples", "reraise"]

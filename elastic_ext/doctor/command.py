@@ -14,8 +14,8 @@ from pathlib import Path
 
 from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
-from elastic_ext.given import expanded
 from elastic_ext.master.named import add_ways, named_master
+from elastic_ext.records.text import expanded
 
 __all__ = ["FINE", "WRONG", "add_doctor"]
 

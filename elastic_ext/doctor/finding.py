@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.text import on_one_line
 
 __all__ = [
     "SEVERITIES",

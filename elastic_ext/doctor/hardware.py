@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from elastic_ext.ranks.deadlines import NoAnswer, answer_within
+
 from .cgroups import group_limits
 from .gpus import Driver, NvidiaDriver, gpus_of
 from .hardware_records import (
@@ -33,7 +35,6 @@ from .hardware_records import (
     Versions,
 )
 from .mounts import parse_mounts, storage_of
-from .patience import NoAnswer, answer_within
 
 __all__ = [
     "NodeHardware",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic_ext.wording import size_in_words
+from elastic_ext.records.text import size_in_words
 
 from .finding import Finding, error, note, ok, sorted_findings, warning
 from .hardware_records import NodeHardware, Storage

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_ext.ranks.deadlines import NoAnswer, answer_within
+
 from .hardware_records import Storage, StorageUse
-from .patience import NoAnswer, answer_within
 
 __all__ = ["Mount", "is_memory", "is_network", "mount_of", "parse_mounts", "storage_of"]
 

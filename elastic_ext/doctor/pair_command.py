@@ -12,10 +12,11 @@ from elastic_ext.errors import MasterError
 from elastic_ext.master.places import MasterPlace
 
 from .finding import Finding, is_wrong, sorted_findings, tell_findings
-from .hardware import NodeHardware
+from .hardware_records import NodeHardware
 from .machine import findings
+from .pair_meeting import MeetingFailed, Rendezvous
 from .pair_report import PairReport, findings_of_report, words_of_report
-from .pairs import SILENCE_SECONDS, MeetingFailed, Rendezvous, check_pairs
+from .pairs import SILENCE_SECONDS, check_pairs
 
 __all__ = ["run"]
 

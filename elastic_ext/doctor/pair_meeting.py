@@ -28,9 +28,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from elastic_ext.peers import Store
-
-from .patience import NoAnswer, answer_within
+from elastic_ext.ranks.board import Store
+from elastic_ext.ranks.deadlines import NoAnswer, answer_within
 
 __all__ = ["Meeting", "MeetingFailed", "Rendezvous", "holds_store", "meet"]
 

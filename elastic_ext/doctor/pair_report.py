@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from elastic_ext.wording import size_in_words
+from elastic_ext.records.text import size_in_words
 
 from .finding import Finding, error, note, ok, sorted_findings, warning
 from .hardware_records import NodeHardware, read_record

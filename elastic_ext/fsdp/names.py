@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import internals
+from elastic_ext.torch_private import sharded
 
 __all__ = ["Named", "named_modules", "named_tensors"]
 
@@ -43,7 +43,7 @@ def named_tensors(model: nn.Module) -> list[Named]:
     """Every parameter, and every buffer that ``state_dict()`` has, in the order of the model."""
     seen: dict[str, tuple[torch.Tensor, Literal["parameter", "buffer"]]] = {}
     for prefix, module in named_modules(model):
-        transient = internals.transient_buffers(module)
+        transient = sharded.transient_buffers(module)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             _add(seen, prefix + name, parameter, "parameter")
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from elastic_ext.torch_private.sharded import has_hooks
+
 from . import rewire
 from .holders import strangers
-from .internals import has_hooks
 from .plan import ParallelPlan
 from .units import Modules, Settings, Unit
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.hooks import Hook
+from elastic_ext.torch_private.module_hooks import Hook
 
 __all__ = ["Replica", "arguments_of", "make_sure_of_ddp", "set_aside"]
 

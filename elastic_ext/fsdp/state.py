@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from elastic_ext.errors import ElasticError
+from elastic_ext.torch_private import sharded
+from elastic_ext.torch_private.sharded import FlatPart
 
-from . import internals
 from .dtypes import DTYPES, name_of
-from .internals import FlatPart
 from .layout import Box
 from .names import Named, named_modules, named_tensors
 from .placements import Cut, box_after
@@ -124,9 +124,9 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
             raise ValueError(
                 f"{name} is {placement}: what ranks hold of it has yet to be added up; redistribute it before saving"
             )
-        dim = internals.sharded_dim(placement)
+        dim = sharded.sharded_dim(placement)
         if dim is not None:
-            cuts.append(Cut(dim % tensor.ndim, num_parts, part, internals.num_outer(placement)))
+            cuts.append(Cut(dim % tensor.ndim, num_parts, part, sharded.num_outer(placement)))
         elif not placement.is_replicate():
             raise ValueError(
                 f"{name} is placed {placement}; allowed: Shard and Replicate; redistribute it before saving"
@@ -187,8 +187,8 @@ def _placed(model: nn.Module) -> Iterator[_Placed]:
         if isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel):
-            internals.reshard_flat(module)
-            flat.update((id(part.parameter), part) for part in internals.flat_parts(module))
+            sharded.reshard_flat(module)
+            flat.update((id(part.parameter), part) for part in sharded.flat_parts(module))
     for each in named_tensors(model):
         if is_lazy(each.tensor):
             raise ValueError(

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf.message import DecodeError
 
-from elastic_ext.metrics import StepWindow
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.metrics import StepWindow
+from elastic_ext.records.text import on_one_line
 
 from .wire import master_pb2
 

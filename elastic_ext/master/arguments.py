@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from elastic_ext.given import expanded
+from elastic_ext.records.text import expanded
 
 from .tuning_words import Mode
 

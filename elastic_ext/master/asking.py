@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from elastic_ext.config import ElasticConfig
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 
 from .configs import Author
 from .strategy.decisions import Decision

@@ -22,8 +22,8 @@ from elastic_ext.errors import (
     NodeUnknown,
     in_words,
 )
-from elastic_ext.files import read_at_most
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.files import read_at_most
+from elastic_ext.records.text import on_one_line
 
 from .places import MOST_MESSAGE_BYTES, MasterPlace
 from .tokens import read_token

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from elastic_ext.doctor.stragglers import Standing, stragglers
 from elastic_ext.profile.straggling import Straggler
-from elastic_ext.wording import counted, size_in_words
+from elastic_ext.records.text import counted, size_in_words
 
 from .links import Link, Measured
 from .machines import NodeFacts, named, unlike_nodes

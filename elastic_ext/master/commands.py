@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_ext.agent.backoff import Backoff
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.errors import MasterAbsent, MasterBusy, MasterError, MasterRefused
+from elastic_ext.ranks.deadlines import Backoff
 
 from .client import MasterClient
 from .job_words import event_words, is_healthy, status_words
@@ -20,7 +20,8 @@ from .wire.plain import as_dict
 
 __all__ = ["run_events", "run_status"]
 
-_HEALTHY, _TROUBLE, _REFUSED = 0, 1, 2
+_HEALTHY = 0
+_TROUBLE, _REFUSED = 1, 2
 _FIRST_SECONDS, _MOST_SECONDS = 0.5, 10.0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from elastic_ext.wording import counted
+from elastic_ext.records.text import counted
 
 from .records import MASTERS_OWN, EventRecord
 

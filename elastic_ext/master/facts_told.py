@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from elastic_ext.job_facts import JobFacts, MemoryFacts
 from elastic_ext.keys import KEYS
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.metrics import JobFacts, MemoryFacts
+from elastic_ext.records.text import on_one_line
 
 __all__ = ["MOST_FACTS", "facts_told"]
 

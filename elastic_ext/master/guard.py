@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from elastic_ext.errors import ConfigError
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.text import on_one_line
 
 from .admission import Refused
 from .allowances import Allowances

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic_ext.errors import ConfigError
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.text import on_one_line
 
 from .admission import MOST_HARDWARE, MOST_NAME, PROTOCOL, Refused, check_job, check_join
 from .asking import Made, Run, at_once

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from elastic_ext.wording import age_in_words, counted, not_finite_in_words, on_one_line, size_in_words
+from elastic_ext.records.text import age_in_words, counted, not_finite_in_words, on_one_line, size_in_words
 
 from .wire import master_pb2 as wire
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elastic_ext.doctor.hardware_records import NodeHardware
 from elastic_ext.doctor.machine import check_node
 from elastic_ext.doctor.pair_report import SHOULD_BE_ALIKE
-from elastic_ext.wording import counted, size_in_words
+from elastic_ext.records.text import counted, size_in_words
 
 from .amounts import words
 

@@ -19,12 +19,12 @@ from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.files import read_at_most
-from elastic_ext.job_facts import FILE, JobFacts
 from elastic_ext.keys import KEYS
+from elastic_ext.records.files import read_at_most
+from elastic_ext.records.json import MAX_BYTES, read_value
+from elastic_ext.records.metrics import FILE, JobFacts
+from elastic_ext.records.text import on_one_line
 from elastic_ext.sections import TuningSection
-from elastic_ext.strict_json import MAX_BYTES, read_value
-from elastic_ext.wording import on_one_line
 
 from .facts_told import MOST_FACTS, facts_told
 from .memory_table import Asked, limit_of, plans_asked, predicted

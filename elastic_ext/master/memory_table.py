@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from elastic_ext.fsdp.plan import ParallelPlan, Strategy
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 from elastic_ext.sections import TuningSection
 
 from .strategy.memory import HEADROOM, Memory, usable_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from elastic_ext.job_facts import JobFacts, MemoryFacts
-from elastic_ext.wording import age_in_words, counted, size_in_words
+from elastic_ext.records.metrics import JobFacts, MemoryFacts
+from elastic_ext.records.text import age_in_words, counted, size_in_words
 
 from .memory_table import Limit, Plan, Row
 

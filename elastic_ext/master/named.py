@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from elastic_ext.agent.records import MASTER_FILE, MOST_BYTES, MasterRecord
 from elastic_ext.errors import in_words
-from elastic_ext.files import read_at_most
-from elastic_ext.given import expanded
+from elastic_ext.records.agent import MASTER_FILE, MOST_BYTES, MasterRecord
+from elastic_ext.records.files import read_at_most
+from elastic_ext.records.text import expanded
 
 from .places import Address, MasterPlace
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.strict_json import MAX_BYTES
+from elastic_ext.records.json import MAX_BYTES
 
 __all__ = ["MOST_BEAT_BYTES", "MOST_MESSAGE_BYTES", "Address", "MasterPlace"]
 

@@ -5,8 +5,8 @@ Agents count the plans of one start of a job; here they are counted on where a j
 
 from __future__ import annotations
 
-from elastic_ext.agent.records import MembershipPlan, NodeShare
-from elastic_ext.wording import counted, on_one_line
+from elastic_ext.records.agent import MembershipPlan, NodeShare
+from elastic_ext.records.text import counted, on_one_line
 
 from .wire import master_pb2 as wire
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from elastic_ext.record_json import object_of, record_of
+from elastic_ext.records.json import object_of, record_of
 
 __all__ = ["FINEST_SECONDS", "History", "Point", "mean_of"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from elastic_ext.errors import ElasticError, in_words
-from elastic_ext.files import write_whole
+from elastic_ext.records.files import write_whole
 from elastic_ext.version import VERSION
 
 from .arguments import MasterOptions

@@ -14,7 +14,7 @@ from typing import Literal
 from google.protobuf.message import Message
 
 from elastic_ext.profile.phases import Phase
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.text import on_one_line
 
 from .wire import master_pb2
 
@@ -169,25 +169,25 @@ def _of_ranks(nodes: Iterable[master_pb2.NodeStatus], num_ranks: int | None, mos
     yield _one("ranks_left_out", "Ranks of which there are no series, as there are very many.", num_ranks - len(told))
     running = zip(labels, (worker.state == "running" for worker in workers), strict=True)
     yield _Family(name="rank_running", kind="gauge", help="Whether its process runs.", samples=running)
-    for name, text, field, scale in _RANK_GAUGES:
+    for name, text, amount, scale in _RANK_GAUGES:
         values = [
             (label, value * scale)
             for label, worker in zip(labels, workers, strict=True)
-            if (value := _known(worker, field)) is not None
+            if (value := _known(worker, amount)) is not None
         ]
         yield _Family(name=f"rank_{name}", kind="gauge", help=text, samples=values)
-    for name, text, field in _RANK_COUNTERS:
+    for name, text, amount in _RANK_COUNTERS:
         counted = [
             (label, value)
             for label, worker in zip(labels, workers, strict=True)
-            if (value := _known(worker, field)) is not None
+            if (value := _known(worker, amount)) is not None
         ]
         yield _Family(name=f"rank_{name}_total", kind="counter", help=text, samples=counted)
     durations = [
         ({**label, "quantile": quantile}, value)
         for label, worker in zip(labels, workers, strict=True)
-        for quantile, field in (("0.5", "step_seconds"), ("0.9", "slow_step_seconds"))
-        if (value := _known(worker, field)) is not None
+        for quantile, amount in (("0.5", "step_seconds"), ("0.9", "slow_step_seconds"))
+        if (value := _known(worker, amount)) is not None
     ]
     text = "What the last steps took, half of them and nine tenths no longer."
     yield _Family(name="rank_step_duration_seconds", kind="gauge", help=text, samples=durations)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_ext.record_json import JsonRecord, object_of
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.json import JsonRecord, object_of
+from elastic_ext.records.text import on_one_line
 
 __all__ = ["MASTERS_OWN", "EventRecord", "NodeRecord", "refusal_in"]
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
-from elastic_ext.metrics import Measures, StepWindow
 from elastic_ext.profile.phases import IN_STEPS, Phase
 from elastic_ext.profile.reading import view_of
 from elastic_ext.profile.weighed import Weighed, weigh
-from elastic_ext.wording import counted
+from elastic_ext.records.metrics import Measures, StepWindow
+from elastic_ext.records.text import counted
 
 from .amounts import fitting_window
 from .strategy.seen import Seen

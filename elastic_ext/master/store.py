@@ -17,8 +17,8 @@ from pathlib import Path
 from elastic_ext.config import ElasticConfig
 from elastic_ext.doctor.mounts import is_network, mount_of, parse_mounts
 from elastic_ext.errors import ConfigError, ElasticError
-from elastic_ext.files import lock_holders, try_lock
 from elastic_ext.history import Entry
+from elastic_ext.records.files import lock_holders, try_lock
 
 from .configs import Author, Page
 from .records import EventRecord, NodeRecord

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from elastic_ext.errors import in_words
-from elastic_ext.files import NotRegularError, open_regular
+from elastic_ext.records.files import NotRegularError, open_regular
 
 __all__ = ["LEAST_CHARACTERS", "MOST_CHARACTERS", "make_token", "read_token"]
 

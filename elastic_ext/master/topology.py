@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from elastic_ext.wording import counted, size_in_words
+from elastic_ext.records.text import counted, size_in_words
 
 from .links import Link
 

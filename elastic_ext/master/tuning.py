@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from elastic_ext.config import ElasticConfig
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 
 from .admission import Refused
 from .asking import Ask, Asking, Kind, Made, Run, Strategy, at_once

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.errors import MasterError, MasterRefused
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.text import on_one_line
 
 from .client import MasterClient
 from .job_words import moment_words
@@ -20,7 +20,8 @@ from .wire.plain import as_dict
 
 __all__ = ["decision_record", "decision_words", "run_tuning"]
 
-_DONE, _TROUBLE, _REFUSED = 0, 1, 2
+_DONE = 0
+_TROUBLE, _REFUSED = 1, 2
 
 
 def run_tuning(place: MasterPlace, options: argparse.Namespace, terminal: Terminal) -> int:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from elastic_ext.strict_json import shown
-from elastic_ext.wording import on_one_line, size_in_words
+from elastic_ext.records.json import shown
+from elastic_ext.records.text import on_one_line, size_in_words
 
 from .strategy.decisions import Decision
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.job_facts import MemoryFacts
+from elastic_ext.records.metrics import MemoryFacts
 
 from .asking import Asking
 from .likeness import batch_dim, dtype_name, num_bytes_of, told

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elastic_ext.record_json import JsonRecord
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.json import JsonRecord
+from elastic_ext.records.text import on_one_line
 
 from .cause_words import hosts_of, sentence
 from .causes import Cause, Job, Kind, causes, computing, dominating, job_of, limit

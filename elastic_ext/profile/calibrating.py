@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from elastic_ext.metrics import NodeCalibration
+from elastic_ext.records.metrics import NodeCalibration
 
 __all__ = ["calibrate"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic_ext.wording import counted, on_one_line
+from elastic_ext.records.text import counted, on_one_line
 
 from .causes import Cause, Job, Kind
 from .phases import COMPUTING, Phase

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from elastic_ext.hooks import is_compiled, num_graphs_compiled
-from elastic_ext.metrics import StepCensus
+from elastic_ext.records.metrics import StepCensus
+from elastic_ext.torch_private.module_hooks import is_compiled, num_graphs_compiled
 
 __all__ = ["Census", "why_no_census"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ext.metrics import StepWindow
+from elastic_ext.records.metrics import StepWindow
 
 from .phases import Phase
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from elastic_ext.metrics import StepWindow
+from elastic_ext.records.metrics import StepWindow
 
 from .history_of_run import Life, Piece, pieces_of
 from .phases import IN_STEPS, LEAST_SECONDS, Phase

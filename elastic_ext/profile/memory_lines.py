@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from elastic_ext.job_facts import PassesMemory
+from elastic_ext.records.metrics import PassesMemory
 
 __all__ = ["correction", "lines_through", "sizes_up_to"]
 

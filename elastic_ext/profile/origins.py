@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.record_json import JsonRecord
+from elastic_ext.records.json import JsonRecord
 
 __all__ = ["MainModule", "Origin", "origin_of"]
 

@@ -23,8 +23,8 @@ from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from elastic_ext.engine import at_end_of_pass
-from elastic_ext.hooks import Hook
+from elastic_ext.torch_private.engine import at_end_of_pass
+from elastic_ext.torch_private.module_hooks import Hook
 
 from .phases import Phase
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.job_facts import PassesMemory
-from elastic_ext.record_json import JsonRecord
+from elastic_ext.records.json import JsonRecord
+from elastic_ext.records.metrics import PassesMemory
 
 from .origins import MainModule, Origin
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_ext.files import open_regular, read_at_most
-from elastic_ext.metrics import Measures, NodeCalibration, StepCensus, StepTrace, StepWindow
+from elastic_ext.records.files import open_regular, read_at_most
+from elastic_ext.records.metrics import Measures, NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .phases import Phase
 from .weighed import RankView, merged, replicas_of

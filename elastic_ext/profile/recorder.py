@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_ext.pulse import Activity, Pulse
-from elastic_ext.sources import TimedSource
+from elastic_ext.profile.timed_sources import TimedSource
+from elastic_ext.ranks.heartbeat import Activity, Pulse
 
 from .analyzing import Analyzer
 from .pace import Pace

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic_ext.metrics import Measures, NodeCalibration, StepCensus, StepWindow
+from elastic_ext.records.metrics import Measures, NodeCalibration, StepCensus, StepWindow
 
 from .bottleneck import Verdict, verdict
 from .line import line_of

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ext.wording import on_one_line
+from elastic_ext.records.text import on_one_line
 
 from .weighed import RankView, weigh, why_not
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
+from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 from .phases import LEAST_SECONDS, Phase
 from .weighed import RankView, is_usable, merged, replicas_of, weigh

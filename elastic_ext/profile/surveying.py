@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ext.metrics import NodeCalibration, StepCensus, StepTrace
+from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace
 
 from .analyzing import Analyzer
 from .calibrating import calibrate

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from elastic_ext.job_facts import PassesMemory
+from elastic_ext.records.metrics import PassesMemory
 
 __all__ = ["Peaks", "Stage", "Tally"]
 

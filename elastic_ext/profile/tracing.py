@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from elastic_ext.metrics import StepTrace
+from elastic_ext.records.metrics import StepTrace
 
 from .spans import Span, length, outside
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ext.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
+from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepTrace, StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from elastic_ext.metrics import StepWindow
+from elastic_ext.records.metrics import StepWindow
 
 from .phases import COMPUTING, IN_STEPS, WAITING, Phase
 from .timeline import Spent, Timeline

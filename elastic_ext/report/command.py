@@ -10,8 +10,8 @@ from pathlib import Path
 from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.errors import in_words
-from elastic_ext.files import open_regular, write_whole
-from elastic_ext.settings import Settings
+from elastic_ext.records.files import open_regular, write_whole
+from elastic_ext.records.run_dir import Settings
 from elastic_ext.version import VERSION
 
 from .gathering import gather

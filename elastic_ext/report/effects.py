@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.metrics import JobEvent, StepWindow
 from elastic_ext.profile.ledger import Slice
 from elastic_ext.profile.phases import IN_STEPS, LEAST_SECONDS
+from elastic_ext.records.metrics import JobEvent, StepWindow
 
 from .speeds import Speeds
 

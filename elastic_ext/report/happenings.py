@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from elastic_ext.metrics import JobEvent
 from elastic_ext.profile.ledger import Happened
+from elastic_ext.records.metrics import JobEvent
 
 __all__ = ["GROUPS", "Group", "Happening", "happened_of", "happenings_of", "last_word", "launches_of", "within"]
 

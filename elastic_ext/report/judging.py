@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from elastic_ext.metrics import StepWindow
 from elastic_ext.profile.bottleneck import verdict
 from elastic_ext.profile.weighed import RankView
+from elastic_ext.records.metrics import StepWindow
 
 from .record import Remark
 

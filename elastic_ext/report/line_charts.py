@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from elastic_ext.profile.line import number_in_words
-from elastic_ext.wording import size_in_words
+from elastic_ext.records.text import size_in_words
 
 from .columns import Column, Columns, middle
 from .frame import LEFT, RIGHT, WIDTH, amount_axis, time_axis, verticals

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.files import open_regular
-from elastic_ext.metrics import JobEvent, StepWindow
+from elastic_ext.records.files import open_regular
+from elastic_ext.records.metrics import JobEvent, StepWindow
 
 __all__ = ["Broken", "events_in", "windows_in"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from elastic_ext.profile.ledger import USEFUL, Entry
 from elastic_ext.profile.line import number_in_words
-from elastic_ext.wording import counted
+from elastic_ext.records.text import counted
 
 from .entries import LABELS, ORDER
 from .markup import tag, text

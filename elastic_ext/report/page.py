@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ext.wording import counted
+from elastic_ext.records.text import counted
 
 from .columns import Columns, columns_of
 from .frame import LEFT, RIGHT

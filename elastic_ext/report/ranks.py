@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from elastic_ext.metrics import StepWindow
 from elastic_ext.profile.history_of_run import Life
 from elastic_ext.profile.ledger import Slice, ledger_of_slices
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.summary import training_seconds
+from elastic_ext.records.metrics import StepWindow
 
 from .bins import Bins
 from .effects import in_step_seconds, spread_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_ext.metrics import NodeCalibration, StepCensus, StepWindow
 from elastic_ext.profile.summary import flops_share, num_tokens, training_seconds
+from elastic_ext.records.metrics import NodeCalibration, StepCensus, StepWindow
 
 __all__ = ["Speeds"]
 

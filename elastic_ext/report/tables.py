@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from elastic_ext.profile.ledger import USEFUL, Entry
 from elastic_ext.profile.line import number_in_words
-from elastic_ext.wording import not_finite_in_words, size_in_words
+from elastic_ext.records.text import not_finite_in_words, size_in_words
 
 from .effects import Spread
 from .entries import LABELS, MEANINGS, ORDER

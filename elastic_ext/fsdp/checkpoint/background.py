@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import CheckpointError, in_words
-
-from .letters import Letters, ToldOfFailure
+from elastic_ext.ranks.board import Letters, ToldOfFailure
 
 __all__ = ["PATIENCE_SECONDS", "THREAD_NAME", "BackgroundSave"]
 

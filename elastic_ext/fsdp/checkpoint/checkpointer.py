@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp.plain import pack, unpack
-from elastic_ext.given import as_list, check_flag, path_given
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
+from elastic_ext.records.text import as_list, check_flag, path_given
 
 from .collecting import Collect, SaveRequest, ToSave, contents_of
 from .contents import Contents

@@ -21,8 +21,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
-from elastic_ext.files import is_locked, lock_holders, naming, read_at_most, try_lock, write_whole
-from elastic_ext.forks import do_in_forked_processes
+from elastic_ext.ranks.processes import do_in_forked_processes
+from elastic_ext.records.files import is_locked, lock_holders, naming, read_at_most, try_lock, write_whole
 
 from .lineage import check_id
 

@@ -25,7 +25,7 @@ from elastic_ext.errors import (
     CheckpointNotFound,
     in_words,
 )
-from elastic_ext.files import is_taken, is_temporary, look_afresh, move_folder, remove_folder
+from elastic_ext.records.files import is_taken, is_temporary, look_afresh, move_folder, remove_folder
 
 from .commit import COMMIT, Commit, read_commit
 from .lineage import Lineage, place_in

@@ -17,7 +17,7 @@ from typing import IO, Any
 import xxhash
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
-from elastic_ext.files import NotRegularError, look_afresh, naming, open_regular, read_at_most
+from elastic_ext.records.files import NotRegularError, look_afresh, naming, open_regular, read_at_most
 
 from .formats import unknown_format
 from .lineage import Chain, Lineage, check_chain, check_id

@@ -18,8 +18,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.files import NewFiles, sync_folder
-from elastic_ext.given import check_flag, names_given, path_given
+from elastic_ext.records.files import NewFiles, sync_folder
+from elastic_ext.records.text import check_flag, names_given, path_given
 
 from .commit import Commit, chain_after
 from .contents import KINDS, STATE_FILE, FileKind, meta_file, shard_file

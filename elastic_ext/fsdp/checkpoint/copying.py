@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.internals import version_of
+from elastic_ext.torch_private.sharded import version_of
 
 from .memory import Part, put_bytes
 from .samples import Samples

@@ -24,8 +24,8 @@ from typing import IO, Any
 import torch
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from elastic_ext.files import NotRegularError, open_regular
-from elastic_ext.fsdp.internals import pickle_in
+from elastic_ext.records.files import NotRegularError, open_regular
+from elastic_ext.torch_private.sharded import pickle_in
 
 from .dcpplan import Leaf
 from .memory import bytes_of

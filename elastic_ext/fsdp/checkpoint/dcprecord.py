@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
-from elastic_ext.record_json import object_of, record_of
+from elastic_ext.records.json import object_of, record_of
 
 from .commit import Commit
 from .dcpplan import Keys

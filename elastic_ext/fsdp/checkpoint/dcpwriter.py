@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from elastic_ext.files import sync_folder
+from elastic_ext.records.files import sync_folder
 
 from .dcpplan import Leaf, joined
 

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic_ext.errors import CheckpointDamaged
-from elastic_ext.files import is_taken, look_afresh
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.moves import moves_into
 from elastic_ext.fsdp.packed import read_plain
+from elastic_ext.records.files import is_taken, look_afresh
 
 from .contents import STATE_FILE, FileKind, meta_file
 from .dtypes import ITEM_BYTES
 from .listing import Found
 from .meta import StateMeta, TensorMeta
-from .shardreader import Request, ShardReader
+from .shardreader import ShardReader
+from .windows import Request
 
 __all__ = ["meta_from", "open_shard", "requests_for", "state_from"]
 

@@ -13,7 +13,7 @@ import xxhash
 
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.fsdp.state import Held, held, memory_of
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 from .contents import REGISTERED, Contents, own_prefix, own_registered_prefix
 from .memory import bytes_of

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.given import check_choice, check_flag, path_given
+from elastic_ext.records.text import check_choice, check_flag, path_given
 
 from .casting import TARGETS, Target, caster
 from .dtypes import ITEM_BYTES

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.files import is_temporary, put_in_place, sync_folder
+from elastic_ext.records.files import is_temporary, put_in_place, sync_folder
 
 from .commit import COMMIT
 from .exportplan import INDEX, is_weights_file

@@ -17,7 +17,7 @@ from typing import SupportsIndex, TypeVar
 import torch
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 from .collecting import Collect, SaveRequest
 from .commit import Commit

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
-from elastic_ext.files import (
+from elastic_ext.records.files import (
     NewFiles,
     is_taken,
     link_or_copy,

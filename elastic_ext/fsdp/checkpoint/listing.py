@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from elastic_ext.files import look_afresh
+from elastic_ext.records.files import look_afresh
 
 from .commit import Commit, read_checked, read_commit, read_in_pieces
 from .lineage import Lineage, place_in

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.board import Letters, OwnStore, ToldOfFailure
+from elastic_ext.ranks.group import Ranks
 
 from .background import PATIENCE_SECONDS, BackgroundSave
 from .collecting import SaveRequest, ToSave
@@ -24,7 +25,6 @@ from .contents import FileKind
 from .copying import Copying
 from .hostmemory import free_bytes, why_no_room
 from .jobfolder import JobFolder
-from .letters import Letters, OwnStore, ToldOfFailure
 from .meeting import Met
 from .memory import Part
 from .saver import Saver, beginning

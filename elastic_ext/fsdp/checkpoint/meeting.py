@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elastic_ext.fsdp.state import Held, local_of
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 from .collecting import ToSave
 from .commit import checksum_of

@@ -29,7 +29,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeGuard, get_args
 
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.layout import Box, Boxes, Layout
-from elastic_ext.strict_json import shown
+from elastic_ext.records.json import shown
 
 from .dtypes import ITEM_BYTES
 from .formats import unknown_format

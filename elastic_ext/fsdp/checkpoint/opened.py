@@ -24,8 +24,9 @@ from .described import meta_from, open_shard, requests_for, state_from
 from .listing import Found
 from .memory import bytes_of
 from .meta import StateMeta, TensorMeta
-from .shardreader import Request, ShardReader
+from .shardreader import ShardReader
 from .storage import Storage
+from .windows import Request
 
 __all__ = ["Opened", "Wanted"]
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from elastic_ext.files import FILE_MODE, temporary_beside
+from elastic_ext.records.files import FILE_MODE, temporary_beside
 
 __all__ = ["write_beside"]
 

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
-from elastic_ext.files import FILE_MODE, read_at_most, temporary_beside
+from elastic_ext.records.files import FILE_MODE, read_at_most, temporary_beside
 
 __all__ = ["LAPSE_SECONDS", "Reader", "Reading", "has_lapsed", "is_mark", "now_ns_in", "readers_of"]
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
-from elastic_ext.files import move_folder, sync_folder, write_new
+from elastic_ext.records.files import move_folder, sync_folder, write_new
 
 from .clearing import GARBAGE, remove_or_warn
 from .commit import COMMIT, read_commit

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 from .listing import Found
 from .opened import Opened

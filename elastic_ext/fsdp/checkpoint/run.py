@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, in_words
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 from .claim import PATIENCE_SECONDS, Claim
 from .commit import Commit, chain_after

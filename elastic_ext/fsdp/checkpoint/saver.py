@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 from .background import BackgroundSave
 from .collecting import SaveRequest, ToSave

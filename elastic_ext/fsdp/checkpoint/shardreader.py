@@ -15,7 +15,7 @@ from typing import NoReturn
 import xxhash
 
 from elastic_ext.errors import CheckpointDamaged
-from elastic_ext.files import naming
+from elastic_ext.records.files import naming
 
 from .blocksums import SumTable
 from .dtypes import ITEM_BYTES

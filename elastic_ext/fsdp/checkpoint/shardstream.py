@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from elastic_ext.files import put_in_place
+from elastic_ext.records.files import put_in_place
 
 from .blocksums import BlockSums
 from .parts import write_beside

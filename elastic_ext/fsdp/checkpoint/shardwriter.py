@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from elastic_ext.files import NewFiles, naming
+from elastic_ext.records.files import NewFiles, naming
 
 from .blocksums import BlockSums
 from .dtypes import ITEM_BYTES

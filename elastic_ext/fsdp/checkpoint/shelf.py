@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic_ext.files import is_temporary, write_whole
+from elastic_ext.records.files import is_temporary, write_whole
 
 from .contents import FileKind
 from .shelved import RECORD, Record, ShelvedFile, boot_id

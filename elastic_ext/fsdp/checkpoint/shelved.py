@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from elastic_ext.files import read_at_most
+from elastic_ext.records.files import read_at_most
 
 from .contents import KINDS, FileKind
 from .lineage import check_id

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 from .together import gather_or_raise
 

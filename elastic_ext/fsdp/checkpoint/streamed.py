@@ -22,7 +22,8 @@ from .dtypes import ITEM_BYTES
 from .jsontext import JsonText
 from .listing import Found
 from .meta import StateMeta, TensorMeta
-from .shardreader import Request, ShardReader
+from .shardreader import ShardReader
+from .windows import Request
 
 __all__ = ["BATCH_BYTES", "Streamed", "Stretch", "batches_of"]
 

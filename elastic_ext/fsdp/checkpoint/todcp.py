@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.files import is_temporary, move_folder, remove_folder, temporary_beside
 from elastic_ext.fsdp.dtypes import dtype_of
 from elastic_ext.fsdp.plain import unpack
+from elastic_ext.records.files import is_temporary, move_folder, remove_folder, temporary_beside
 
 from .contents import EXTRA_STATES, KINDS, STATE_FILE, meta_file
 from .dcpplan import METAS, RECORD, STATE, Keys, Leaf, Outgoing, OutTensor, Refusals, joined, leaves_of, runs_of

@@ -16,7 +16,7 @@ from elastic_ext.errors import (
     RanksDisagreeError,
     in_words,
 )
-from elastic_ext.ranks import Ranks
+from elastic_ext.ranks.group import Ranks
 
 __all__ = ["agree_and_gather", "agree_on", "failure_of", "first_says", "gather_or_raise", "joined_failure"]
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointFenced, in_words
-from elastic_ext.files import is_locked, try_lock
+from elastic_ext.records.files import is_locked, try_lock
 
 from .claim import LOCK, read_holder, read_visitor, sign
 from .clearing import GARBAGE, Clearing

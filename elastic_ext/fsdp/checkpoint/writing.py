@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.files import NewFiles, is_taken, look_afresh, sync_folder
+from elastic_ext.records.files import NewFiles, is_taken, look_afresh, sync_folder
 
 from .commit import Commit, FileSummary
 from .contents import STATE_FILE, FileKind, meta_file, shard_file

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastic_ext.job_facts import JobFacts
 from elastic_ext.profile.changing import ChangeDetector, PaceChange
+from elastic_ext.records.metrics import JobFacts
 
 from .seen import Seen
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 
 from .shape import Shape, shape_of
 from .space import Point

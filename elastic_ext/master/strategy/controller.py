@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from elastic_ext.config import ElasticConfig
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 from elastic_ext.sections import TuningSection
 
 from .book import Book

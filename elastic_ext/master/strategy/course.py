@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from elastic_ext.job_facts import JobFacts
 from elastic_ext.profile.changing import PaceChange
+from elastic_ext.records.metrics import JobFacts
 from elastic_ext.sections import TuningSection
 
 from .advice import Advice

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from elastic_ext.record_json import JsonRecord
+from elastic_ext.records.json import JsonRecord
 
 __all__ = ["Decision", "Kind", "Outcome"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 from elastic_ext.sections import TuningSection
 
 from .sizes import RATE_KEY, SIZE_KEY, why_not_resized

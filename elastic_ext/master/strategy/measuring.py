@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 
 from .seen import Seen
 from .space import Point

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic_ext.job_facts import JobFacts, MemoryFacts, PassesMemory
-from elastic_ext.wording import size_in_words
+from elastic_ext.records.metrics import JobFacts, MemoryFacts, PassesMemory
+from elastic_ext.records.text import size_in_words
 
 from .shape import Shape, shape_of
 from .space import Point, point_of

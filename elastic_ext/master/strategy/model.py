@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 
 from .columns import Columns, Floats
 from .measuring import Measured

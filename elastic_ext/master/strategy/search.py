@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 from elastic_ext.sections import TuningSection
 
 from .budget import Budget

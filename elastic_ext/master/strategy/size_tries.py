@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 from elastic_ext.sections import TuningSection
 
 from .book import Book

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from elastic_ext.job_facts import JobFacts, LearningFacts
+from elastic_ext.records.metrics import JobFacts, LearningFacts
 from elastic_ext.scaling import rate_factor
 from elastic_ext.sections import TuningSection
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ext.record_json import JsonRecord
+from elastic_ext.records.json import JsonRecord
 
 __all__ = ["Stand", "Standing"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ext.job_facts import JobFacts
+from elastic_ext.records.metrics import JobFacts
 
 from .budget import Budget
 from .columns import Floats

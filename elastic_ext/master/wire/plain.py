@@ -1,4 +1,4 @@
-"""Messages as plain values, as JSON has them, and records of metrics.py as messages and back."""
+"""Messages as plain values, as JSON has them, and records of records/metrics.py as messages and back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from elastic_ext.metrics import StepWindow
-from elastic_ext.record_json import record_of
+from elastic_ext.records.json import record_of
+from elastic_ext.records.metrics import StepWindow
 
 from . import master_pb2
 

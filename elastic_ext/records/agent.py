@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ext.record_json import JsonRecord
+from .json import JsonRecord
 
 __all__ = [
     "AGENT_FILE",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from .errors import ElasticError
+from elastic_ext.errors import ElasticError
 
 __all__ = [
     "acts_on_gradients",

@@ -1,9 +1,5 @@
-"""Pulse: how far one rank has come and what it does, where its agent can see it at any time.
-
-A file of 128 bytes in a folder in memory, which the rank writes through a mapping in its training thread: that takes
-about a microsecond, and waits for nobody. What a reader makes of it is in agent/hanging.py.
-
-Words: an *activity* is what a rank does now; ``micro_step`` counts those of the step under way that have ended.
+"""A rank's heartbeat: how far it has come, written where its agent sees it, and its stacks when it is
+asked for them.
 """
 
 from __future__ import annotations
@@ -15,24 +11,27 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from .agent.processes import is_alive, process_of, this_process
-from .files import write_whole
-from .forks import do_in_forked_processes
-from .own_stacks import OwnStacks
+from elastic_ext.records.files import write_whole
+
+from .processes import do_in_forked_processes, is_alive, process_of, this_process
 
 __all__ = [
     "Activity",
     "FilePulse",
+    "OwnStacks",
     "Pulse",
     "PulseReading",
+    "ask_for_stacks",
     "begin_pulse",
     "pulse_file",
     "read_pulse",
@@ -41,6 +40,90 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
+
+
+# --- a process writes the stacks of its threads when it is asked to, through a pipe with a name ----------------------
+# A thread of its own does that, as Python code: what it sees of the others is whole. It comes to its turn wherever the
+# others are but in native code that keeps Python to itself; of such a process faulthandler, which a signal has write
+# whatever there is, may tell something.
+
+_JOIN_SECONDS = 1.0
+_MOST_FRAMES = 100
+
+
+class OwnStacks:
+    """Waits to be asked through ``pipe``, and writes to the open ``file``."""
+
+    def __init__(self, pipe: Path, file: int) -> None:
+        """OSError where there can be no such pipe."""
+        self._path = pipe
+        self._file = file
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe, 0o600)
+        self._pipe = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+        self._inode = os.fstat(self._pipe).st_ino
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elastic_ext stacks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Be asked no more."""
+        self._is_over.set()
+        if self._has_pipe():
+            os.write(self._pipe, b".")
+        self._thread.join(_JOIN_SECONDS)
+        self._path.unlink(missing_ok=True)
+        if self._has_pipe() and not self._thread.is_alive():
+            os.close(self._pipe)
+
+    def _has_pipe(self) -> bool:
+        """Whether the script has left the pipe open: one that becomes a daemon closes all, and opens others."""
+        try:
+            return os.fstat(self._pipe).st_ino == self._inode
+        except OSError:
+            return False
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the script's threads
+        with contextlib.suppress(OSError):  # the script has closed the pipe
+            while os.read(self._pipe, 64) and not self._is_over.is_set():
+                data = _stacks().encode(errors="replace")
+                with contextlib.suppress(OSError):  # the disk is full: who asks finds nothing
+                    os.write(self._file, data)
+
+
+def ask_for_stacks(pipe: Path) -> bool:
+    """Ask whoever waits at ``pipe``; False where nobody does."""
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.write(descriptor, b".") == 1
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _stacks() -> str:
+    """Those of all threads but the one that asks, as faulthandler writes them."""
+    lines = []
+    for ident, frame in sys._current_frames().items():  # documented; the name says that it is for debugging
+        if ident == threading.get_ident():
+            continue
+        lines.append(f"Thread 0x{ident:016x} (most recent call first):")
+        found = traceback.extract_stack(frame, limit=None)[-_MOST_FRAMES:]
+        lines += [f'  File "{each.filename}", line {each.lineno} in {each.name}' for each in reversed(found)]
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+# --- how far one rank has come and what it does, where its agent can see it at any time ------------------------------
+# A file of 128 bytes in a folder in memory, which the rank writes through a mapping in its training thread: that takes
+# about a microsecond, and waits for nobody. What a reader makes of it is in agent/hanging.py.
+#
+# Words: an *activity* is what a rank does now; ``micro_step`` counts those of the step under way that have ended.
 
 _MAGIC = b"EEPULSE\0"
 _FORMAT = 1

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import PeerLostError, RanksDisagreeError, RanksError, RanksFailedError
-from .peers import NoticeBoard, PeerName, Store, Trouble
+from elastic_ext.errors import PeerLostError, RanksDisagreeError, RanksError, RanksFailedError
+
+from .board import NoticeBoard, PeerName, Store, Trouble
 
 __all__ = ["PendingSum", "Ranks"]
 

@@ -1,0 +1,1 @@
+"""What is written down: whole files, typed JSON records, the run directory, metrics and text."""

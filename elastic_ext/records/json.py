@@ -1,0 +1,246 @@
+"""JSON read strictly, and frozen records as JSON and back."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import types
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from elastic_ext.errors import ConfigError, Refusal
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_DEPTH",
+    "JsonRecord",
+    "JsonValue",
+    "can_be_written",
+    "object_of",
+    "read_object",
+    "read_value",
+    "record_of",
+    "shown",
+]
+
+
+# --- JSON read without mercy: what a config file may be at all, before anyone asks what it says ----------------------
+# Refuses, with the reason: files that are too large, invalid UTF-8, duplicate keys, NaN and infinities, numbers too
+# long to be meant, text that could not be written back, nesting that is too deep, and anything but one object.
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 8
+_MAX_DIGITS = 19  # enough for any 64-bit integer
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+
+
+def read_object(data: bytes) -> dict[str, JsonValue]:
+    """The one JSON object in ``data``; ConfigError says what is wrong and what to do about it."""
+    if len(data) > MAX_BYTES:
+        _refuse(f"the config holds {len(data)} bytes", f"at most {MAX_BYTES} (1 MiB)")
+    try:
+        text = data.decode("utf-8-sig")  # editors on Windows put a byte order mark before UTF-8
+    except UnicodeDecodeError as error:
+        _refuse(f"the config is not UTF-8: {error.reason} at byte {error.start}", "UTF-8 text", "save it as UTF-8")
+    if not text.strip():
+        _refuse("the config is empty", "one JSON object", 'the smallest valid one is {"version": 1}')
+    try:
+        value = read_value(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        _refuse(f"the config is not JSON: {error.msg} at {where}", "one JSON object", "correct it there")
+    if not isinstance(value, dict):
+        _refuse(f"the config is {shown(value)}", "one JSON object", 'the smallest valid one is {"version": 1}')
+    return value
+
+
+def read_value(text: str) -> JsonValue:
+    """The one JSON value in ``text``; JSONDecodeError if it is not JSON, ConfigError if a config cannot hold it."""
+    try:
+        value: JsonValue = json.loads(
+            text,
+            object_pairs_hook=_object_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_int=_short_integer,
+            parse_float=_finite_number,
+        )
+    except RecursionError:
+        _refuse("the config nests too deeply", f"at most {MAX_DEPTH} levels")
+    _refuse_depth_and_surrogates(value)
+    return value
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """``value`` as JSON would write it, cut to ``limit`` characters and safe to print on one line."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        text = "a value that nests too deeply"
+    except (TypeError, ValueError):
+        text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def can_be_written(text: str) -> bool:
+    """Whether ``text`` holds whole characters only; half a surrogate pair has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse(given: str, allowed: str, advice: str = "") -> NoReturn:
+    raise ConfigError([Refusal(key="", given=given, allowed=allowed, advice=advice)])
+
+
+def _object_without_duplicates(pairs: Sequence[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        _refuse(f"the key {shown(twice)} appears twice in one object", "each key once", "keep one of the two")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    _refuse(f"the config holds {name}", "finite numbers")
+
+
+def _short_integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MAX_DIGITS:
+        _refuse(f"the config holds a number of {len(digits)} digits", f"at most {_MAX_DIGITS} digits")
+    return int(digits)
+
+
+def _finite_number(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        _refuse(f"the config holds {digits[:40]}, which is infinite", "finite numbers")
+    return number
+
+
+def _refuse_depth_and_surrogates(value: JsonValue) -> None:
+    level: list[JsonValue] = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            _refuse(f"the config nests {depth} levels deep or more", f"at most {MAX_DEPTH} levels")
+        inner: list[JsonValue] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+                texts = [*item, *(v for v in item.values() if isinstance(v, str))]
+            elif isinstance(item, list):
+                inner.extend(item)
+                texts = [v for v in item if isinstance(v, str)]
+            else:
+                texts = [item] if isinstance(item, str) else []
+            for text in texts:
+                if not can_be_written(text):
+                    _refuse(f"the config holds half a character in {ascii(text)[:60]}", "whole Unicode characters")
+        level = [item for item in inner if isinstance(item, (dict, list))]
+
+
+# --- frozen records as JSON and back, each value checked against the type that its field has -------------------------
+
+_Record = TypeVar("_Record")
+_Json = TypeVar("_Json", bound="JsonRecord")
+
+
+class JsonRecord:
+    """What a frozen dataclass inherits that stands in a file or goes to another process as JSON."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """One line, without its end."""
+        return json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls: type[_Json], text: str) -> _Json:
+        """The record that ``to_json`` gave, what is in its mappings as JSON has it; ValueError for anything else."""
+        record = record_of(cls, object_of(text))
+        record.check_read()
+        return record
+
+    def check_read(self) -> None:
+        """ValueError where its values, which have the types of their fields, are still none that were written."""
+
+
+def object_of(text: str) -> dict[str, Any]:
+    """The one JSON object that ``text`` is; ValueError for anything else."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
+
+
+def record_of(kind: type[_Record], found: Mapping[str, Any]) -> _Record:
+    """A record of ``kind``; what a newer version has added to it is left out. ValueError names the field that is amiss.
+
+    A field may be missing where its dataclass has a default for it.
+    """
+    values, types_of = {}, _types_of(kind)  # type: ignore[arg-type]
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name in found:
+            values[field.name] = _value(types_of[field.name], found[field.name], field)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{field.name} is missing")
+    return kind(**values)
+
+
+@functools.cache
+def _types_of(kind: Hashable) -> Mapping[str, Any]:
+    """Its fields' types, which take long to make out."""
+    return get_type_hints(kind)
+
+
+def _value(kind: Any, value: object, field: Field[Any]) -> Any:
+    """What a record has for what JSON has: records within it for objects, and tuples for lists."""
+    if _fits(value, kind):  # nearly all
+        return value
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ValueError(f"{field.name} is no object")
+        return record_of(kind, value)  # type: ignore[arg-type]
+    if get_origin(kind) is tuple:  # of any number of one kind
+        (each_kind, *_) = get_args(kind)
+        if not isinstance(value, list) or (
+            is_dataclass(each_kind) and not all(isinstance(each, dict) for each in value)
+        ):
+            raise ValueError(f"{field.name} is no list{' of objects' * is_dataclass(each_kind)}")
+        return tuple([_value(each_kind, each, field) for each in value])
+    if get_origin(kind) in (Union, types.UnionType) and isinstance(value, dict):
+        for each in filter(is_dataclass, get_args(kind)):
+            return record_of(each, value)  # type: ignore[arg-type]
+    raise ValueError(f"{field.name} is {shown(value)}; allowed: {field.type}")
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether ``value`` is of a kind that a record's field may have, and that JSON has too."""
+    if kind is float:
+        return _is_number(value)
+    if type(value) is kind:
+        return True
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in get_args(kind))
+    return origin is Mapping and isinstance(value, Mapping)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is one that sums and differences can be made of."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False

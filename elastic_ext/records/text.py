@@ -1,0 +1,143 @@
+"""Values in words, arguments that users give, and progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = [
+    "Progress",
+    "age_in_words",
+    "as_list",
+    "check_choice",
+    "check_flag",
+    "counted",
+    "expanded",
+    "names_given",
+    "not_finite_in_words",
+    "on_one_line",
+    "path_given",
+    "size_in_words",
+]
+
+
+# --- values in words, for people: sizes, ages, and text that cannot steer a terminal ---------------------------------
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_STEPS = (("d", 86400), ("h", 3600), ("min", 60))
+
+
+def size_in_words(num_bytes: int) -> str:
+    """Three digits and a unit, such as ``1.50 GiB``."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    size = float(num_bytes)
+    for unit in _UNITS:
+        size /= 1024
+        if size < 999.5 or unit == _UNITS[-1]:
+            break
+    return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"
+
+
+def age_in_words(seconds: float) -> str:
+    """The largest unit that fits, rounded down, such as ``3 h``; what lies ahead of this clock is ``0 s`` old."""
+    for unit, length in _STEPS:
+        if seconds >= length:
+            return f"{int(seconds / length)} {unit}"
+    return f"{max(int(seconds), 0)} s"
+
+
+def counted(number: int, noun: str) -> str:
+    """How many of what, such as ``1 node`` and ``2 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def not_finite_in_words(number: int, num_skipped: int) -> str:
+    """Steps whose gradients or losses were not finite, and how many of them were left out."""
+    left_out = f", {num_skipped} left out" if num_skipped else ""
+    return f"{counted(number, 'step')} not finite{left_out}"
+
+
+def on_one_line(text: str) -> str:
+    """``text`` without line breaks and other characters that steer a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+# --- what a user may give: one thing or several, one of some choices, a path -----------------------------------------
+
+_EMPTY = "is '', as where a variable is not set; allowed: a path, and '.' for the current folder"
+
+
+def as_list(given: Any) -> list[Any]:
+    """None, one thing, or a list or tuple of some, as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str | bool | None]) -> None:
+    """ValueError unless it is one of those; 0 and 1 are neither False nor True."""
+    if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """ValueError unless it is True or False: any other text would be true, and so would "False"."""
+    check_choice(name, value, (True, False))
+
+
+def path_given(name: str, value: object) -> Path:
+    """``value`` as a path; ValueError for what is none, and for no text, which would be the current folder."""
+    if not isinstance(value, (str, Path)):
+        raise ValueError(f"{name} is {value!r}; allowed: a path, as text or as a pathlib.Path")
+    if value == "":
+        raise ValueError(f"{name} {_EMPTY}")
+    return Path(value)
+
+
+def names_given(name: str, value: object) -> list[str]:
+    """``value`` as a list of names; ValueError for what is none, such as one name by itself, whose letters it has."""
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
+        found = list(value)
+        if all(isinstance(one, str) for one in found):
+            return found
+    raise ValueError(f"{name} is {value!r}; allowed: a list of names")
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with a ``~`` at its beginning replaced; ValueError where there is no such home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~name, and there is no such user
+        raise ValueError(f"{path}: {error}; allowed: a path, with ~ for a home folder that exists") from None
+
+
+# --- a bar on a terminal, of the steps of an epoch or of bytes -------------------------------------------------------
+
+
+class Progress:
+    """A bar that is there from ``begin`` to ``end``; where it is not shown, nothing happens."""
+
+    def __init__(self, *, is_shown: bool, unit: Literal["step", "B"] = "step") -> None:
+        self.is_shown = is_shown
+        self._unit = unit
+        self._bar: Any = None
+
+    def begin(self, description: str, total: int | None) -> None:
+        if self.is_shown:
+            from tqdm.auto import tqdm  # for those who look: it costs every start some milliseconds
+
+            is_scaled = self._unit == "B"
+            self._bar = tqdm(
+                desc=description, total=total, unit=self._unit, unit_scale=is_scaled, unit_divisor=1024, leave=False
+            )
+
+    def advance(self, number: int = 1) -> None:
+        if self._bar is not None:
+            self._bar.update(number)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
