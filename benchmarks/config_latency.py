@@ -35,7 +35,7 @@ from benchmarks.gang import Gang
 from benchmarks.harness import Result, shortened
 from benchmarks.quantiles import QuantileTable, QuantileTarget, Samples
 from benchmarks.replacing import replace_file
-from elastic_ext.watch import ConfigWatcher
+from elastic_ext.config.watcher import ConfigWatcher
 
 __all__ = ["main"]
 

@@ -39,7 +39,7 @@ from benchmarks.harness import (
 )
 from benchmarks.loader_speed import without_advice
 from elastic_ext.accumulate import BatchPlan
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 
 __all__ = ["SWITCH", "Change", "Switch", "compared", "main", "waits_live", "waits_made_anew"]

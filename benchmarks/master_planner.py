@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.simulated_job import SimulatedJob
 from benchmarks.tuning_ours import Ours
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.arguments import parse
 from elastic_ext.master.configs import Author
 from elastic_ext.master.strategy.decisions import Decision

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.harness import Finding, Result, Verdict, shortened
 from benchmarks.tuning_live_jobs import JOBS, Kind, most_at_once
-from elastic_ext.history import ConfigHistory
+from elastic_ext.config.history import ConfigHistory
 
 __all__ = ["Found", "LiveTable", "main", "measured"]
 

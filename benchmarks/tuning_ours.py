@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.simulated_job import NUM_STEPS_UNKNOWN, SimulatedJob
 from benchmarks.tuning_peers import Training
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.strategy.controller import Controller
 from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.strategy.seen import Seen

@@ -30,9 +30,9 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!elastic_ext\b).*")]
 
 # Internal types that public signatures name, and that no caller makes: they are left undocumented on purpose.
 nitpick_ignore = [
-    ("py:class", "elastic_ext.control_word.AgreedWord"),
-    ("py:class", "elastic_ext.control_word.Purpose"),
-    ("py:class", "elastic_ext.follow._Default"),
+    ("py:class", "elastic_ext.config.control_word.AgreedWord"),
+    ("py:class", "elastic_ext.config.control_word.Purpose"),
+    ("py:class", "elastic_ext.config.follower._Default"),
     ("py:class", "elastic_ext.ranks.heartbeat.Pulse"),
     ("py:class", "elastic_ext.ranks.group.Ranks"),
     ("py:class", "elastic_ext.records.run_dir.Settings"),

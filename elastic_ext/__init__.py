@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .accumulate import BatchPlan, StepPlan
-    from .agree import Boundary
     from .amp import ElasticScaler
-    from .appliers import Applied, Applier
-    from .config import ElasticConfig
+    from .config.agreement import Boundary
+    from .config.apply import Applied, Applier, Proposal
+    from .config.elastic_config import ElasticConfig
+    from .config.follower import ConfigFollower, follow_config
+    from .config.watcher import ConfigWatcher
     from .data.loader import ElasticDataLoader
     from .data.sampler import ElasticDistributedSampler
     from .errors import (
@@ -28,18 +30,15 @@ if TYPE_CHECKING:
         TornStepError,
         WorkerDiedError,
     )
-    from .follow import ConfigFollower, follow_config
     from .fsdp.plan import ParallelPlan
     from .interval import CheckpointInterval
     from .optimizer import ElasticOptimizer
     from .parallelism import ReshardReport
     from .profile.sinks import Sink, TensorBoardSink
     from .profile.summary import StepProfile
-    from .rounds import Proposal
     from .scheduler import ElasticLRScheduler
     from .sources import MicroBatchSource
     from .trainer import ElasticTrainer
-    from .watch import ConfigWatcher
 
 __all__ = [
     "Applied",
@@ -78,16 +77,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Applied": "appliers",
-    "Applier": "appliers",
+    "Applied": "config.apply",
+    "Applier": "config.apply",
     "ApplyError": "errors",
     "BatchPlan": "accumulate",
-    "Boundary": "agree",
+    "Boundary": "config.agreement",
     "CheckpointInterval": "interval",
     "ConfigError": "errors",
-    "ConfigFollower": "follow",
-    "ConfigWatcher": "watch",
-    "ElasticConfig": "config",
+    "ConfigFollower": "config.follower",
+    "ConfigWatcher": "config.watcher",
+    "ElasticConfig": "config.elastic_config",
     "ElasticDataLoader": "data.loader",
     "ElasticDistributedSampler": "data.sampler",
     "ElasticError": "errors",
@@ -98,7 +97,7 @@ _HOMES = {
     "MicroBatchSource": "sources",
     "ParallelPlan": "fsdp.plan",
     "PeerLostError": "errors",
-    "Proposal": "rounds",
+    "Proposal": "config.apply",
     "RanksDisagreeError": "errors",
     "RanksError": "errors",
     "RanksFailedError": "errors",
@@ -110,7 +109,7 @@ _HOMES = {
     "TensorBoardSink": "profile.sinks",
     "TornStepError": "errors",
     "WorkerDiedError": "errors",
-    "follow_config": "follow",
+    "follow_config": "config.follower",
 }
 
 

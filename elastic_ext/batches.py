@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .accumulate import BatchPlan, StepPlan
-from .appliers import Applier
-from .config import ElasticConfig
+from .config.apply import Applier
+from .config.elastic_config import ElasticConfig
 from .positions import Positions
 from .schedule_lengths import EpochLength
 from .sources import (

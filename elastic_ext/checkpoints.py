@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import ElasticConfig
+from .config.elastic_config import ElasticConfig
+from .config.follower import ConfigFollower
 from .errors import CheckpointError, CheckpointExists, RanksDisagreeError
-from .follow import ConfigFollower
 from .fsdp.checkpoint.collecting import ToSave
 from .fsdp.checkpoint.hostmemory import num_copies
 from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints

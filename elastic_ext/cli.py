@@ -49,10 +49,10 @@ from .agent.status_command import run as run_status
 from .ckpt.commands import add_commands
 from .ckpt.taking import path_of
 from .ckpt.terminal import Terminal
+from .config.keys import KEYS
 from .config_command import COMMANDS, ConfigPlace, FilesConfig, parse_assignment
 from .doctor.command import add_doctor
 from .errors import ConfigError, MasterError, MasterRefused, in_words
-from .keys import KEYS
 from .master.memory_command import add_memory, run_memory
 from .master.named import add_ways, named_master
 from .master.places import MasterPlace

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .agent.contact import AgentsConfig, living_agent_of
-from .config import ElasticConfig
+from .config.elastic_config import ElasticConfig
+from .config.history import ConfigHistory, Entry
 from .errors import ConfigError, Refusal
-from .history import ConfigHistory, Entry
 from .records.json import read_value, shown
 from .records.text import counted, expanded, on_one_line
 

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from elastic_ext.profile.timed_sources import ChangingSource
 
 from .batches import Batches
+from .config.follower import ConfigFollower
+from .config.keys import TUNABLE
 from .doctor.cgroups import group_limits
 from .errors import ConfigError
-from .follow import ConfigFollower
 from .fsdp.plan import ParallelPlan, Strategy
 from .fsdp.spread import Spread
 from .growing import Growing
-from .keys import TUNABLE
 from .learning import Learning
 from .parallelism import values_of
 from .records.metrics import JobFacts, MemoryFacts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .config import ElasticConfig
+from .config.elastic_config import ElasticConfig
 
 __all__ = ["FixedSharding"]
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 from .batches import Batches
-from .config import ElasticConfig
-from .control_word import REFUSES_ONE
+from .config.apply import Proposal
+from .config.control_word import REFUSES_ONE
+from .config.elastic_config import ElasticConfig
 from .errors import ElasticError, StepError
-from .rounds import Proposal
 
 if TYPE_CHECKING:
+    from .config.follower import ConfigFollower
     from .counts import Counts
     from .device_memory import DeviceMemory
-    from .follow import ConfigFollower
 
 __all__ = ["Growing"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from .averaging import Averaging
-from .control_word import REFUSES_ONE, AgreedWord
+from .config.control_word import REFUSES_ONE, AgreedWord
 from .device_memory import DeviceMemory
 from .errors import StepError, StepUndone
 from .sharing import Sharing

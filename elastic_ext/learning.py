@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .batches import Batches
-from .config import ElasticConfig
+from .config.batch_rules import BatchRule
+from .config.elastic_config import ElasticConfig
 from .gradient_pairs import GradientPairs
 from .records.metrics import LearningFacts
-from .scaling import BatchRule
 from .step_state import StepState
 
 if TYPE_CHECKING:
+    from .config.follower import ConfigFollower
     from .counts import Counts
-    from .follow import ConfigFollower
 
 __all__ = ["Learning"]
 

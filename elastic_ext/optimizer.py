@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from .config.follower import ConfigFollower, follow_config
 from .errors import StepError
-from .follow import ConfigFollower, follow_config
 from .rates import OptimizerSettings, Rates
 from .step_state import StepState
 from .tampering import local_part

@@ -13,15 +13,15 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .appliers import Declined, Later
-from .config import ElasticConfig
+from .config.apply import Declined, Later
+from .config.elastic_config import ElasticConfig
+from .config.keys import TORCH
 from .errors import ElasticError, RanksFailedError
 from .fsdp.companions import Tensors
 from .fsdp.live import Agree, Change, Moved
 from .fsdp.plan import ParallelPlan
 from .fsdp.spread import Spread
 from .fsdp.transition import Transition
-from .rules import TORCH
 
 __all__ = ["Parallelism", "ReshardReport", "plan_of", "values_of"]
 

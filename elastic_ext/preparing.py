@@ -23,11 +23,12 @@ from .arguments import (
 from .attempts import Attempts
 from .batches import Batches
 from .checkpoints import checkpoints_for
+from .config.batch_rules import BatchRule
+from .config.follower import ConfigFollower, follow_config
 from .counts import Counts
 from .device_memory import DeviceMemory
 from .facts import FactsOfJob
 from .finite_gradients import FiniteGradients, WhenNotFinite
-from .follow import ConfigFollower, follow_config
 from .fsdp.checkpoint.launched import Launched
 from .fsdp.spread import Spread
 from .gradient_pairs import GradientPairs
@@ -49,7 +50,6 @@ from .pulsing import PulsingSteps
 from .rates import OptimizerSettings
 from .records.metrics import StepWindow
 from .remarks import Remarks
-from .scaling import BatchRule
 from .schedule_lengths import EpochLength, remark_on_length
 from .session import Session, raise_on_all
 from .snapshot import Snapshot

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from .config import ElasticConfig
+from .config.elastic_config import ElasticConfig
 
 __all__ = ["OptimizerSettings", "Rates"]
 

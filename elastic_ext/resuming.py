@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .config import ElasticConfig
+from .config.elastic_config import ElasticConfig
 from .errors import CheckpointError
 from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
 from .fsdp.checkpoint.opened import Opened

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from .agree import Boundary
 from .checkpoints import Checkpoints
+from .config.agreement import Boundary
+from .config.follower import ConfigFollower
 from .errors import CheckpointError, CheckpointExists, CheckpointFenced, in_words
-from .follow import ConfigFollower
 from .leaving import EXIT_STATUS, Leaving
 from .ranks.board import OwnStore
 from .records.metrics import CAN_GO_ON, TOLD_TO_END

@@ -15,12 +15,13 @@ from typing import Any
 from .accelerator import Accelerated
 from .batches import Batches
 from .checkpoints import Checkpoints
-from .config import ElasticConfig
+from .config.batch_rules import BatchRule, rate_factor
+from .config.elastic_config import ElasticConfig
+from .config.follower import ConfigFollower
 from .counts import Counts
 from .errors import ElasticError, RanksError, StepError
 from .facts import FactsOfJob
 from .fixed_sharding import FixedSharding
-from .follow import ConfigFollower
 from .gradients import Gradients
 from .growing import Growing
 from .guarding import Guarding
@@ -38,7 +39,6 @@ from .remarks import Remarks
 from .same_loading import SameLoading
 from .samplers import EpochsOfSampler
 from .saving import Saving
-from .scaling import BatchRule, rate_factor
 from .speed import Speed
 from .steps import Steps
 

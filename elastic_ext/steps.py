@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .batches import RankStep
-from .control_word import Purpose
+from .config.control_word import Purpose
 from .errors import StepError, TornStepError
 from .guarding import Guarding, StepFailure
 from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm

@@ -44,7 +44,10 @@ from .arguments import (
 from .attempts import Attempts
 from .batches import Batches
 from .checkpoints import Resume, WhenSaveFails, WhenSaving
-from .config import ElasticConfig
+from .config.agreement import Every
+from .config.apply import Proposal
+from .config.batch_rules import BATCH_RULES, BatchRule
+from .config.elastic_config import ElasticConfig
 from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
 from .errors import CheckpointError, ElasticError, StepError
 from .finite_gradients import WHEN_NOT_FINITE, WhenNotFinite
@@ -58,7 +61,6 @@ from .guarding import GuardMode
 from .interval import CheckpointInterval
 from .launch_size import LaunchSize
 from .overlap import Overlap
-from .pacing import Every
 from .parallelism import Parallelism, ReshardReport, values_of
 from .preparing import NOT_SPREAD, Setup, prepare
 from .profile.questioning import factory_of
@@ -66,8 +68,6 @@ from .profile.questions import refuse_in_analysis
 from .profile.sinks import Sink
 from .records.text import check_choice, check_flag
 from .registered import claim_registered, fill_registered
-from .rounds import Proposal
-from .scaling import BATCH_RULES, BatchRule
 from .session import Session
 from .step_state import StepState
 from .steps import Steps

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .batches import Batches
-from .control_word import Purpose
+from .config.control_word import Purpose
 from .step_state import StepState
 
 if TYPE_CHECKING:

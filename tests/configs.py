@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 
 LARGEST = 2**53 - 1
 unhurried = settings(deadline=None)  # the machines that run this are shared

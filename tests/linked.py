@@ -11,7 +11,7 @@ from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.master_link import GivenMaster, MasterFinder, MasterLink
 from elastic_ext.agent.node_identity import NodeSelf
 from elastic_ext.agent.tuner import ConfigTuner
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.places import MasterPlace
 from elastic_ext.records.agent import EVENTS_FILE
 

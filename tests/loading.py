@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 from tests.pools import Both, Held, Samples, hang_for_ever, held, open_gate, worker_pids
 

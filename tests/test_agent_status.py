@@ -24,7 +24,7 @@ from elastic_ext.agent.status import NodeStatus, status_of
 from elastic_ext.agent.status_files import EventSeen, RunFiles, read_run_directory
 from elastic_ext.agent.status_words import line_of, words
 from elastic_ext.cli import main
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.ranks.processes import Process, process_of, this_process
 from elastic_ext.records.agent import (
     AGENT_FILE,

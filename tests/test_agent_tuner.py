@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.agent.tuner import ConfigTuner, ForeignWrite, config_requests
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
 from elastic_ext.records.files import exclusive, stamp_of
 from tests.configs import configs, unhurried

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from elastic_ext import ApplyError, ElasticConfig
-from elastic_ext.appliers import Declined, Later
+from elastic_ext.config.apply import Declined, Later
 from tests.loops import (
     Every,
     RecordingApplier,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.cli import main
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import ConfigHistory
 from elastic_ext.config_command import parse_assignment
 from elastic_ext.errors import ConfigError
-from elastic_ext.history import ConfigHistory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_WRITERS = 8

@@ -21,7 +21,7 @@ from elastic_ext.agent.control import Control
 from elastic_ext.agent.folder import NodeFolders
 from elastic_ext.agent.tuner import ConfigTuner, ForeignWrite, config_requests
 from elastic_ext.cli import main
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.ranks.processes import process_of, this_process
 from elastic_ext.records.agent import AGENT_FILE, AgentRecord
 

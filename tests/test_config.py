@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.keys import KEYS, REPLACES, SECTIONS, key_table, section_of
 from elastic_ext.errors import ConfigError, ElasticError
-from elastic_ext.keys import KEYS, REPLACES, SECTIONS, key_table, section_of
 from tests.configs import LARGEST, VALUES, configs, dotted_values, unhurried
 from tests.thinning import each_once
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.keys import KEYS
+from elastic_ext.config.watcher import ConfigWatcher
 from elastic_ext.errors import ConfigError
-from elastic_ext.keys import KEYS
 from elastic_ext.records.files import write_whole
-from elastic_ext.watch import ConfigWatcher
 from tests.configs import configs
 
 VALID_EVERY = 100

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.control_word import AgreedWord, ControlWord, Purpose
+from elastic_ext.config.control_word import AgreedWord, ControlWord, Purpose
 from tests.configs import unhurried
 
 counts = st.integers(0, 2**53)

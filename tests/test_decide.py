@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.decide import Lag, Pace, Place, Report, choose
+from elastic_ext.config.control_word import Lag, Pace, Place, Report, choose
 from tests.configs import unhurried
 
 HERE = Place(boundary=3, step=40)

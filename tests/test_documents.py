@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext import ConfigError, ElasticConfig
-from elastic_ext.keys import key_table
+from elastic_ext.config.keys import key_table
 from tests.documents import Block, Step, console_steps, fenced_blocks, json_fault, mark_faults, matches, run_page
 from tests.ranks import RankPool
 from tests.scripts import Script

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic_ext import ElasticDataLoader
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 
 pytestmark = pytest.mark.gpu
 

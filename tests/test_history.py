@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import ConfigHistory, Entry, undone
 from elastic_ext.errors import ConfigError
-from elastic_ext.history import ConfigHistory, Entry, undone
 from elastic_ext.records.files import exclusive
 from tests.configs import configs, unhurried
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.follower import Knobs
 from elastic_ext.errors import ConfigError
-from elastic_ext.knobs import Knobs
 
 
 def config(**user: object) -> ElasticConfig:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ext import ElasticDataLoader, ElasticDistributedSampler
 from elastic_ext.accumulate import BatchPlan
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 
 
 def plan_of(size: int) -> BatchPlan:

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from elastic_ext import ElasticTrainer
 from elastic_ext.accumulate import BatchPlan
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.order import Drawn
 from elastic_ext.data.pinning import Pinning

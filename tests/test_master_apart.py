@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.own_master import OwnMaster
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb

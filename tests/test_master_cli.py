@@ -15,7 +15,7 @@ import pytest
 
 from elastic_ext.agent.journal import Journal
 from elastic_ext.cli import main
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.job_words import event_words, is_healthy, status_words
 from elastic_ext.master.places import Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb

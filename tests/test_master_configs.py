@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
 from elastic_ext.master.configs import ConfigBook, Late, Page
 

@@ -31,7 +31,7 @@ from elastic_ext.agent.node_identity import (
 )
 from elastic_ext.agent.node_report import NodeReport
 from elastic_ext.agent.outbox import Outbox
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterAbsent
 from elastic_ext.master.places import MOST_BEAT_BYTES, Address, MasterPlace
 from elastic_ext.master.wire import master_pb2 as pb

@@ -13,7 +13,7 @@ import pytest
 from elastic_ext.agent.arguments import parse
 from elastic_ext.agent.master_choice import master_choice
 from elastic_ext.cli import main
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterRefused
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace

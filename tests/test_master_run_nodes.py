@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.cli import main
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import MasterError
 from elastic_ext.master.client import MasterClient
 from elastic_ext.master.places import Address, MasterPlace

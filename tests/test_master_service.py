@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.wire import master_pb2 as wire
 from tests.masters import Caller, MasterThread, join_request, master_on_thread, until
 

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticOptimizer
-from elastic_ext.scaling import rate_factor
+from elastic_ext.config.batch_rules import rate_factor
 from tests.loops import put
 from tests.ranks import RankPool
 from tests.test_accelerate import accelerate_forgotten

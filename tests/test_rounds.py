@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.agree import Agreement
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.agreement import Agreement
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.ranks.group import Ranks
 
 

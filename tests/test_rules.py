@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.keys import KEYS
-from elastic_ext.rules import BlocksOrWhole, Bounds, Choice, Integer, Knobs, Number, Text, UserValueRule, nearest
+from elastic_ext.config.keys import (
+    KEYS,
+    BlocksOrWhole,
+    Bounds,
+    Choice,
+    Integer,
+    Knobs,
+    Number,
+    Text,
+    UserValueRule,
+    nearest,
+)
 from tests.configs import KNOB_VALUES, LARGEST, unhurried, user_values
 
 anything = st.recursive(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.scaling import BATCH_RULES, BatchRule, rate_factor
+from elastic_ext.config.batch_rules import BATCH_RULES, BatchRule, rate_factor
 
 RULES: tuple[BatchRule, ...] = get_args(BatchRule)
 batches = st.integers(1, 2**40)

@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import (
 from torch.optim.swa_utils import SWALR
 
 from elastic_ext import ElasticOptimizer, StepError
-from elastic_ext.scaling import BatchRule, rate_factor
+from elastic_ext.config.batch_rules import BatchRule, rate_factor
 from tests.loops import put
 from tests.training import Slices, bits_of, make_data, make_model, trainer_of
 

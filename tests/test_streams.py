@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic_ext.accumulate import BatchPlan
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.data.copied import Copied
 from elastic_ext.data.loader import ElasticDataLoader
 from elastic_ext.data.stream import START, Answer, Mark, Request, Stream

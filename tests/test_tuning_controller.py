@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.strategy.controller import Controller
 from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.strategy.seen import Seen

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from elastic_ext.cli import main
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from tests.growing_job import FIRST_BATCH, RATE
 from tests.nodes import Node, nodes, samples_of_steps
 from tests.test_master_run import record_of

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.simulated_cases import DEVELOPMENT_SEEDS, seeds_tried
 from benchmarks.simulated_job import SimulatedJob
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.master.strategy.budget import Budget
 from elastic_ext.master.strategy.measuring import Measured
 from elastic_ext.master.strategy.search import Search
@@ -17,7 +18,6 @@ from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.strategy.space import Point, point_of
 from elastic_ext.master.strategy.switching import Switching, cost_of_probes
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.sections import TuningSection
 from tests.job_facts import ALL_CHOICES, made_facts
 from tests.tuned_jobs import LOADER, loader_seconds
 

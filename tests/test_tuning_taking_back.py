@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.master.strategy.book import Book
 from elastic_ext.master.strategy.budget import Budget
 from elastic_ext.master.strategy.course import Course
@@ -16,7 +17,6 @@ from elastic_ext.master.strategy.search import Search
 from elastic_ext.master.strategy.seen import Seen
 from elastic_ext.master.strategy.space import Point, point_of
 from elastic_ext.records.metrics import LearningFacts
-from elastic_ext.sections import TuningSection
 from tests.job_facts import made_facts
 from tests.tuned_jobs import TunedJob, loader_seconds
 

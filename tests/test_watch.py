@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.config.watcher import ConfigWatcher, FolderEvents, names_on_the_way
 from elastic_ext.errors import ElasticError
-from elastic_ext.folder_events import FolderEvents, names_on_the_way
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.json import MAX_BYTES
-from elastic_ext.watch import ConfigWatcher
 from tests.watching import DEADLINE_SECONDS, Warnings, collected_warnings, text_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -665,7 +664,7 @@ import ctypes, logging, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from elastic_ext.records.files import write_whole
-from elastic_ext.watch import ConfigWatcher
+from elastic_ext.config.watcher import ConfigWatcher
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 libc, CLONE_NEWUSER = ctypes.CDLL(None), 0x10000000
 try:

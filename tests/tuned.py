@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.configs import Author
 from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.strategy.seen import Seen

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.master.strategy.controller import Controller, Mode
 from elastic_ext.master.strategy.decisions import Decision
 from elastic_ext.master.strategy.seen import Seen

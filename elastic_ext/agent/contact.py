@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.ranks.processes import Process, is_alive
 from elastic_ext.records.agent import AGENT_FILE, MOST_BYTES, AgentRecord
 from elastic_ext.records.files import read_at_most

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError
 
 from .tuner import ConfigTuner

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.errors import ConfigError, in_words
 from elastic_ext.profile.reading import NodeProfiles, read_profiles
 from elastic_ext.ranks.processes import Process, is_alive, process_of

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import ConfigHistory
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.history import ConfigHistory
 from elastic_ext.records.files import FileStamp, read_at_most, stamp_of, write_whole
 from elastic_ext.records.json import MAX_BYTES
 from elastic_ext.records.text import on_one_line

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from elastic_ext.config import ElasticConfig
-from elastic_ext.watch import ConfigWatcher
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.watcher import ConfigWatcher
 
 __all__ = ["Following"]
 

@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import TypeVar
 
 from elastic_ext.accumulate import BatchPlan
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.profile.phases import Phase
 from elastic_ext.profile.timeline import Timeline
 from elastic_ext.records.text import check_flag

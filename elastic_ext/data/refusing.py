@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic_ext.sections import DataloaderSection
+from elastic_ext.config.keys import DataloaderSection
 
 from .epochs import Epochs
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import Entry, edited, next_version, restored, undone
 from elastic_ext.errors import ConfigError, Refusal
-from elastic_ext.history import Entry, edited, next_version, restored, undone
 
 __all__ = ["Author", "ConfigBook", "Late", "Page"]
 

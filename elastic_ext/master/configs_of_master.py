@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from threading import Event
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.history import Entry
 from elastic_ext.errors import MasterError
-from elastic_ext.history import Entry
 
 from .client import MasterClient
 from .places import MasterPlace

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from elastic_ext.keys import KEYS
+from elastic_ext.config.keys import KEYS
 from elastic_ext.records.metrics import JobFacts, MemoryFacts
 from elastic_ext.records.text import on_one_line
 

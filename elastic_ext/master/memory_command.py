@@ -17,14 +17,13 @@ from elastic_ext.agent.folder import NODES
 from elastic_ext.agent.status_command import add_places, folders_of_one_job
 from elastic_ext.ckpt.taking import path_of
 from elastic_ext.ckpt.terminal import Terminal
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.keys import KEYS, TuningSection
 from elastic_ext.errors import ConfigError, in_words
-from elastic_ext.keys import KEYS
 from elastic_ext.records.files import read_at_most
 from elastic_ext.records.json import MAX_BYTES, read_value
 from elastic_ext.records.metrics import FILE, JobFacts
 from elastic_ext.records.text import on_one_line
-from elastic_ext.sections import TuningSection
 
 from .facts_told import MOST_FACTS, facts_told
 from .memory_table import Asked, limit_of, plans_asked, predicted

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.fsdp.plan import ParallelPlan, Strategy
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.sections import TuningSection
 
 from .strategy.memory import HEADROOM, Memory, usable_bytes
 from .strategy.shape import Shape, shape_of

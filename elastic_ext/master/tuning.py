@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 from elastic_ext.records.metrics import JobFacts
 
 from .admission import Refused

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from elastic_ext.follow import ConfigFollower
+from elastic_ext.config.follower import ConfigFollower
 
 from .analyzing import Analyzer
 from .census import why_no_census

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
 
 from .decisions import Decision, Kind, Outcome
 from .telling import listed

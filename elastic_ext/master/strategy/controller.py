@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from elastic_ext.config import ElasticConfig
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.sections import TuningSection
 
 from .book import Book
 from .budget import Budget

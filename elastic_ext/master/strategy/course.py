@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.profile.changing import PaceChange
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.sections import TuningSection
 
 from .advice import Advice
 from .book import Book

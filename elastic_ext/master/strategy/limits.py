@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.sections import TuningSection
 
 from .sizes import RATE_KEY, SIZE_KEY, why_not_resized
 from .space import KEYS, space_of

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.sections import TuningSection
 
 from .book import Book
 from .decisions import Decision, Kind

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.sections import TuningSection
 
 from .budget import Budget
 from .change import LEAST_GAIN

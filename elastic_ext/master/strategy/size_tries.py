@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.sections import TuningSection
 
 from .book import Book
 from .budget import Budget

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from elastic_ext.config.batch_rules import rate_factor
+from elastic_ext.config.keys import TuningSection
 from elastic_ext.records.metrics import JobFacts, LearningFacts
-from elastic_ext.scaling import rate_factor
-from elastic_ext.sections import TuningSection
 
 __all__ = ["RATE_KEY", "SIZE_KEY", "Sizes", "facts_at", "is_asked_for", "sizes_of", "why_not_resized"]
 

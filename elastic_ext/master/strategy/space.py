@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
+from elastic_ext.config.keys import TORCH, KnobBounds, TuningSection
 from elastic_ext.records.metrics import JobFacts
-from elastic_ext.rules import TORCH, KnobBounds
-from elastic_ext.sections import TuningSection
 
 __all__ = ["KEYS", "MOST_POINTS", "Point", "Space", "Value", "micro_batches_of", "point_of", "space_of", "values_of"]
 

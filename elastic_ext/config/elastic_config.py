@@ -1,8 +1,8 @@
 """ElasticConfig: the one value that says what training should be doing.
 
 Here is what can be done with the value: parse it, lay it over start-up values, revise it, compare two. The table of
-keys is in keys.py (and is part of this module's names), the sections are in sections.py, what a single value may be
-is in rules.py, and what a file may be at all is in records/json.py.
+keys is in keys.py (and is part of this module's names), the sections are in keys.py, what a single value may be
+is in keys.py, and what a file may be at all is in records/json.py.
 
 Words: a *version* is a whole config that somebody put in place; a *revision* is a change made to it inside the job
 (version 7, revision 2). A *key* is a dotted name (``dataloader.batch_size``); the part before the dot names its
@@ -17,20 +17,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from .errors import ConfigError, Refusal
-from .keys import KEYS, REPLACES, SECTIONS, USER_NAME, USER_RULE, key_table, null_value, section_of, unknown_key
-from .records.json import can_be_written, read_object, shown
-from .rules import Integer, UserValue, Value
-from .sections import (
+from elastic_ext.errors import ConfigError, Refusal
+from elastic_ext.records.json import can_be_written, read_object, shown
+
+from .keys import (
+    KEYS,
+    REPLACES,
     SECTION_TYPES,
+    SECTIONS,
+    USER_NAME,
+    USER_RULE,
     CheckpointSection,
     CommunicationSection,
     DataloaderSection,
+    Integer,
     OptimizerSection,
     ParallelismSection,
     Section,
     TuningSection,
+    UserValue,
+    Value,
     fields_of,
+    key_table,
+    null_value,
+    section_of,
+    unknown_key,
 )
 
 __all__ = ["KEYS", "SECTIONS", "ElasticConfig", "key_table", "section_of"]

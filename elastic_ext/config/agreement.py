@@ -1,42 +1,178 @@
-"""Agreement: one config in force on all ranks, changed by all of them at the same step boundary.
-
-How a change travels: a rank that holds something new sends another pulse than the others; the pulses are summed while
-the next step runs and read at the next boundary; a sum that is not as it should be has all ranks exchange their control
-words (control_word.py); and when those say that there is something to decide, the ranks hold a round (rounds.py): one
-rank's contents go to all, every applier on every rank checks them, and either all apply or none.
-
-After every such exchange the next message is a pulse again, whatever it is for. So ranks that have lost step with each
-other pair a pulse with a pulse, see that they differ, and raise on all sides.
-
-Words: a *boundary* lies between two steps; ``boundary()`` is called there on every rank. An *agreement* is one
-pulse, begun at one boundary and read at the next; ``every`` boundaries lie between two agreements.
+"""How all ranks agree on one config at the same step boundary: the agreement itself, the exchange of pulses and control
+words, and how often it takes place.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from .appliers import Applied, Applier, Appliers
-from .config import ElasticConfig
-from .control_word import AgreedWord, ControlWord, Purpose
-from .decide import Lag, Place
-from .errors import ElasticError, RanksError
-from .exchange import Exchange
-from .pacing import Every, Pacing
-from .rounds import ConfigSource, Proposal, Rounds
+from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError
+
+from .apply import Applied, Applier, Appliers, ConfigSource, Proposal, Rounds
+from .control_word import AgreedWord, ControlWord, Lag, Pace, Place, Purpose, start_differences
+from .elastic_config import ElasticConfig
 
 if TYPE_CHECKING:
-    from .ranks.group import Ranks
+    from elastic_ext.ranks.group import PendingSum, Ranks
 
-__all__ = ["Agreement", "Boundary", "Every"]
+__all__ = ["Agreement", "Boundary", "Every", "Exchange", "Pacing"]
 
 _logger = logging.getLogger(__name__)
+
+
+# --- how ranks compare what should be the same on all: pulses first, control words where those call for them ---------
+# What else the words say, and what is done about it, is not known here.
+
+
+class Exchange:
+    """One rank's part; all ranks make the same calls in the same order."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.word: ControlWord | None = None
+        """Whose pulse is under way."""
+        self._pulse: PendingSum | None = None
+
+    def compare_start(self, values: Mapping[str, object]) -> None:
+        """Raise on all ranks unless all start with these values."""
+        answers = [json.loads(data) for data in self._ranks.gather(json.dumps(values).encode(), "starting")]
+        differences = start_differences(answers)
+        if differences:
+            raise RanksDisagreeError(f"ranks start with different values; give all ranks the same: {differences}")
+
+    def start(self, word: ControlWord) -> None:
+        """Begin a pulse, to be read later."""
+        self.word = word
+        self._pulse = self._ranks.start_sum([word.pulse], "agreeing")
+
+    def read(self) -> AgreedWord | None:
+        """Finish the pulse under way: every rank's word, or None where there was no need of them."""
+        word, pulse = self.word, self._pulse
+        assert word is not None
+        assert pulse is not None
+        self.drop()
+        return self._read_unless_alike(word, pulse.result(), "agreeing")
+
+    def compare(self, word: ControlWord, doing: str) -> AgreedWord | None:
+        """As ``start`` and ``read``, at once: raise on all ranks unless all are here."""
+        return self._read_unless_alike(word, self._ranks.sum([word.pulse], doing), doing)
+
+    def drop(self) -> None:
+        """Give up the pulse under way."""
+        self.word = self._pulse = None
+
+    def _read_unless_alike(self, word: ControlWord, pulses: list[int], doing: str) -> AgreedWord | None:
+        """Every rank's word, or None where all pulses say that there is no need. Raises if ranks have come apart."""
+        if pulses == [word.pulse * self._ranks.world_size] and not word.has_news:
+            return None
+        words = self._ranks.gather(word.to_bytes(), doing)
+        agreed = AgreedWord(words=tuple(ControlWord.from_bytes(data) for data in words))
+        if agreed.differing:
+            raise RanksDisagreeError(f"ranks differ in {', '.join(agreed.differing)}: {agreed.account}")
+        return agreed
+
+
+# --- how many boundaries one rank would have between two agreements, from what it sees of steps and agreements -------
+# What follows from the numbers is decided in control_word.py; which interval all ranks take, by their control words.
+
+_NUM_MEASUREMENTS = 16
+_MEASUREMENT_SECONDS = 0.002
+_RETELL = 1.5  # how much a wanted interval must change to be worth telling
+_GROWTH = (
+    2  # how much longer an interval may become at once: a burst of short steps must not silence a run of long ones
+)
+
+Every = int | Literal["auto"]
+
+
+class Pacing:
+    """One rank's wish; with a number given as ``every`` it is always that."""
+
+    def __init__(self, ranks: Ranks, every: Every) -> None:
+        self._ranks = ranks
+        self._is_chosen = every == "auto"
+        self.is_needed = self._is_chosen and ranks.world_size > 1
+        """Whether anything follows from what is noted."""
+        first = 1 if every == "auto" else every
+        self._wanted = self._told = first
+        self._pace = Pace(pulse_seconds=0.0)
+        self._passed_at: float | None = None
+        self._spent_seconds = 0.0  # on the agreement under way
+
+    def measure(self) -> None:
+        """Measure what a pulse takes, with all ranks, before the first step."""
+        if self._is_chosen:
+            self._pace = Pace(pulse_seconds=_pulse_seconds(self._ranks))
+
+    def note_step(self, now: float) -> None:
+        """A boundary is passed."""
+        if self._passed_at is not None:
+            self._pace.note_step(now - self._passed_at)
+        self._passed_at = now
+
+    def note_idle(self, seconds: float) -> None:
+        """A boundary without an agreement kept the training thread so long."""
+        self._pace.note_idle(seconds)
+
+    def note_reading(self, seconds: float) -> None:
+        """Reading a pulse kept it so long; its agreement is over when the next one is begun."""
+        self._spent_seconds += seconds
+
+    def note_beginning(self, seconds: float) -> None:
+        """Beginning a pulse kept it so long."""
+        self._pace.note_agreement(self._spent_seconds + seconds)
+        self._spent_seconds = 0.0
+
+    def want(self, every: int) -> tuple[int, bool]:
+        """The interval that this rank would have where ``every`` is in force, and whether that is worth telling."""
+        self._wanted = min(self._pace.interval(), every * _GROWTH) if self._is_chosen else every
+        return self._wanted, not self._told / _RETELL <= self._wanted <= self._told * _RETELL
+
+    def mark_told(self) -> None:
+        """All ranks have read what was wanted last."""
+        self._told = self._wanted
+
+
+def _pulse_seconds(ranks: Ranks) -> float:
+    """The CPU seconds that one pulse takes in all of this process's threads, measured; the largest over the ranks.
+
+    As in training, the threads that carry it have slept before: that makes it dearer than pulses in a row.
+    """
+    if ranks.world_size == 1:
+        return 0.0
+    doing = "measuring an agreement"
+    pause = threading.Event()
+    nanoseconds = []
+    for _ in range(_NUM_MEASUREMENTS):
+        pause.wait(_MEASUREMENT_SECONDS)
+        began = time.process_time_ns()
+        pulse = ranks.start_sum([0], doing)
+        pause.wait(_MEASUREMENT_SECONDS)
+        pulse.result()
+        nanoseconds.append(time.process_time_ns() - began)
+    mine = sorted(nanoseconds)[_NUM_MEASUREMENTS // 2]
+    return max(int(data) for data in ranks.gather(str(mine).encode(), doing)) / 1e9
+
+
+# --- one config in force on all ranks, changed by all of them at the same step boundary ------------------------------
+# How a change travels: a rank that holds something new sends another pulse than the others; the pulses are summed while
+# the next step runs and read at the next boundary; a sum that is not as it should be has all ranks exchange their
+# control words (control_word.py); and when those say that there is something to decide, the ranks hold a round
+# (apply.py): one rank's contents go to all, every applier on every rank checks them, and either all apply or none.
+#
+# After every such exchange the next message is a pulse again, whatever it is for. So ranks that have lost step with
+# each other pair a pulse with a pulse, see that they differ, and raise on all sides.
+#
+# Words: a *boundary* lies between two steps; ``boundary()`` is called there on every rank. An *agreement* is one
+# pulse, begun at one boundary and read at the next; ``every`` boundaries lie between two agreements.
 
 _IDLE_SAMPLING = 8  # one in so many boundaries without an agreement is timed
 

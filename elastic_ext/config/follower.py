@@ -9,6 +9,8 @@
 
 Every rank makes the same calls. ``with`` starts following, and at its end makes sure that all ranks took as many
 steps; an exception that leaves it is told to the other ranks.
+
+The script's own knobs and the events and metrics that a rank writes are here too.
 """
 
 from __future__ import annotations
@@ -18,31 +20,215 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-from .agree import Agreement, Boundary
-from .appliers import Applied, Applier, FunctionApplier
-from .config import ElasticConfig
-from .control_word import AgreedWord, Purpose
-from .errors import ElasticError, RanksError
-from .knobs import Knobs
-from .pacing import Every
-from .ranks.board import Trouble
-from .ranks.group import Ranks
-from .ranks.heartbeat import Activity, Pulse, begin_pulse
-from .records.json import shown
-from .records.run_dir import DEFAULT_TIMEOUT_SECONDS, Settings
-from .reports import Reports
-from .rounds import NoSource, Proposal
-from .watch import ConfigWatcher
+from elastic_ext.errors import ConfigError, ElasticError, RanksError, Refusal
+from elastic_ext.ranks.board import Trouble
+from elastic_ext.ranks.group import Ranks
+from elastic_ext.ranks.heartbeat import Activity, Pulse, begin_pulse
+from elastic_ext.records.json import shown
+from elastic_ext.records.metrics import (
+    JobEvent,
+    JobFacts,
+    Measures,
+    ModelProfile,
+    NodeCalibration,
+    RankMetrics,
+    StepCensus,
+    StepTrace,
+    StepWindow,
+)
+from elastic_ext.records.run_dir import DEFAULT_TIMEOUT_SECONDS, RunDirectory, Settings
 
-__all__ = ["ConfigFollower", "follow_config"]
+from .agreement import Agreement, Boundary, Every
+from .apply import Applied, Applier, FunctionApplier, NoSource, Proposal
+from .control_word import AgreedWord, Purpose
+from .elastic_config import ElasticConfig
+from .keys import KEYS, section_of
+from .watcher import ConfigWatcher
+
+__all__ = ["ConfigFollower", "Knobs", "Reports", "follow_config"]
 
 _logger = logging.getLogger(__name__)
+
+
+# --- values that a script reads by name while it runs, of the types that it expects ----------------------------------
+
+
+class Knobs:
+    """The names that a script has read so far; the applier of the section ``user``."""
+
+    section = "user"
+
+    def __init__(self) -> None:
+        self._defaults: dict[str, object] = {}
+
+    def read(self, config: ElasticConfig, name: str, default: object) -> object:
+        """The value in force, ``default`` where there is none; ConfigError if it is of another type."""
+        path = name if name in KEYS else f"user.{name}"
+        self._defaults[path] = default
+        value = config.get(path)
+        if value is None:
+            return default
+        reason = _unlike(path, value, default)
+        if reason is not None:
+            raise ConfigError([reason])
+        return float(value) if isinstance(default, float) and isinstance(value, int) else value
+
+    def was_read(self, path: str) -> bool:
+        """Whether the script has asked for this dotted key."""
+        return path in self._defaults
+
+    def unread(self, applied: Applied, sections: Set[str]) -> list[str]:
+        """The dotted keys that a config sets, that nothing applies and that the script has not read."""
+        applying = sections - {self.section} | {"checkpoint", "tuning"}
+        given = [path for path, (_, value) in applied.changes.items() if value is not None]
+        return [path for path in given if section_of(path) not in applying and not self.was_read(path)]
+
+    def check(self, new: ElasticConfig) -> str | None:
+        """The knobs whose values would be of another type than the script expects."""
+        values = new.values()
+        reasons = [_unlike(path, values.get(path), default) for path, default in self._defaults.items()]
+        return "; ".join(str(reason) for reason in reasons if reason is not None) or None
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        """Nothing to do: ``read`` looks at the config in force."""
+
+
+def _unlike(path: str, value: object, default: object) -> Refusal | None:
+    """Why ``value`` is not of the type that ``default`` promises; any type will do where there is no default."""
+    if value is None or default is None or path in KEYS:
+        return None
+    kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
+        (bool, "true or false"),
+        (int, "an integer"),
+        ((float, int), "a number"),
+        (str, "text"),
+        ((tuple, list), "a list"),
+    )
+    for kind, words in kinds:
+        if isinstance(default, kind):
+            fits = isinstance(value, kind) and isinstance(value, bool) == isinstance(default, bool)
+            advice = f"the script starts with {shown(default)}"
+            return None if fits else Refusal(key=path, given=shown(value), allowed=words, advice=advice)
+    return None
+
+
+# --- what one rank writes to the run directory of itself: events, and metrics every few seconds ----------------------
+
+_METRICS_SECONDS = 10.0
+
+
+class Reports:
+    """One rank's reports; with the library switched off there are none."""
+
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        self.measure: Callable[[], Measures] = Measures
+        """What the next metrics say of speed and memory."""
+        self.on_window: Callable[[StepWindow], None] | None = None
+        """Told of each window that has been written."""
+        self._settings = settings
+        self._ranks = ranks
+        self._directory = RunDirectory(settings.run_dir, rank=ranks.rank) if settings.enabled else None
+        self.census: StepCensus | None = None
+        self.calibration: NodeCalibration | None = None
+        """The last that were written."""
+        self.due_at = 0.0
+        """When it is time for metrics, on the clock of ``time.perf_counter``."""
+
+    def begin(self) -> None:
+        """Make the run directory."""
+        if self._directory is not None:
+            self._directory.prepare()
+
+    def tell_of(self, applied: Applied) -> None:
+        """An event: what came into force."""
+        version, revision = applied.new.version, applied.new.revision
+        details = {"version": version, "revision": revision, "changes": applied.changes}
+        self.tell("config-applied", step=applied.step, text=str(applied), details=details)
+
+    def tell(self, kind: str, *, step: int, text: str, details: Mapping[str, object]) -> None:
+        """An event: what has happened before ``step``."""
+        if self._directory is None:
+            return
+        event = JobEvent(
+            time=time.time(),
+            generation=self._settings.restart,
+            rank=self._ranks.rank,
+            step=step,
+            kind=kind,
+            text=text,
+            details=dict(details),
+        )
+        self._directory.add_event(event)
+
+    def write_model(self, profile: ModelProfile) -> None:
+        """What is trained."""
+        if self._directory is not None:
+            self._directory.write_model(profile)
+
+    def write_census(self, census: StepCensus) -> None:
+        """What a step asks of its machine."""
+        self.census = census
+        if self._directory is not None:
+            self._directory.write_census(census)
+
+    def write_trace(self, trace: StepTrace) -> None:
+        """What torch's profiler saw of a step."""
+        if self._directory is not None:
+            self._directory.write_trace(trace)
+
+    def write_calibration(self, calibration: NodeCalibration) -> None:
+        """What this machine does at best."""
+        self.calibration = calibration
+        if self._directory is not None:
+            self._directory.write_calibration(calibration)
+
+    def write_facts(self, facts: JobFacts) -> None:
+        """What can be changed in the job."""
+        if self._directory is not None:
+            self._directory.write_facts(facts)
+
+    def profiled_until(self) -> float:
+        """The end of the last window of this rank that was written, in seconds since 1970; 0 where there is none."""
+        return 0.0 if self._directory is None else self._directory.profiled_until()
+
+    def add_window(self, window: StepWindow) -> None:
+        """Where this rank's time went."""
+        if self._directory is not None:
+            self._directory.add_window(window)
+        if self.on_window is not None:
+            self.on_window(window)
+
+    def write(self, *, step: int, config: ElasticConfig, agree_every_steps: int) -> None:
+        """The metrics, as of now."""
+        self.due_at = time.perf_counter() + _METRICS_SECONDS
+        if self._directory is None:
+            return
+        ranks = self._ranks
+        name = ranks.names[ranks.rank]
+        metrics = RankMetrics(
+            time=time.time(),
+            job=self._settings.job,
+            generation=self._settings.restart,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            host=name.host,
+            pid=name.pid,
+            step=step,
+            config_version=config.version,
+            config_revision=config.revision,
+            agree_every_steps=agree_every_steps,
+            measures=self.measure(),
+        )
+        self._directory.write_metrics(metrics)
+
+
+# --- owns a watcher, an agreement and appliers, for training loops without ElasticTrainer ----------------------------
 
 _Default = TypeVar("_Default")
 _DOUBTFUL_SECONDS = 30.0

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .config import ElasticConfig
-from .errors import ConfigError, Refusal
-from .records.files import exclusive, make_folder, read_at_most, try_lock, write_whole
-from .records.json import MAX_BYTES
+from elastic_ext.errors import ConfigError, Refusal
+from elastic_ext.records.files import exclusive, make_folder, read_at_most, try_lock, write_whole
+from elastic_ext.records.json import MAX_BYTES
+
+from .elastic_config import ElasticConfig
 
 __all__ = ["ConfigHistory", "Entry", "edited", "next_version", "restored", "undone"]
 
