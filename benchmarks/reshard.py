@@ -65,7 +65,7 @@ from benchmarks.reshard_ranks import (
     digest_of,
 )
 from benchmarks.trainer_steps import against_aa_interval
-from elastic_ext.fsdp.transition import BUCKET_BYTES
+from elastic_ext.fsdp.reshard.transition import BUCKET_BYTES
 
 __all__ = ["ChangeRow", "ChangeTable", "Plan", "compare_steps", "main", "measure_changes", "measure_memory"]
 

@@ -36,7 +36,7 @@ from benchmarks.reshard_by_hand import (
     tensors_of,
 )
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from elastic_ext.fsdp.reshard.sharded_model import Spread
 
 __all__ = [
     "Arrive",

@@ -33,7 +33,7 @@ from benchmarks.joined import joined
 from benchmarks.linear import digest_of, linear_model, random_batches, start_again
 from elastic_ext import CheckpointInterval, ElasticTrainer
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint.background import THREAD_NAME
+from elastic_ext.fsdp.checkpoint.saving.background import THREAD_NAME
 
 __all__ = ["Device", "Done", "LoopName", "Rank", "Run", "Task", "training_process"]
 

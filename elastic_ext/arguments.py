@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from .accelerator import Accelerated, is_prepared
-from .fsdp.checkpoint.hostmemory import num_copies
-from .fsdp.checkpoint.jobname import check_job
-from .fsdp.checkpoint.retain import Retention
+from .fsdp.checkpoint.folder.claim import check_job
+from .fsdp.checkpoint.folder.listing import Retention
+from .fsdp.checkpoint.saving.staging import num_copies
 from .interval import CheckpointInterval
 from .launch_size import LaunchSize
 from .records.text import check_flag, path_given

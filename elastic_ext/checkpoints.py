@@ -19,12 +19,11 @@ from typing import Any, Literal
 from .config.elastic_config import ElasticConfig
 from .config.follower import ConfigFollower
 from .errors import CheckpointError, CheckpointExists, RanksDisagreeError
-from .fsdp.checkpoint.collecting import ToSave
-from .fsdp.checkpoint.hostmemory import num_copies
-from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
-from .fsdp.checkpoint.launched import Launched
-from .fsdp.checkpoint.livesaver import Manner
-from .fsdp.checkpoint.retain import Retention
+from .fsdp.checkpoint.folder.listing import Retention
+from .fsdp.checkpoint.job import JobCheckpoints, Launched
+from .fsdp.checkpoint.saving.async_saver import Manner
+from .fsdp.checkpoint.saving.collect import ToSave
+from .fsdp.checkpoint.saving.staging import num_copies
 from .held_copies import HeldCopies
 from .interval import CheckpointInterval
 from .overlap import Overlap

@@ -26,7 +26,7 @@ from .config.keys import TUNABLE
 from .doctor.cgroups import group_limits
 from .errors import ConfigError
 from .fsdp.plan import ParallelPlan, Strategy
-from .fsdp.spread import Spread
+from .fsdp.reshard.sharded_model import Spread
 from .growing import Growing
 from .learning import Learning
 from .parallelism import values_of

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from .errors import CheckpointError, CheckpointFenced
-from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
-from .fsdp.checkpoint.livesaver import Manner
-from .fsdp.checkpoint.together import first_says
+from .fsdp.checkpoint.coordination import first_says
+from .fsdp.checkpoint.job import JobCheckpoints
+from .fsdp.checkpoint.saving.async_saver import Manner
 from .saves import Saves
 from .training_state import Moment, TrainingState
 

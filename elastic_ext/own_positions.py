@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from .errors import CheckpointDamaged
-from .fsdp.checkpoint.opened import Opened
-from .fsdp.packed import read_plain
-from .fsdp.plain import pack, unpack
+from .fsdp.checkpoint.loading.source import Opened
+from .fsdp.pickled_values import read_plain
+from .fsdp.value_encoding import pack, unpack
 
 __all__ = ["own_position", "packed_position"]
 

@@ -17,11 +17,11 @@ from .config.apply import Declined, Later
 from .config.elastic_config import ElasticConfig
 from .config.keys import TORCH
 from .errors import ElasticError, RanksFailedError
-from .fsdp.companions import Tensors
-from .fsdp.live import Agree, Change, Moved
 from .fsdp.plan import ParallelPlan
-from .fsdp.spread import Spread
-from .fsdp.transition import Transition
+from .fsdp.reshard.change import Agree, Change, Moved
+from .fsdp.reshard.companions import Tensors
+from .fsdp.reshard.sharded_model import Spread
+from .fsdp.reshard.transition import Transition
 
 __all__ = ["Parallelism", "ReshardReport", "plan_of", "values_of"]
 

@@ -29,8 +29,8 @@ from .counts import Counts
 from .device_memory import DeviceMemory
 from .facts import FactsOfJob
 from .finite_gradients import FiniteGradients, WhenNotFinite
-from .fsdp.checkpoint.launched import Launched
-from .fsdp.spread import Spread
+from .fsdp.checkpoint.job import Launched
+from .fsdp.reshard.sharded_model import Spread
 from .gradient_pairs import GradientPairs
 from .gradients import Gradients
 from .growing import Growing

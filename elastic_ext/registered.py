@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from .errors import CheckpointMismatch
 from .fsdp.checkpoint.contents import REGISTERED, own_registered_prefix
-from .fsdp.checkpoint.memory import put_part
-from .fsdp.checkpoint.opened import Opened, Wanted
-from .fsdp.dtypes import dtype_of
+from .fsdp.checkpoint.format.tensor_bytes import put_part
+from .fsdp.checkpoint.loading.source import Opened, Wanted
 from .fsdp.layout import Box
 from .fsdp.state import box_of, local_of
+from .fsdp.value_encoding import dtype_of
 
 __all__ = ["Registered", "claim_registered", "fill_registered", "named_registered", "wanted_of_registered"]
 

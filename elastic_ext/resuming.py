@@ -13,8 +13,8 @@ import torch
 
 from .config.elastic_config import ElasticConfig
 from .errors import CheckpointError
-from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
-from .fsdp.checkpoint.opened import Opened
+from .fsdp.checkpoint.job import JobCheckpoints
+from .fsdp.checkpoint.loading.source import Opened
 from .training_state import Resumed, TrainingState
 
 __all__ = ["Resuming"]

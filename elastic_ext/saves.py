@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from .errors import CheckpointError, CheckpointFenced
-from .fsdp.checkpoint.collecting import SaveRequest, ToSave
-from .fsdp.checkpoint.jobcheckpoints import JobCheckpoints
-from .fsdp.checkpoint.livesaver import Manner
+from .fsdp.checkpoint.job import JobCheckpoints
+from .fsdp.checkpoint.saving.async_saver import Manner
+from .fsdp.checkpoint.saving.collect import SaveRequest, ToSave
 from .ranks.heartbeat import Activity, Pulse
 from .training_state import Moment, TrainingState
 

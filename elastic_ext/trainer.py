@@ -52,9 +52,9 @@ from .contexts import NOT_PREPARED, Epoch, Mutating, NotPrepared, OwnStep
 from .errors import CheckpointError, ElasticError, StepError
 from .finite_gradients import WHEN_NOT_FINITE, WhenNotFinite
 from .fsdp.blocks import Units
-from .fsdp.checkpoint.launched import Launched
+from .fsdp.checkpoint.job import Launched
 from .fsdp.plan import ParallelPlan
-from .fsdp.spread import Spread
+from .fsdp.reshard.sharded_model import Spread
 from .gradients import Gradients
 from .growing import Growing
 from .guarding import GuardMode

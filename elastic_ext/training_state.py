@@ -22,14 +22,14 @@ from torch import nn
 from .batches import Batches
 from .counts import Counts
 from .errors import CheckpointMismatch
-from .fsdp.checkpoint.collecting import contents_of
-from .fsdp.checkpoint.commit import Commit
 from .fsdp.checkpoint.contents import REGISTERED, Contents
-from .fsdp.checkpoint.loader import Loader
-from .fsdp.checkpoint.memory import bytes_of
-from .fsdp.checkpoint.opened import Opened, Wanted
-from .fsdp.plain import pack, unpack
+from .fsdp.checkpoint.folder.commit import Commit
+from .fsdp.checkpoint.format.tensor_bytes import bytes_of
+from .fsdp.checkpoint.loading.loader import Loader
+from .fsdp.checkpoint.loading.source import Opened, Wanted
+from .fsdp.checkpoint.saving.collect import contents_of
 from .fsdp.random_state import random_tensors, restore_random
+from .fsdp.value_encoding import pack, unpack
 from .overlap import Overlap, why_not_overlap
 from .own_positions import own_position, packed_position
 from .ranks.group import Ranks

@@ -14,7 +14,7 @@ from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from tests.sharded import WAYS, values_of
 from tests.training import ResumableSlices, bits_of, make_data, trainer_of
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
 from tests.ports import free_port
 from tests.ranks import RankPool
 from tests.scripts import Script

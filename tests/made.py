@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, FileSummary, checksum_of
 from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, GROUPS, KINDS, STATE_FILE, VALUES, meta_file, shard_file
-from elastic_ext.fsdp.checkpoint.lineage import Lineage
-from elastic_ext.fsdp.checkpoint.memory import part_of
-from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece
-from elastic_ext.fsdp.dtypes import name_of
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Commit, FileSummary, Lineage, checksum_of
+from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
+from elastic_ext.fsdp.checkpoint.format.tensor_bytes import part_of
+from elastic_ext.fsdp.checkpoint.format.writer import Piece
 from elastic_ext.fsdp.layout import Box, Layout
+from elastic_ext.fsdp.value_encoding import name_of
 from tests.shards import write_alone
 
 __all__ = ["GENERATION", "by_columns", "by_rows", "make_checkpoint", "on_one"]

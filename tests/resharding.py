@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
-from elastic_ext.fsdp.companions import Tensors
-from elastic_ext.fsdp.live import Agree
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
-from elastic_ext.fsdp.transition import Transition
+from elastic_ext.fsdp.reshard.change import Agree
+from elastic_ext.fsdp.reshard.companions import Tensors
+from elastic_ext.fsdp.reshard.sharded_model import Spread
+from elastic_ext.fsdp.reshard.transition import Transition
 
 __all__ = [
     "FULL",

@@ -13,12 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, chain_after, read_commit
-from elastic_ext.fsdp.checkpoint.jobfolder import JobFolder
-from elastic_ext.fsdp.checkpoint.lineage import Chain
-from elastic_ext.fsdp.checkpoint.listing import Found, is_name
-from elastic_ext.fsdp.checkpoint.shardreader import ShardReader
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Chain, Commit, chain_after, read_commit
+from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
+from elastic_ext.fsdp.checkpoint.folder.listing import Found, is_name
+from elastic_ext.fsdp.checkpoint.format.reader import ShardReader
+from elastic_ext.fsdp.checkpoint.format.writer import Piece, write_shard
 from elastic_ext.records.files import NewFiles, write_new
 from tests.syscalls import every_kill
 

@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp import Loaded, ShardCheckpointer
-from elastic_ext.fsdp.checkpoint import background, copying, livesaver
 from elastic_ext.fsdp.checkpoint import storage as of_storage
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
-from elastic_ext.fsdp.checkpoint.listing import Found, is_name
-from elastic_ext.fsdp.checkpoint.verifying import damage_in
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
+from elastic_ext.fsdp.checkpoint.folder.listing import Found, is_name
+from elastic_ext.fsdp.checkpoint.loading.verify import damage_in
+from elastic_ext.fsdp.checkpoint.saving import async_saver, background, staging
 from tests.file_operations import FileOperations, Strike
 from tests.training import Slices, bits_of, make_data, make_model, shared, trainer_of
 
@@ -209,7 +209,7 @@ def train_on(
     arguments: dict[str, Any] | None = None,
 ) -> Saved:
     """``go_on`` with a trainer: the step after the newest is copied beside the one after that."""
-    vars(livesaver)["PATIENCE_SECONDS"] = 1.0  # with who is dead; in a process that ends with this
+    vars(async_saver)["PATIENCE_SECONDS"] = 1.0  # with who is dead; in a process that ends with this
     model, optimizer = make_state(seed=9, fused=True)
     step = newest_of(storage) + 1
     with _trainer_for(model, rank, storage, every=step, **(arguments or {})) as trainer:
@@ -269,7 +269,7 @@ def _die_at(moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer) 
     elif moment == "after it":
         optimizer.register_step_post_hook(die)
     else:
-        copies, put = iter(range(5)), vars(copying)["put_bytes"]
+        copies, put = iter(range(5)), vars(staging)["put_bytes"]
         last = 0 if moment == "the first copy" else 4
 
         def put_or_die(*arguments: Any) -> None:
@@ -277,7 +277,7 @@ def _die_at(moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer) 
                 die()
             put(*arguments)
 
-        vars(copying)["put_bytes"] = put_or_die
+        vars(staging)["put_bytes"] = put_or_die
 
 
 def end_saves() -> None:

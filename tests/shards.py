@@ -7,11 +7,10 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.shardfile import BLOCK_BYTES, ShardSummary
-from elastic_ext.fsdp.checkpoint.shardreader import ShardReader
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece, write_shard
-from elastic_ext.fsdp.checkpoint.windows import Request
+from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
+from elastic_ext.fsdp.checkpoint.format.reader import Request, ShardReader
+from elastic_ext.fsdp.checkpoint.format.shardfile import BLOCK_BYTES, ShardSummary
+from elastic_ext.fsdp.checkpoint.format.writer import Piece, write_shard
 from elastic_ext.records.files import NewFiles
 
 

@@ -21,7 +21,7 @@ from elastic_ext.agent.status import NodeStatus, status_of
 from elastic_ext.agent.status_files import read_run_directory
 from elastic_ext.doctor.hardware_records import NodeHardware
 from elastic_ext.doctor.machine import check_node
-from elastic_ext.fsdp.checkpoint.commit import read_commit
+from elastic_ext.fsdp.checkpoint.folder.commit import read_commit
 from elastic_ext.ranks.processes import is_alive
 from tests.elastic_job import NUM_SAMPLES
 from tests.nodes import Node, last_step, nodes, samples_of_steps, until

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint.background import THREAD_NAME
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.saving.background import THREAD_NAME
 from elastic_ext.ranks.board import Letters, OwnStore
 from tests.file_operations import Gate
 from tests.ranks import RankPool

@@ -18,7 +18,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.optim import AdamW
 
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint import background
+from elastic_ext.fsdp.checkpoint.saving import background
 from tests.file_operations import Gate
 from tests.overlapping import MICRO_BATCH, WRAPS, Net, learn, saving_trainer
 from tests.ranks import RankPool

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint import livesaver
+from elastic_ext.fsdp.checkpoint.saving import async_saver
 from tests.file_operations import FileOperations, Gate, Strike
 from tests.ranks import RankPool
 from tests.saving import (
@@ -283,7 +283,7 @@ def test_who_is_fenced_is_fenced_on_all_ranks_whatever_else_they_run_into(
 def leave_with_an_exception(rank: int, storage: Path) -> float:
     """How long closing takes where the other rank has died while it wrote."""
     monkeypatch = pytest.MonkeyPatch()  # in a process that ends with this
-    monkeypatch.setattr(livesaver, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(async_saver, "PATIENCE_SECONDS", 0.2)
     model, optimizer = make_state()
     checkpointer = checkpointer_of(storage, in_background=True)
     checkpointer.load(model, optimizer)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from tests.file_operations import Gate
 from tests.ranks import RankPool
 from tests.saving import checkpointer_of, digest_of, end_saves, garbage_in, job_folder, make_state, newest_of

@@ -16,7 +16,7 @@ import torch
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.complete import complete
+from elastic_ext.fsdp.checkpoint.saving.rescue import complete
 from elastic_ext.leaving import EXIT_STATUS
 from tests.epochs import BATCH, BY_EPOCHS, BY_STEPS, STEPS, Crash, saved_in, train
 from tests.file_operations import Gate

@@ -19,17 +19,17 @@ from torch import nn
 from elastic_ext.accumulate import plan_step
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer, convert_from_dcp, convert_to_dcp
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, FileSummary, checksum_of
-from elastic_ext.fsdp.checkpoint.complete import choose
 from elastic_ext.fsdp.checkpoint.contents import EXTRA_STATES, STATE_FILE, meta_file
-from elastic_ext.fsdp.checkpoint.dcprecord import Record as Converted
-from elastic_ext.fsdp.checkpoint.listing import Found
-from elastic_ext.fsdp.checkpoint.meta import StateMeta
-from elastic_ext.fsdp.checkpoint.shelved import Record, Row
-from elastic_ext.fsdp.checkpoint.streamed import Streamed
+from elastic_ext.fsdp.checkpoint.export.dcp_plan import Record as Converted
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Commit, FileSummary, checksum_of
+from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta
+from elastic_ext.fsdp.checkpoint.loading.description import Streamed
+from elastic_ext.fsdp.checkpoint.saving.rescue import choose
+from elastic_ext.fsdp.checkpoint.saving.shared_memory import Record, Row
 from elastic_ext.fsdp.layout import Box, Layout
-from elastic_ext.fsdp.packed import read_plain, tensors_in
-from elastic_ext.fsdp.plain import pack, unpack
+from elastic_ext.fsdp.pickled_values import read_plain, tensors_in
+from elastic_ext.fsdp.value_encoding import pack, unpack
 from elastic_ext.records.metrics import RankMetrics
 from tests.made import by_rows, make_checkpoint
 from tests.saving import job_folder

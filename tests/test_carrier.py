@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ext.fsdp.carrier import Carrier
-from elastic_ext.fsdp.freight import Bucket, Freight, Item, Router
 from elastic_ext.fsdp.layout import Box, Layout
+from elastic_ext.fsdp.reshard.buckets import Bucket, Freight, Item, Router
+from elastic_ext.fsdp.reshard.exchange import Carrier
 from tests.ranks import RankPool
 
 TYPES = (torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.int64, torch.bool)

@@ -10,9 +10,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from elastic_ext.fsdp.checkpoint.casting import FLOATS, TARGETS, Target, caster
-from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
-from elastic_ext.fsdp.dtypes import dtype_of
+from elastic_ext.fsdp.checkpoint.format.copy import FLOATS, TARGETS, Target, caster
+from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
+from elastic_ext.fsdp.value_encoding import dtype_of
 
 
 def every_bit_pattern(dtype: str, seed: int = 0) -> torch.Tensor:

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from elastic_ext.cli import main
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.clearing import Clearing, Hold
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
-from elastic_ext.fsdp.checkpoint.jobfolder import JobFolder
-from elastic_ext.fsdp.checkpoint.listing import Found, Listing
-from elastic_ext.fsdp.checkpoint.removing import retained
-from elastic_ext.fsdp.checkpoint.retain import Retention
+from elastic_ext.fsdp.checkpoint.folder.cleanup import Clearing, Hold, retained
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
+from elastic_ext.fsdp.checkpoint.folder.listing import Found, Listing, Retention
 from tests.file_operations import FileOperations, Strike
 from tests.ranks import RankPool
 from tests.saves import Run, assert_loads, runs

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from tests.ranks import RankPool
 from tests.saving import (
     begin_job,

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
 from tests.file_operations import Strike
 from tests.ranks import RankPool
 from tests.saving import (

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError, ElasticError, RanksDisagreeError
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint.reading import is_mark
+from elastic_ext.fsdp.checkpoint.folder.claim import is_mark
 from tests.ranks import RankPool
 from tests.saving import job_folder
 from tests.training import make_data, make_model, shared, trainer_of

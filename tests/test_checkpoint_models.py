@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from elastic_ext.errors import CheckpointMismatch
 from elastic_ext.fsdp import Loaded, ShardCheckpointer
-from elastic_ext.fsdp.dtypes import DTYPES
+from elastic_ext.fsdp.value_encoding import DTYPES
 from tests.ranks import RankPool
 from tests.spread import any_bits
 

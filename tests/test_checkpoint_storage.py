@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ext.errors import CheckpointError, CheckpointFenced, ElasticError
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from tests.file_operations import SLOW_SECONDS, FileOperations, StaleView, Strike, WhatIsStale
 from tests.ranks import RankPool
 from tests.saving import (

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ext.errors import CheckpointError, CheckpointFenced, CheckpointMismatch
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint.commit import read_commit
-from elastic_ext.fsdp.checkpoint.versions import versions
+from elastic_ext.fsdp.checkpoint.folder.commit import read_commit
+from elastic_ext.fsdp.checkpoint.job import versions
 from tests.file_operations import FileOperations
 from tests.ranks import RankPool
 from tests.trials import Trial, run_trials

@@ -23,16 +23,13 @@ from elastic_ext.ckpt.commands import COMMANDS
 from elastic_ext.ckpt.terminal import Terminal
 from elastic_ext.cli import main
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint.blocksums import SumTable
-from elastic_ext.fsdp.checkpoint.claim import read_holder
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, FileSummary, checksum_of, read_commit
 from elastic_ext.fsdp.checkpoint.contents import KINDS, STATE_FILE, meta_file, shard_file
-from elastic_ext.fsdp.checkpoint.lineage import Lineage
-from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.reading import Reading
-from elastic_ext.fsdp.checkpoint.shardfile import BLOCK_BYTES, ShardSummary, laid_out
-from elastic_ext.fsdp.checkpoint.shardfile import checksum_of as shard_checksum_of
-from elastic_ext.fsdp.checkpoint.visiting import IDLE_SECONDS
+from elastic_ext.fsdp.checkpoint.folder.claim import Reading, read_holder
+from elastic_ext.fsdp.checkpoint.folder.cleanup import IDLE_SECONDS
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Commit, FileSummary, Lineage, checksum_of, read_commit
+from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
+from elastic_ext.fsdp.checkpoint.format.shardfile import BLOCK_BYTES, ShardSummary, SumTable, laid_out
+from elastic_ext.fsdp.checkpoint.format.shardfile import checksum_of as shard_checksum_of
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.records.text import age_in_words, size_in_words
 from tests.ranks import RankPool

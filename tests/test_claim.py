@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced
-from elastic_ext.fsdp.checkpoint.claim import Claim, read_holder
-from elastic_ext.fsdp.checkpoint.commit import chain_after
-from elastic_ext.fsdp.checkpoint.visiting import Visit
+from elastic_ext.fsdp.checkpoint.folder.claim import Claim, read_holder
+from elastic_ext.fsdp.checkpoint.folder.cleanup import Visit
+from elastic_ext.fsdp.checkpoint.folder.commit import chain_after
 from elastic_ext.records.files import write_new
 from tests.saves import SHARD, Run, assert_tidy
 from tests.syscalls import at_call, failure
@@ -28,7 +28,7 @@ HOLDER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.fsdp.checkpoint.claim import Claim
+from elastic_ext.fsdp.checkpoint.folder.claim import Claim
 claim = Claim(Path(sys.argv[2]), "holder")
 ready, tell = os.pipe()
 if sys.argv[3] == "forks" and os.fork() == 0:
@@ -85,7 +85,7 @@ VISITOR = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.fsdp.checkpoint.visiting import Visit
+from elastic_ext.fsdp.checkpoint.folder.cleanup import Visit
 with Visit(Path(sys.argv[2])).alone() as why_not:
     print(why_not, flush=True)
     sys.stdin.read()

@@ -15,19 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.commit import (
+from elastic_ext.fsdp.checkpoint.folder.claim import check_job, folder_name, job_name, newest_folder
+from elastic_ext.fsdp.checkpoint.folder.commit import (
     COMMIT,
     FORMAT,
     Commit,
     FileSummary,
+    Lineage,
     chain_after,
+    check_chain,
     checksum_of,
+    place_in,
     read_checked,
     read_commit,
 )
-from elastic_ext.fsdp.checkpoint.jobname import check_job, folder_name, job_name, newest_folder
-from elastic_ext.fsdp.checkpoint.lineage import Lineage, check_chain, place_in
-from elastic_ext.fsdp.checkpoint.shardfile import ShardSummary
+from elastic_ext.fsdp.checkpoint.format.shardfile import ShardSummary
 
 NOW = datetime(2026, 11, 20, 19, 30, 5)
 RANDOM_ID = "6f1c2b34-9d1e-4c77-8a52-0a1b2c3d4e5f"

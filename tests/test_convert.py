@@ -28,8 +28,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from elastic_ext.cli import main
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from elastic_ext.fsdp import ShardCheckpointer, convert_from_dcp, convert_to_dcp
-from elastic_ext.fsdp.checkpoint.dcpplan import leaves_of, owner_and_key, runs_of
-from elastic_ext.fsdp.checkpoint.dcpreader import DcpFolder
+from elastic_ext.fsdp.checkpoint.export.dcp_folder import DcpFolder
+from elastic_ext.fsdp.checkpoint.export.dcp_plan import leaves_of, owner_and_key, runs_of
 from tests.made import by_rows, make_checkpoint
 from tests.ranks import RankPool
 from tests.saving import train as train_with_a_trainer
@@ -497,7 +497,7 @@ import sys
 def peak():
     with open("/proc/self/status") as status:
         return int(next(line.split()[1] for line in status if line.startswith("VmHWM")))
-from elastic_ext.fsdp.checkpoint.convert import convert_from_dcp, convert_to_dcp
+from elastic_ext.fsdp.checkpoint.export.convert import convert_from_dcp, convert_to_dcp
 before, (directions, source, dest) = peak(), sys.argv[1:]
 if "to" in directions:
     convert_to_dcp(source, dest)

@@ -37,9 +37,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
 from elastic_ext.fsdp import convert_from_dcp
-from elastic_ext.fsdp.checkpoint.dcpreader import DcpFolder
-from elastic_ext.fsdp.checkpoint.pickled import Unpickler
-from elastic_ext.fsdp.checkpoint.savedvalues import check_saved_values
+from elastic_ext.fsdp.checkpoint.export.dcp_folder import DcpFolder
+from elastic_ext.fsdp.checkpoint.export.pickles import Unpickler, check_saved_values
 from elastic_ext.torch_private.sharded import pickle_in
 from tests.ranks import RankPool
 from tests.spread import SPREADS, Everything

@@ -27,11 +27,10 @@ from elastic_ext.ckpt.taking import size_of
 from elastic_ext.cli import main
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint.casting import TARGETS, Target
-from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.export import export_checkpoint
-from elastic_ext.fsdp.checkpoint.exportplan import INDEX, Renaming, is_weights_file
-from elastic_ext.fsdp.dtypes import dtype_of
+from elastic_ext.fsdp.checkpoint.export.safetensors import INDEX, Renaming, export_checkpoint, is_weights_file
+from elastic_ext.fsdp.checkpoint.format.copy import TARGETS, Target
+from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
+from elastic_ext.fsdp.value_encoding import dtype_of
 from tests.made import by_columns, by_rows, make_checkpoint, on_one
 from tests.ranks import RankPool
 from tests.spread import SPREADS, Everything, State, any_bits, differences, places_in, put_together, state_here
@@ -379,8 +378,8 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 _KILLS = """
 import os, shutil, sys, tempfile
 from pathlib import Path
-from elastic_ext.fsdp.checkpoint.export import export_checkpoint
-from elastic_ext.fsdp.checkpoint.exportplan import INDEX
+from elastic_ext.fsdp.checkpoint.export.safetensors import export_checkpoint
+from elastic_ext.fsdp.checkpoint.export.safetensors import INDEX
 from tests.syscalls import every_kill
 
 made, folder, has_earlier = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
@@ -433,7 +432,7 @@ def test_an_export_that_is_killed_at_any_call_leaves_a_whole_one_or_none(
 
 _MEASURED = """
 import json, sys
-from elastic_ext.fsdp.checkpoint.export import export_checkpoint
+from elastic_ext.fsdp.checkpoint.export.safetensors import export_checkpoint
 export_checkpoint(sys.argv[1], sys.argv[2], dtype=sys.argv[3] or None)
 assert "torch" not in sys.modules
 with open("/proc/self/status") as status:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ext.fsdp.checkpoint.claim import Claim
+from elastic_ext.fsdp.checkpoint.folder.claim import Claim
 from elastic_ext.leaving import Leaving
 from elastic_ext.ranks.board import OwnStore
 from elastic_ext.ranks.heartbeat import begin_pulse

@@ -21,11 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticTrainer
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint.commit import Commit
-from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.meta import Kind
-from elastic_ext.fsdp.dtypes import name_of
-from elastic_ext.fsdp.plain import pack
+from elastic_ext.fsdp.checkpoint.folder.commit import Commit
+from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
+from elastic_ext.fsdp.checkpoint.format.metadata import Kind
+from elastic_ext.fsdp.value_encoding import name_of, pack
 from tests import format_reader
 from tests.documents import fenced_blocks
 from tests.format_reader import Damaged, Newer, newest, read_checkpoint

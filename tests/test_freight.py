@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ext.fsdp.freight import Bucket, Freight, Item, Router
 from elastic_ext.fsdp.layout import Box, Layout
 from elastic_ext.fsdp.plan import Degrees
+from elastic_ext.fsdp.reshard.buckets import Bucket, Freight, Item, Router
 from tests.layouts import Array, memory_of, num_elements, overlapping, ranges, shapes, strided, tensor_of
 from tests.layouts import meshes as meshes_of
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_ext.fsdp.holders import replace_in, strangers
+from elastic_ext.fsdp.reshard.references import replace_in, strangers
 
 HERE: Any = sys.modules[__name__]
 Pair = namedtuple("Pair", ["weight", "bias"])

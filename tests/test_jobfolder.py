@@ -22,10 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointFenced, CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, checksum_of
-from elastic_ext.fsdp.checkpoint.jobfolder import FOLDER, JobFolder
-from elastic_ext.fsdp.checkpoint.lineage import place_in
-from elastic_ext.fsdp.checkpoint.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, checksum_of, place_in
+from elastic_ext.fsdp.checkpoint.folder.job_folder import FOLDER, JobFolder
+from elastic_ext.fsdp.checkpoint.folder.listing import Found
 from tests.saves import META, SCENARIOS, Run, assert_loads, assert_tidy, recovered, runs
 from tests.syscalls import at_call, can_fail, failure, recorded
 from tests.thinning import the_first

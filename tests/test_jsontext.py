@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_ext.fsdp.checkpoint.jsontext import JsonText, Long
+from elastic_ext.fsdp.checkpoint.format.json_text import JsonText, Long
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

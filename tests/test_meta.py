@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointError
-from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.shardfile import CHECKSUMS
+from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
+from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
+from elastic_ext.fsdp.checkpoint.format.shardfile import CHECKSUMS
 from elastic_ext.fsdp.layout import Box, Layout
 
 KINDS = ("parameter", "buffer", "like", "scalar", "own", "opaque")

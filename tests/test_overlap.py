@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint import copying
-from elastic_ext.fsdp.checkpoint.complete import complete, rows_in
+from elastic_ext.fsdp.checkpoint.saving import staging
+from elastic_ext.fsdp.checkpoint.saving.rescue import complete, rows_in
 from elastic_ext.overlap import has_idle_core, num_cores, why_not_overlap
 from tests.file_operations import FileOperations
 from tests.overlapping import WRAPS, Gate, Net, forget_newer, learn, saving_trainer
@@ -226,7 +226,7 @@ def test_a_copy_that_fails_beside_a_step_is_for_no_agent_to_complete(
     def fail(*_: Any) -> None:
         raise RuntimeError("it cannot be read")
 
-    monkeypatch.setattr(copying, "put_bytes", fail)
+    monkeypatch.setattr(staging, "put_bytes", fail)
     loop = Loop(tmp_path)
     loop.take()
     loop.take()

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from elastic_ext.errors import CheckpointExists, CheckpointMismatch
-from elastic_ext.fsdp.checkpoint.differing import mixed_words
+from elastic_ext.fsdp.checkpoint.saving.collect import mixed_words
 from tests.ranks import RankPool
 from tests.training import make_model, trainer_of
 from tests.watching import collected_warnings

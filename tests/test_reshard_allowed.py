@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from elastic_ext.fsdp.reshard.sharded_model import Spread
 from tests.ranks import RankPool
 from tests.resharding import FULL, HYBRID, KEPT, WHOLE, agreeing, all_of_it, change, make, take_step
 

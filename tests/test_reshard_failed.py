@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from elastic_ext import ApplyError, CheckpointInterval, TornStepError
-from elastic_ext.fsdp import live, rewire
-from elastic_ext.fsdp.carrier import Carrier
 from elastic_ext.fsdp.plan import ParallelPlan
+from elastic_ext.fsdp.reshard import change, rewire
+from elastic_ext.fsdp.reshard.exchange import Carrier
 from tests.ranks import RankPool
 from tests.resharding import FULL, KEPT, WHOLE
 from tests.retraining import Retraining, differing, stayed
@@ -146,7 +146,7 @@ def _ask_and_fail(patched: pytest.MonkeyPatch, run: Retraining, where: str) -> N
     elif where == "the mesh":
         spread._mesh = failing(spread._mesh)
     elif where in ("going back", "the carrier"):
-        patched.setattr(live, "Carrier", failing(Carrier))
+        patched.setattr(change, "Carrier", failing(Carrier))
         if where == "going back":
             patched.setattr(rewire, "bind", failing(rewire.bind))
     elif where == "taking over":

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_ext.fsdp.fsdp2 import groups_of
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from elastic_ext.fsdp.reshard.fully_shard import groups_of
+from elastic_ext.fsdp.reshard.sharded_model import Spread
 from tests.ranks import RankPool
 from tests.resharding import (
     FULL,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from elastic_ext.fsdp.reshard.sharded_model import Spread
 from tests.ranks_worker import forget_meshes
 from tests.resharding import FULL, GRAD_OP, HYBRID, KEPT, WHOLE, Net, change, take_step
 from tests.retraining import MICRO_BATCH, TOUR, WIDTH, Retraining, are_in_force, differing, stayed

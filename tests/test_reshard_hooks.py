@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW
 
-from elastic_ext.fsdp.fsdp2 import groups_of
-from elastic_ext.fsdp.hook_order import before, put_after, registered_ahead
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from elastic_ext.fsdp.reshard.fully_shard import before, groups_of, put_after, registered_ahead
+from elastic_ext.fsdp.reshard.sharded_model import Spread
 from tests.ranks import RankPool
 from tests.resharding import FULL, GRAD_OP, HYBRID, KEPT, WHOLE, Net, change, make, take_step
 from tests.retraining import WIDTH, Retraining, are_in_force

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from elastic_ext.fsdp.reshard.sharded_model import Spread
 from tests.ranks import RankPool
 from tests.resharding import (
     FULL,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from elastic_ext import ElasticError
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from elastic_ext.fsdp.reshard.sharded_model import Spread
 from tests.ranks import RankPool
 from tests.resharding import FULL, GRAD_OP, KEPT, WHOLE, Net, all_of_it, change, make, take_step
 from tests.retraining import whole

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 from elastic_ext import CheckpointInterval, ElasticDataLoader, ElasticError
-from elastic_ext.fsdp import rewire
 from elastic_ext.fsdp.plan import ParallelPlan
+from elastic_ext.fsdp.reshard import rewire
 from tests.faults import PlantedFault
 from tests.loops import put, seen_by
 from tests.ranks import RankPool

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from elastic_ext import ElasticError
-from elastic_ext.fsdp.fsdp2 import groups_of
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.fsdp.spread import Spread
+from elastic_ext.fsdp.reshard.fully_shard import groups_of
+from elastic_ext.fsdp.reshard.sharded_model import Spread
 from tests.ranks import RankPool
 from tests.resharding import FULL, GRAD_OP, KEPT, WHOLE, Net, all_of_it, by_blocks, change, take_step
 from tests.retraining import MICRO_BATCH, RECOMPUTED, WIDTH, Retraining, are_in_force, differing, stayed

@@ -20,13 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext.errors import CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, Commit, checksum_of
-from elastic_ext.fsdp.checkpoint.jobfolder import JobFolder
-from elastic_ext.fsdp.checkpoint.lineage import Chain, Lineage
-from elastic_ext.fsdp.checkpoint.listing import Found
-from elastic_ext.fsdp.checkpoint.reading import LAPSE_SECONDS, Reader, Reading, is_mark, readers_of
-from elastic_ext.fsdp.checkpoint.removing import retained, verdicts_on
-from elastic_ext.fsdp.checkpoint.retain import Retention, Verdict, judge
+from elastic_ext.fsdp.checkpoint.folder.claim import LAPSE_SECONDS, Reader, Reading, is_mark, readers_of
+from elastic_ext.fsdp.checkpoint.folder.cleanup import retained, verdicts_on
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, Chain, Commit, Lineage, checksum_of
+from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
+from elastic_ext.fsdp.checkpoint.folder.listing import Found, Retention, Verdict, judge
 from tests.saves import META, SHARD, Run, assert_loads, assert_tidy, recovered, runs
 from tests.syscalls import at_call, can_fail, every_kill, failure
 from tests.thinning import the_first
@@ -418,7 +416,7 @@ def test_what_is_read_stays_until_its_last_reader_has_ended(tmp_path: Path) -> N
 KILLED_READER = """
 import sys
 from pathlib import Path
-from elastic_ext.fsdp.checkpoint.reading import Reading
+from elastic_ext.fsdp.checkpoint.folder.claim import Reading
 reading = Reading(Path(sys.argv[1]))
 print("reading", flush=True)
 sys.stdin.read()
@@ -489,7 +487,7 @@ def test_the_library_marks_what_it_loads(tmp_path: Path) -> None:
     import torch
 
     from elastic_ext.fsdp import ShardCheckpointer
-    from elastic_ext.fsdp.checkpoint.opened import Opened
+    from elastic_ext.fsdp.checkpoint.loading.source import Opened
 
     seen: list[list[Reader]] = []
 

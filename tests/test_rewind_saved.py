@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
-from elastic_ext.fsdp.checkpoint.complete import complete
-from elastic_ext.fsdp.checkpoint.listing import Listing
+from elastic_ext.fsdp.checkpoint.folder.listing import Listing
+from elastic_ext.fsdp.checkpoint.saving.rescue import complete
 from tests.ranks import RankPool
 from tests.sharded import values_of
 from tests.test_rewind import BACK, BATCH, SPIKE, Run

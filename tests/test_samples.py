@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ext.fsdp.checkpoint.samples import Samples
+from elastic_ext.fsdp.checkpoint.saving.staging import Samples
 
 TENSORS = {
     "scalar": torch.tensor(1.0),

@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.shardfile import Entry, laid_out
-from elastic_ext.fsdp.checkpoint.shardreader import ShardReader
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece
-from elastic_ext.fsdp.checkpoint.strided import copy_strided, dimensions_of
-from elastic_ext.fsdp.checkpoint.windows import Request, arranged, by_window, parts_of
+from elastic_ext.fsdp.checkpoint.format.copy import copy_strided, dimensions_of
+from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
+from elastic_ext.fsdp.checkpoint.format.reader import Request, ShardReader, arranged, by_window, parts_of
+from elastic_ext.fsdp.checkpoint.format.shardfile import Entry, laid_out
+from elastic_ext.fsdp.checkpoint.format.writer import Piece
 from elastic_ext.fsdp.moves import moves_into
 from tests.layouts import apart_or_equal, covering, memory_of, shapes, tensor_of
 from tests.shards import assert_read_back, piece, random_bytes, write_alone

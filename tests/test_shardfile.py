@@ -22,11 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from elastic_ext.errors import CheckpointDamaged
-from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.shardfile import CHECKSUMS, ShardSummary, read_header
-from elastic_ext.fsdp.checkpoint.shardreader import ShardReader
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece, _write
-from elastic_ext.fsdp.checkpoint.windows import WINDOW_BYTES, Request
+from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES
+from elastic_ext.fsdp.checkpoint.format.reader import WINDOW_BYTES, Request, ShardReader
+from elastic_ext.fsdp.checkpoint.format.shardfile import CHECKSUMS, ShardSummary, read_header
+from elastic_ext.fsdp.checkpoint.format.writer import Piece, _write
 from tests.shards import assert_read_back, piece, random_bytes, read_whole, write_alone
 
 REPOSITORY = str(Path(__file__).resolve().parent.parent)
@@ -37,7 +36,7 @@ WRITES_TOO_MUCH = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from elastic_ext.fsdp.checkpoint.shardwriter import Piece
+from elastic_ext.fsdp.checkpoint.format.writer import Piece
 from tests.shards import write_alone
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 pieces = [Piece(f"p{i}", "U8", (50_001,), memoryview(bytes(50_001))) for i in range(200)]

@@ -31,11 +31,10 @@ from torch import nn
 from elastic_ext import CheckpointInterval, ElasticTrainer
 from elastic_ext.errors import CheckpointError, CheckpointExists, CheckpointFenced
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint import staging as staging_module
-from elastic_ext.fsdp.checkpoint.commit import COMMIT, read_commit
-from elastic_ext.fsdp.checkpoint.complete import Choice, Completion, Outcome, choose, clear, complete, rows_in
-from elastic_ext.fsdp.checkpoint.shelf import MEMORY, Shelf
-from elastic_ext.fsdp.checkpoint.shelved import RECORD, Record, Row, boot_id
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT, read_commit
+from elastic_ext.fsdp.checkpoint.saving import staging as staging_module
+from elastic_ext.fsdp.checkpoint.saving.rescue import Choice, Completion, Outcome, choose, clear, complete, rows_in
+from elastic_ext.fsdp.checkpoint.saving.shared_memory import MEMORY, RECORD, Record, Row, Shelf, boot_id
 from tests.file_operations import FileOperations
 from tests.ranks import RankPool
 from tests.saving import (
@@ -358,7 +357,7 @@ def test_completed_checkpoint_is_like_one_that_was_saved(left: Left, ram: Path) 
 
 def test_completing_works_without_torch(left: Left) -> None:
     code = (
-        "import sys; from pathlib import Path; from elastic_ext.fsdp.checkpoint.complete import complete; "
+        "import sys; from pathlib import Path; from elastic_ext.fsdp.checkpoint.saving.rescue import complete; "
         f"print(complete(Path({str(left.shelf)!r}))[0].path, 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -25,14 +25,10 @@ from torch.nn.utils import parametrizations
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from elastic_ext.errors import CheckpointMismatch, ElasticError
-from elastic_ext.fsdp.dtypes import DTYPES, dtype_of, name_of
-from elastic_ext.fsdp.layout import Box
+from elastic_ext.fsdp.layout import Box, Cut, box_after
 from elastic_ext.fsdp.names import named_tensors
-from elastic_ext.fsdp.optim_groups import put_groups
-from elastic_ext.fsdp.optim_state import HeldOptimizers, held_of_optimizers, make_missing, put_values
-from elastic_ext.fsdp.packed import tensors_in
-from elastic_ext.fsdp.placements import Cut, box_after
-from elastic_ext.fsdp.plain import Plain, pack, unpack
+from elastic_ext.fsdp.optimizers import HeldOptimizers, held_of_optimizers, make_missing, put_groups, put_values
+from elastic_ext.fsdp.pickled_values import tensors_in
 from elastic_ext.fsdp.random_state import random_tensors, restore_random
 from elastic_ext.fsdp.state import (
     Kind,
@@ -41,6 +37,7 @@ from elastic_ext.fsdp.state import (
     memory_of,
     put_extra_states,
 )
+from elastic_ext.fsdp.value_encoding import DTYPES, Plain, dtype_of, name_of, pack, unpack
 from elastic_ext.torch_private import sharded
 from tests.training import make_data, make_model
 

@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from elastic_ext.fsdp.layout import Box, Layout
-from elastic_ext.fsdp.optim_groups import put_groups
-from elastic_ext.fsdp.optim_state import held_of_optimizers, make_missing, put_values
-from elastic_ext.fsdp.plain import Plain
+from elastic_ext.fsdp.optimizers import held_of_optimizers, make_missing, put_groups, put_values
 from elastic_ext.fsdp.state import Held, Kind, box_of, held_of_model
+from elastic_ext.fsdp.value_encoding import Plain
 from tests.ranks import RankPool
 from tests.sharded import WAYS, values_of
 from tests.training import bits_of, make_data, make_model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
 from elastic_ext.fsdp.checkpoint.storage import THREAD_NAME, Storage
 from elastic_ext.ranks.group import Ranks
 from tests.file_operations import FileOperations

@@ -18,9 +18,9 @@ import pytest
 
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp import ShardCheckpointer
-from elastic_ext.fsdp.checkpoint.listing import Found
-from elastic_ext.fsdp.checkpoint.reading import is_mark
-from elastic_ext.fsdp.checkpoint.verifying import damage_in
+from elastic_ext.fsdp.checkpoint.folder.claim import is_mark
+from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.loading.verify import damage_in
 from tests.saving import (
     begin_job,
     checkpointer_of,

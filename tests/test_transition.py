@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ext import ParallelPlan
-from elastic_ext.fsdp.freight import Freight
-from elastic_ext.fsdp.transition import Pace, Tensor, Transition, transition
+from elastic_ext.fsdp.reshard.buckets import Freight
+from elastic_ext.fsdp.reshard.transition import Pace, Tensor, Transition, transition
 
 WHOLE = ParallelPlan(strategy="no_shard")
 GRAD_OP = ParallelPlan(strategy="shard_grad_op")

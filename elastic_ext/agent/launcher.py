@@ -28,7 +28,7 @@ from elastic_ext.doctor.hardware import version_of
 from elastic_ext.doctor.hardware_records import NodeHardware
 from elastic_ext.doctor.machine import check_node
 from elastic_ext.errors import in_words
-from elastic_ext.fsdp.checkpoint.complete import rows_in
+from elastic_ext.fsdp.checkpoint.saving.rescue import rows_in
 from elastic_ext.leaving import EXIT_STATUS
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
 from elastic_ext.ranks.processes import this_process

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.errors import ElasticError
-from elastic_ext.fsdp.checkpoint.complete import Choice, Completion, Outcome, choose, clear, complete, rows_in
-from elastic_ext.fsdp.checkpoint.shelved import Row
+from elastic_ext.fsdp.checkpoint.saving.rescue import Choice, Completion, Outcome, choose, clear, complete, rows_in
+from elastic_ext.fsdp.checkpoint.saving.shared_memory import Row
 from elastic_ext.ranks.node_board import RoundBoard
 
 __all__ = ["persist"]

@@ -18,7 +18,7 @@ _TOGETHER = (
     "/torch/autograd/graph.py",  # a backward pass, in which gradients are shared
     "/torch/cuda/__init__.py",
     "/elastic_ext/ranks/group.py",
-    "/elastic_ext/fsdp/carrier.py",
+    "/elastic_ext/fsdp/reshard/exchange.py",
 )
 
 

@@ -77,7 +77,9 @@ def main(arguments: Sequence[str]) -> int:
     whom = "its worker is" if len(workers) == 1 else f"its {len(workers)} workers are"
     print(f"elastic-run: the agent was killed: {whom} ended", file=sys.stderr, flush=True)
     end_groups(workers, patience_seconds=patience_seconds)
-    from elastic_ext.fsdp.checkpoint.complete import complete  # what it needs takes time to load, and is seldom needed
+    from elastic_ext.fsdp.checkpoint.saving.rescue import (
+        complete,  # what it needs takes time to load, and is seldom needed
+    )
 
     for outcome in complete(memory / STAGING):
         print(f"elastic-run: {outcome.why}", file=sys.stderr, flush=True)

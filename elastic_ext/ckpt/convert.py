@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.convert import Converted, convert_from_dcp, convert_to_dcp
+from elastic_ext.fsdp.checkpoint.export.convert import Converted, convert_from_dcp, convert_to_dcp
 from elastic_ext.records.text import size_in_words
 
 from .commands import DONE

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from elastic_ext.errors import CheckpointError
-from elastic_ext.fsdp.checkpoint.export import export_checkpoint
+from elastic_ext.fsdp.checkpoint.export.safetensors import export_checkpoint
 from elastic_ext.records.text import size_in_words
 
 from .commands import DONE

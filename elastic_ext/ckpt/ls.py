@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.fsdp.checkpoint.clearing import GARBAGE
-from elastic_ext.fsdp.checkpoint.commit import Commit
-from elastic_ext.fsdp.checkpoint.listing import Found, Listing, abandoned_for_nothing, is_set_aside
+from elastic_ext.fsdp.checkpoint.folder.cleanup import GARBAGE
+from elastic_ext.fsdp.checkpoint.folder.commit import Commit
+from elastic_ext.fsdp.checkpoint.folder.listing import Found, Listing, abandoned_for_nothing, is_set_aside
 from elastic_ext.records.text import age_in_words, size_in_words
 
 from .commands import DAMAGED, DONE, REFUSED, in_words, status_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointDamaged, CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.commit import COMMIT
-from elastic_ext.fsdp.checkpoint.jobfolder import FOLDER
-from elastic_ext.fsdp.checkpoint.listing import Found, Listing, is_name, is_set_aside, newest_of
+from elastic_ext.fsdp.checkpoint.folder.commit import COMMIT
+from elastic_ext.fsdp.checkpoint.folder.job_folder import FOLDER
+from elastic_ext.fsdp.checkpoint.folder.listing import Found, Listing, is_name, is_set_aside, newest_of
 
 __all__ = ["Place", "one_checkpoint", "place_of"]
 

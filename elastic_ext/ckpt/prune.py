@@ -8,11 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.clearing import remove_or_warn
-from elastic_ext.fsdp.checkpoint.listing import Listing
-from elastic_ext.fsdp.checkpoint.removing import remove_unused_metas, retained, unused_metas, verdicts_on
-from elastic_ext.fsdp.checkpoint.retain import Retention, Verdict
-from elastic_ext.fsdp.checkpoint.visiting import Visit
+from elastic_ext.fsdp.checkpoint.folder.cleanup import (
+    Visit,
+    remove_or_warn,
+    remove_unused_metas,
+    retained,
+    unused_metas,
+    verdicts_on,
+)
+from elastic_ext.fsdp.checkpoint.folder.listing import Listing, Retention, Verdict
 from elastic_ext.records.text import on_one_line, size_in_words
 
 from .commands import DAMAGED, DONE, in_words

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 from elastic_ext.errors import CheckpointDamaged
 from elastic_ext.fsdp.checkpoint.contents import KINDS, STATE_FILE, FileKind, meta_file
-from elastic_ext.fsdp.checkpoint.dtypes import ITEM_BYTES
-from elastic_ext.fsdp.checkpoint.jsontext import JsonText, Long
-from elastic_ext.fsdp.checkpoint.listing import Found
-from elastic_ext.fsdp.checkpoint.meta import StateMeta, TensorMeta
-from elastic_ext.fsdp.checkpoint.reading import Reading
+from elastic_ext.fsdp.checkpoint.folder.claim import Reading
+from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.format.json_text import ITEM_BYTES, JsonText, Long
+from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta, TensorMeta
 from elastic_ext.fsdp.layout import Box
 from elastic_ext.records.json import shown
 from elastic_ext.records.text import age_in_words, on_one_line, size_in_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from elastic_ext.fsdp.checkpoint.commit import Commit
+from elastic_ext.fsdp.checkpoint.folder.commit import Commit
 from elastic_ext.records.text import counted, on_one_line
 
 __all__ = ["age_of", "bytes_of", "layout_of"]

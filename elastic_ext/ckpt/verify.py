@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
-from elastic_ext.fsdp.checkpoint.listing import Found, Listing
-from elastic_ext.fsdp.checkpoint.reading import Reading
-from elastic_ext.fsdp.checkpoint.verifying import Damage, damage_in
+from elastic_ext.fsdp.checkpoint.folder.claim import Reading
+from elastic_ext.fsdp.checkpoint.folder.listing import Found, Listing
+from elastic_ext.fsdp.checkpoint.loading.verify import Damage, damage_in
 from elastic_ext.records.text import on_one_line, size_in_words
 
 from .commands import DAMAGED, DONE, REFUSED, in_words, status_of

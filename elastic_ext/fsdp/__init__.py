@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Loaded as Loaded
     from .checkpoint.checkpointer import ShardCheckpointer as ShardCheckpointer
-    from .checkpoint.convert import Converted as Converted
-    from .checkpoint.convert import convert_from_dcp as convert_from_dcp
-    from .checkpoint.convert import convert_to_dcp as convert_to_dcp
-    from .checkpoint.export import Exported as Exported
-    from .checkpoint.export import export_checkpoint as export_checkpoint
+    from .checkpoint.export.convert import Converted as Converted
+    from .checkpoint.export.convert import convert_from_dcp as convert_from_dcp
+    from .checkpoint.export.convert import convert_to_dcp as convert_to_dcp
+    from .checkpoint.export.safetensors import Exported as Exported
+    from .checkpoint.export.safetensors import export_checkpoint as export_checkpoint
 
 __all__ = [
     "Converted",
@@ -25,13 +25,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Converted": "checkpoint.convert",
-    "Exported": "checkpoint.export",
+    "Converted": "checkpoint.export.convert",
+    "Exported": "checkpoint.export.safetensors",
     "Loaded": "checkpoint.checkpointer",
     "ShardCheckpointer": "checkpoint.checkpointer",
-    "convert_from_dcp": "checkpoint.convert",
-    "convert_to_dcp": "checkpoint.convert",
-    "export_checkpoint": "checkpoint.export",
+    "convert_from_dcp": "checkpoint.export.convert",
+    "convert_to_dcp": "checkpoint.export.convert",
+    "export_checkpoint": "checkpoint.export.safetensors",
 }
 
 

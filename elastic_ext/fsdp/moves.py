@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .layout import Block, Box, Layout, box_in, num_worth, space_of, turn_of
-from .regions import Point, Region, Regions, cut_run, num_in
+from .layout import Block, Box, Layout, Point, Region, Regions, box_in, cut_run, num_in, num_worth, space_of, turn_of
 
 __all__ = ["Move", "moves", "moves_into"]
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from .layout import Box, Layout
-from .placements import Cut, box_after
+from .layout import Box, Cut, Layout, box_after
 
 __all__ = [
     "MOST_MIB",

@@ -1,43 +1,51 @@
-"""State: what a model holds on this rank, as named tensors, each with the part of the whole tensor that it is.
-
-A saver reads these tensors and a loader writes into them: they are the memory that the model trains in, never copies.
-What optimizers hold is in ``optim_state.py``.
+"""What a model holds on this rank, as named tensors, each with the part of the whole that it is; and which parameters
+optimizers train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from elastic_ext.errors import ElasticError
 from elastic_ext.torch_private import sharded
 from elastic_ext.torch_private.sharded import FlatPart
 
-from .dtypes import DTYPES, name_of
-from .layout import Box
+from .layout import Box, Cut, box_after
 from .names import Named, named_modules, named_tensors
-from .placements import Cut, box_after
+from .value_encoding import DTYPES, name_of
 
 __all__ = [
     "Held",
     "HeldModel",
     "Kind",
     "Parameter",
+    "Trained",
     "box_of",
+    "by_name_of",
     "extra_states",
     "held",
     "held_of_model",
     "local_of",
     "memory_of",
+    "place_of",
     "put_extra_states",
+    "put_in",
+    "trained_by",
 ]
+
+
+# --- what a model holds on this rank, as named tensors, each with the part of the whole tensor that it is ------------
+# A saver reads these tensors and a loader writes into them: they are the memory that the model trains in, never copies.
+# What optimizers hold is in ``optimizers.py``.
 
 Kind: TypeAlias = Literal["parameter", "buffer", "like", "scalar", "own", "opaque"]
 
@@ -235,3 +243,64 @@ def _fault(tensor: torch.Tensor) -> str | None:
     if tensor.is_conj() or tensor.is_neg():
         return "is a view that conjugates or negates; allowed: what resolve_conj() and resolve_neg() give"
     return None
+
+
+# --- parameters in the groups that optimizers have them in, and which of them a state's name belongs to --------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """A parameter in the group that an optimizer has it in."""
+
+    parameter: Parameter
+    optimizer: Optimizer
+    group: dict[str, Any]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = self.optimizer.state[self.parameter.tensor]
+        return found
+
+
+def trained_by(optimizers: Sequence[Optimizer], parameters: Iterable[Parameter]) -> dict[int, Trained]:
+    """Every parameter in a group, by the identity of its tensor."""
+    known = {id(parameter.tensor): parameter for parameter in parameters}
+    found: dict[int, Trained] = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for tensor in group["params"]:
+                parameter = known.get(id(tensor))
+                if parameter is None:
+                    raise ValueError(
+                        f"group {number} of {type(optimizer).__name__} has a parameter of shape {tuple(tensor.shape)} "
+                        "that is not one of the model's; make the optimizer once the model is wrapped"
+                    )
+                if id(tensor) in found and found[id(tensor)].optimizer is not optimizer:
+                    raise ValueError(f"{parameter.name} is in two optimizers; allowed: each parameter in one of them")
+                found[id(tensor)] = Trained(parameter, optimizer, group)
+    return found
+
+
+def by_name_of(trained: Mapping[int, Trained]) -> dict[str, Trained]:
+    """The same by the parameters' own names."""
+    return {each.parameter.name: each for each in trained.values()}
+
+
+def place_of(name: str, by_name: Mapping[str, Trained]) -> tuple[Trained, str] | None:
+    """The parameter and the key that a state's name is made of; names may have a slash in them, so the longest fits."""
+    cut = len(name)
+    while (cut := name.rfind("/", 0, cut)) >= 0:
+        if name[:cut] in by_name:
+            return by_name[name[:cut]], name[cut + 1 :]
+    return None
+
+
+def put_in(current: object, new: object) -> object:
+    """What takes the place of a value: a tensor stays the tensor that it is, and gets the new number."""
+    if isinstance(current, torch.Tensor) and isinstance(new, (bool, int, float, complex)):
+        with torch.no_grad():
+            current.fill_(new)
+        return current
+    if isinstance(current, (tuple, list)) and isinstance(new, (tuple, list)) and len(current) == len(new):
+        return type(new)(put_in(mine, its) for mine, its in zip(current, new, strict=True))
+    return new

@@ -23,21 +23,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastic_ext.errors import CheckpointError, CheckpointNotFound
-from elastic_ext.fsdp.plain import pack, unpack
+from elastic_ext.fsdp.value_encoding import pack, unpack
 from elastic_ext.ranks.group import Ranks
 from elastic_ext.records.text import as_list, check_flag, path_given
 
-from .collecting import Collect, SaveRequest, ToSave, contents_of
 from .contents import Contents
-from .hostmemory import num_copies
-from .jobcheckpoints import JobCheckpoints, as_count
-from .jobname import check_job
-from .launched import Launched
-from .livesaver import Manner
-from .loader import Loader
-from .opened import Opened
-from .retain import Retention
-from .together import agree_on
+from .coordination import agree_on
+from .folder.claim import check_job
+from .folder.listing import Retention
+from .job import JobCheckpoints, Launched, as_count
+from .loading.loader import Loader
+from .loading.source import Opened
+from .saving.async_saver import Manner
+from .saving.collect import Collect, SaveRequest, ToSave, contents_of
+from .saving.staging import num_copies
 
 __all__ = ["Loaded", "ShardCheckpointer"]
 

@@ -1,14 +1,19 @@
-"""Contents: what goes into a checkpoint, and into which of its files."""
+"""What goes into a checkpoint, and which rank writes which part of it. Pure; needs no torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from .inventory import Inventory, Item
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.layout import Box, Layout
 
-if TYPE_CHECKING:  # which needs torch: who only reads files asks for their names here
+from .format.json_text import ITEM_BYTES
+from .format.metadata import Kind, StateMeta, TensorMeta
+
+if TYPE_CHECKING:
     from elastic_ext.fsdp.state import Held
 
 __all__ = [
@@ -20,11 +25,129 @@ __all__ = [
     "VALUES",
     "Contents",
     "FileKind",
+    "Inventory",
+    "Item",
     "meta_file",
+    "meta_of",
     "own_prefix",
     "own_registered_prefix",
     "shard_file",
 ]
+
+
+# --- what each rank holds, laid side by side, and which part of it each of them writes -------------------------------
+# Pure, so that every rank comes to the same result from the same inventories, and nobody has to be told.
+
+_LEAST_BYTES = 65536
+"""Of a tensor: less is not split between replicas."""
+_OF_THE_FIRST: frozenset[Kind] = frozenset({"buffer", "scalar"})
+"""What replicas hold of these need not be the same, as with running means: the first one's counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor, and the part of it that lies on a rank."""
+
+    name: str
+    dtype: str
+    kind: Kind
+    box: Box
+    same_as: str | None = None
+    """The name under which a tied tensor is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All that a rank holds."""
+
+    items: tuple[Item, ...]
+
+    def to_json(self) -> bytes:
+        """The same bytes for the same inventory."""
+        rows = [
+            [item.name, item.dtype, item.kind, item.box.shape, item.box.start, item.box.end, item.same_as]
+            for item in self.items
+        ]
+        return json.dumps(rows, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Inventory:
+        """Of a rank of this run, which is trusted."""
+        return cls(
+            tuple(
+                Item(name, dtype, kind, Box(tuple(shape), tuple(start), tuple(end)), same_as)
+                for name, dtype, kind, shape, start, end, same_as in json.loads(data)
+            )
+        )
+
+
+def meta_of(inventories: Sequence[Inventory], *, is_of_one_model: bool = False) -> StateMeta:
+    """What the ranks hold together, and which part of it each one writes; each element is written once.
+
+    CheckpointError where the ranks have different tensors of one name, or not all of one; and, if ``is_of_one_model``,
+    where one does not know a name that another has, although it may hold nothing of what goes by that name.
+    """
+    num_ranks = len(inventories)
+    if is_of_one_model:
+        _check_names(inventories)
+    found: dict[str, dict[int, Item]] = {}
+    aliases: dict[str, str] = {}
+    for rank, inventory in enumerate(inventories):
+        for item in inventory.items:
+            if item.same_as is None:
+                found.setdefault(item.name, {})[rank] = item
+            else:
+                aliases[item.name] = item.same_as
+    tensors = {name: _tensor(name, items, num_ranks) for name, items in found.items()}
+    return StateMeta(num_ranks=num_ranks, tensors=tensors, aliases=aliases)
+
+
+def _check_names(inventories: Sequence[Inventory]) -> None:
+    """Names that a rank does not know are more than it could ever load."""
+    names = [{item.name for item in inventory.items} for inventory in inventories]
+    for rank, own in enumerate(names):
+        if own != names[0]:
+            has, lacks = (0, rank) if names[0] - own else (rank, 0)
+            unknown = sorted(names[has] - names[lacks])
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise CheckpointError(
+                f"rank {has} has {unknown[0]}{more} in its model, and rank {lacks} has not; allowed: the same model on "
+                "all ranks, however it is spread over them, so that each can load it. The stages of a pipeline, of "
+                "which each rank has made its own, are not that"
+            )
+
+
+def _tensor(name: str, items: Mapping[int, Item], num_ranks: int) -> TensorMeta:
+    first_rank, first = next(iter(items.items()))
+    for rank, item in items.items():
+        if (item.dtype, item.kind, item.box.shape) != (first.dtype, first.kind, first.box.shape):
+            raise CheckpointError(
+                f"{name} is {_in_words(first)} on rank {first_rank} and {_in_words(item)} on rank {rank}; a checkpoint "
+                "holds one tensor of each name, of one shape and dtype"
+            )
+    shape = first.box.shape
+    boxes = [items[rank].box if rank in items else Box.empty(shape) for rank in range(num_ranks)]
+    held = Layout(shape, tuple(boxes))
+    if not held.covers():
+        raise CheckpointError(f"the ranks do not have all of {name}: {held.fault(replicas=True)}")
+    if first.kind in _OF_THE_FIRST:
+        held = _without_replicas(held)
+    least = _LEAST_BYTES // ITEM_BYTES[first.dtype]
+    return TensorMeta(name=name, dtype=first.dtype, kind=first.kind, layout=held.shares(least=least, salt=name))
+
+
+def _without_replicas(layout: Layout) -> Layout:
+    boxes = [Box.empty(layout.shape)] * len(layout.boxes)
+    for box, holders in layout.holders_of_boxes().items():
+        boxes[holders[0]] = box
+    return replace(layout, boxes=tuple(boxes))
+
+
+def _in_words(item: Item) -> str:
+    return f"{item.kind} {item.dtype} {item.box.shape}"
+
+
+# --- what goes into a checkpoint, and into which of its files --------------------------------------------------------
 
 FileKind = Literal["model", "optim", "extra"]
 KINDS: tuple[FileKind, ...] = ("model", "optim", "extra")

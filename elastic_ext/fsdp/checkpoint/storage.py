@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from elastic_ext.errors import CheckpointError
 from elastic_ext.ranks.group import Ranks
 
-from .together import gather_or_raise
+from .coordination import gather_or_raise
 
 __all__ = ["THREAD_NAME", "Storage"]
 

@@ -1,0 +1,1 @@
+"""Checkpoints as other tools read them, and folders of other tools as checkpoints."""

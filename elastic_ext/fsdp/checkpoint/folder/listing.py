@@ -1,0 +1,341 @@
+"""The checkpoints of a job: which there are, which count, which is newest, and which a retention rule keeps."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
+from elastic_ext.records.files import look_afresh
+
+from .commit import Commit, Lineage, place_in, read_checked, read_commit, read_in_pieces
+
+__all__ = [
+    "Found",
+    "Listing",
+    "Retention",
+    "Verdict",
+    "abandoned_for_nothing",
+    "check_name",
+    "is_name",
+    "is_set_aside",
+    "judge",
+    "leading_to",
+    "left_for",
+    "newest_of",
+    "oldest_first",
+]
+
+
+# --- the checkpoints of a job, as its folder tells of them, which of them count, and which is newest -----------------
+
+_Summary = TypeVar("_Summary")
+_NAME = re.compile(r"(?:step|epoch)_[0-9]{1,18}")
+_ABANDONED = re.compile(_NAME.pattern + r"\.abandoned-((.+?)(?:-[0-9]+)?)")
+_ASIDE = re.compile(rf"{_NAME.pattern}\.(?:abandoned-[0-9A-Za-z_-]+|unreadable(?:-[0-9]+)?)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A checkpoint that exists."""
+
+    path: Path
+    commit: Commit
+
+    @classmethod
+    def read(cls, path: Path) -> Found:
+        """The checkpoint in the folder ``path``; raises what ``read_commit`` raises."""
+        return cls(path=path, commit=read_commit(path))
+
+    @classmethod
+    def read_afresh(cls, path: Path) -> Found:
+        """The same of one that another machine has told of, which this one may not know of yet."""
+        try:
+            return cls.read(path)
+        except CheckpointNotFound:
+            for folder in (path.parent, path):
+                look_afresh(folder)
+            return cls.read(path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def read_meta(self, file: str) -> bytes:
+        """The contents of a file of tensors' descriptions, checked; CheckpointDamaged where COMMIT names none."""
+        return read_checked(self.path / file, self._named(self.commit.metas, file))
+
+    def read_state(self, file: str) -> bytes:
+        """The contents of a file of plain values, checked; CheckpointDamaged where COMMIT names none."""
+        return read_checked(self.path / file, self._named(self.commit.states, file).checksum)
+
+    def state_pieces(self, file: str) -> Iterator[bytes]:
+        """The same piece by piece, none of which comes before all are checked."""
+        return read_in_pieces(self.path / file, self._named(self.commit.states, file).checksum)
+
+    def _named(self, summaries: Mapping[str, _Summary], file: str) -> _Summary:
+        if file not in summaries:
+            raise CheckpointDamaged(f"{self.path}: COMMIT does not name {file}")
+        return summaries[file]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """What lies in a job's folder under the names of checkpoints."""
+
+    found: tuple[Found, ...]
+    """Those that exist, oldest first."""
+    unreadable: Mapping[str, CheckpointError | OSError]
+    """Those whose COMMIT is there and cannot be read or trusted, with the reason."""
+    unfinished: tuple[str, ...]
+    """Those that were never committed: saves under way, and what is left of killed ones."""
+
+    @classmethod
+    def read(cls, folder: Path, *, aside: bool = False) -> Listing:
+        """What lies in ``folder`` now, or what was set ``aside`` there; OSError if not even that can be told."""
+        found, unfinished = [], []
+        unreadable: dict[str, CheckpointError | OSError] = {}
+        for name in sorted(os.listdir(folder)):
+            path = folder / name
+            if not (is_set_aside if aside else is_name)(name) or _is_another_name(path):
+                continue
+            try:
+                found.append(Found.read(path))
+            except CheckpointNotFound:
+                if _is_folder(path):
+                    unfinished.append(name)
+            except (CheckpointError, OSError) as error:
+                unreadable[name] = error
+        return cls(found=tuple(oldest_first(found)), unreadable=unreadable, unfinished=tuple(unfinished))
+
+    @classmethod
+    def counting(cls, folder: Path) -> Listing:
+        """The same of ``folder`` with what was abandoned for nothing there: all that a job may go on from.
+
+        Where that is nothing that can be read, those are ``unreadable`` too of which it cannot be told.
+        """
+        named, aside = cls.read(folder), cls.read(folder, aside=True)
+        revived = abandoned_for_nothing(named.found, aside.found)
+        unreadable = dict(named.unreadable)
+        if not named.found and not revived:
+            runs = _runs_of(aside.found)
+            unreadable |= {name: error for name, error in aside.unreadable.items() if _is_left_for(name, without=runs)}
+        found = tuple(oldest_first([*named.found, *revived]))
+        return cls(found=found, unreadable=unreadable, unfinished=named.unfinished)
+
+
+def _is_another_name(path: Path) -> bool:
+    """Whether this is a link to something beside it, which is listed by the name that it has there."""
+    return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
+
+
+def abandoned_for_nothing(found: Sequence[Found], aside: Sequence[Found]) -> list[Found]:
+    """Those of ``aside`` that were renamed for a save which then did not come to be: they count as before. Pure.
+
+    There is no checkpoint then of the run that renamed one, nor of any that went on from that, whatever those are
+    named now. And the newest that was ``found`` lies on one line with it: else training has gone on without it, and
+    only the checkpoints of the run that renamed it are gone.
+    """
+    runs, newest = _runs_of([*found, *aside]), newest_of(found)
+    return [
+        one
+        for one in aside
+        if _is_left_for(one.name, without=runs - _runs_of([one]))  # by its own run it was left under an older rule
+        and (newest is None or _are_on_one_line(one.commit, newest.commit))
+    ]
+
+
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint, or is to become one."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether a folder of this name had one of those, until training went on without it."""
+    return _ASIDE.fullmatch(name) is not None
+
+
+def left_for(name: str) -> set[str]:
+    """The run for which a checkpoint was abandoned, by its ``name``: one or two ways to read it; none for others."""
+    match = _ABANDONED.fullmatch(name)
+    return set() if match is None else {match[1], match[2]}
+
+
+def check_name(name: str) -> None:
+    """ValueError unless a checkpoint may be named so."""
+    if not is_name(name):
+        raise ValueError(f"a checkpoint is named {name[:80]!r}; allowed: step_N or epoch_N, with an integer N >= 0")
+
+
+def oldest_first(found: Iterable[Found]) -> list[Found]:
+    """The same in the order in which they follow one another."""
+    return sorted(found, key=_age)
+
+
+def newest_of(found: Sequence[Found], chain: Sequence[Lineage] | None = None) -> Found | None:
+    """The newest of some checkpoints; with ``chain``, of those that its runs saved before they were left."""
+    if chain is None:
+        return max(found, key=_age, default=None)
+    return next(iter(leading_to(chain, found)), None)
+
+
+def leading_to(chain: Sequence[Lineage], found: Sequence[Found]) -> list[Found]:
+    """Those that the runs of ``chain`` saved before they were left, newest first."""
+    places = []
+    for one in found:
+        place = place_in(chain, run_id=one.commit.run_id, global_step=one.commit.global_step)
+        if place is not None:
+            places.append((place, one))
+    return [one for _, one in sorted(places, key=lambda pair: (pair[0], _age(pair[1])), reverse=True)]
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder; a link to one is somebody's own. OSError where that cannot be told."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:  # renamed since its name was read
+        return False
+
+
+def _runs_of(found: Iterable[Found]) -> set[str]:
+    """The runs that have saved these, and those that led there."""
+    return {run.id for one in found for run in one.commit.lineage}
+
+
+def _is_left_for(name: str, *, without: Collection[str]) -> bool:
+    """Whether ``name`` is that of a checkpoint which was abandoned for a run that is not among these."""
+    named = left_for(name)
+    return bool(named) and not named & set(without)
+
+
+def _are_on_one_line(one: Commit, other: Commit) -> bool:
+    """Whether one of two checkpoints led to the other."""
+    return any(
+        place_in(last.lineage, run_id=first.run_id, global_step=first.global_step) is not None
+        for first, last in itertools.permutations([one, other])
+    )
+
+
+def _age(found: Found) -> tuple[int, int, int, str, str]:
+    """What grows with every save of one run, and with every run that goes on from another."""
+    commit = found.commit
+    return commit.global_step, len(commit.lineage), commit.epoch, commit.saved_at, found.name
+
+
+# --- which checkpoints of a job stay, which may go, and why ----------------------------------------------------------
+# What counts as kept is committed, has all its files, and leads to the newest checkpoint. Saves that failed, what
+# cannot be read and what training went on without are never counted, so that none of them takes the place of a good
+# one. What was abandoned for nothing counts as before.
+
+_NOTHING: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """What is to be kept of a job's checkpoints."""
+
+    keep_last: int | None = 1
+    """So many of the newest; None keeps all that lead to the newest one."""
+    keep_every: int | None = None
+    """Besides, the first one at or after each multiple of so many steps."""
+    keep_abandoned: bool = True
+    """Whether those stay that training went on without."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
+            raise ValueError(f"keep_last is {self.keep_last!r}; allowed: an integer >= 1, or None, which keeps all")
+        if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
+            raise ValueError(f"keep_every is {self.keep_every!r}; allowed: a number of steps >= 1, or None")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError(f"keep_every is {self.keep_every} and keep_last None, which keeps all; give keep_last too")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What becomes of one checkpoint."""
+
+    found: Found
+    stays: bool
+    why: str
+    has_failed: bool = False
+    """Whether it stays because it could not be removed."""
+
+
+def judge(
+    found: Sequence[Found],
+    rule: Retention,
+    *,
+    chain: Sequence[Lineage] | None = None,
+    being_read: Mapping[str, str] = _NOTHING,
+    incomplete: Mapping[str, str] = _NOTHING,
+) -> list[Verdict]:
+    """A verdict on each of ``found``, oldest first.
+
+    ``chain`` are the runs that lead to now; by default those that lead to the newest one. ``being_read`` says of names
+    who reads them, ``incomplete`` what they lack.
+    """
+    ordered = oldest_first(found)
+    abandoned = _abandoned_in(ordered)
+    if chain is None:
+        newest = newest_of([one for one in ordered if one.name not in abandoned and one.name not in incomplete])
+        chain = () if newest is None else newest.commit.lineage
+    reasons = _reasons_to_stay(ordered, rule, chain, incomplete, abandoned)
+    verdicts = []
+    for one in ordered:
+        why = reasons.get(one.name)
+        if why is None and one.name in being_read:
+            why = f"being read by {being_read[one.name]}"
+        gone = "abandoned" if one.name in abandoned else f"none of the last {rule.keep_last}"
+        verdicts.append(Verdict(found=one, stays=why is not None, why=why or gone))
+    return verdicts
+
+
+def _abandoned_in(found: Sequence[Found]) -> set[str]:
+    """The names of those that training went on without."""
+    aside = [one for one in found if is_set_aside(one.name)]
+    counting = abandoned_for_nothing([one for one in found if not is_set_aside(one.name)], aside)
+    return {one.name for one in aside} - {one.name for one in counting}
+
+
+def _reasons_to_stay(
+    ordered: Sequence[Found],
+    rule: Retention,
+    chain: Sequence[Lineage],
+    incomplete: Mapping[str, str],
+    abandoned: Collection[str],
+) -> dict[str, str]:
+    """Why each that stays does so, whoever reads it."""
+    reasons: dict[str, str] = {}
+    on_the_way: list[tuple[int, Found]] = []
+    for one in ordered:
+        place = place_in(chain, run_id=one.commit.run_id, global_step=one.commit.global_step)
+        if one.name in incomplete:
+            reasons[one.name] = f"not counted, since {incomplete[one.name]}"
+        elif one.name in abandoned:
+            if rule.keep_abandoned:
+                reasons[one.name] = "abandoned, and not counted"
+        elif place is None:
+            reasons[one.name] = "not counted, since it does not lead to the newest one"
+        else:
+            on_the_way.append((place, one))
+    counted = [one for _, one in sorted(on_the_way, key=lambda pair: pair[0])]
+    if rule.keep_every is not None:
+        reasons |= _milestones(counted, rule.keep_every)
+    last = counted if rule.keep_last is None else counted[-rule.keep_last :]
+    return reasons | {one.name: "the newest" if one is last[-1] else f"one of the last {len(last)}" for one in last}
+
+
+def _milestones(counted: Sequence[Found], every: int) -> dict[str, str]:
+    """The first one of each stretch of steps but the one before the first multiple."""
+    first: dict[int, Found] = {}
+    for one in counted:
+        first.setdefault(one.commit.global_step // every, one)
+    return {
+        one.name: f"the first from step {stretch * every} on" for stretch, one in sorted(first.items()) if stretch > 0
+    }

@@ -1,0 +1,266 @@
+"""One rank's part in the checkpoints of a job: saving, finding and loading them, and what a checkpoint says of the
+programs that saved it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import SupportsIndex, TypeVar
+
+import torch
+
+from elastic_ext.errors import CheckpointError, CheckpointNotFound
+from elastic_ext.ranks.group import Ranks
+
+from .contents import Contents
+from .coordination import agree_and_gather, agree_on, gather_or_raise
+from .folder.claim import job_name
+from .folder.commit import Commit
+from .folder.job_folder import JobFolder
+from .folder.listing import Found, Retention
+from .folder.run import Run
+from .loading.loader import first_change
+from .loading.restorer import Destination, Restorer
+from .loading.source import Opened
+from .saving.async_saver import LiveSaver, Manner
+from .saving.collect import Collect, SaveRequest, with_own
+from .saving.saver import Saver
+from .saving.shared_memory import Shelf
+from .saving.staging import Staging
+from .storage import Storage
+
+__all__ = ["JobCheckpoints", "Launched", "as_count", "versions"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- what checkpoints have to know of how this process was started ---------------------------------------------------
+# Entry points read it, and hand it in.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """How a process was started."""
+
+    job: str | None
+    """What the environment calls its job."""
+    run_id: str | None
+    """What the launcher calls it."""
+    script: str | None
+    """The file that is run, if there is one; an absolute path, whatever folder the process has gone to."""
+    staging_folder: Path | None
+    """Where an agent keeps what is being saved, if there is one."""
+
+    @classmethod
+    def in_environment(cls, environ: Mapping[str, str]) -> Launched:
+        """This process, with its environment."""
+        folder = environ.get("ELASTIC_EXT_STAGING_DIR")
+        return cls(
+            job=environ.get("ELASTIC_EXT_JOB") or None,
+            run_id=environ.get("TORCHELASTIC_RUN_ID"),
+            script=getattr(sys.modules.get("__main__"), "__file__", None),
+            staging_folder=Path(folder).absolute() if folder else None,
+        )
+
+
+# --- what a checkpoint says of the programs that saved it ------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Those of this process by name; that of elastic_ext where it is installed, and not only on the path."""
+    known = {"python": platform.python_version(), "torch": torch.__version__}
+    try:
+        return {**known, "elastic_ext": metadata.version("elastic-ext")}
+    except metadata.PackageNotFoundError:
+        return known
+
+
+# --- one rank's hand in the checkpoints of a job, whatever they are of -----------------------------------------------
+# All ranks make it, and call it alike. What a checkpoint holds is given by whoever calls it: checkpointer.py for a
+# script, a trainer for itself.
+
+_Result = TypeVar("_Result")
+_MOST = 10**18
+
+
+class JobCheckpoints:
+    """The checkpoints of ``job`` under ``root``.
+
+    By default the job is what this process was ``launched`` as: ELASTIC_EXT_JOB, the launcher's run id, or the script.
+    What touches the storage may take ``storage_seconds``. ``num_copies`` of what is saved are kept in memory, so that
+    training goes on meanwhile; with 0 it waits.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        job: str | None,
+        ranks: Ranks,
+        *,
+        launched: Launched,
+        storage_seconds: float,
+        retention: Retention,
+        num_copies: int,
+    ) -> None:
+        self.ranks = ranks
+        self.root = root.absolute()
+        named = job if job is not None else launched.job
+
+        def name() -> str:
+            return job_name(named, launched.run_id, launched.script)
+
+        def ask() -> str:
+            name()  # ValueError for what cannot be one
+            return "name the job"
+
+        names = agree_and_gather(ranks, ask, name, "naming the job")
+        self.name = str(names[0])  # the first rank alone looks for it, and hosts may have the script elsewhere
+        """Of the job."""
+        self._storage = Storage(ranks, timeout_seconds=storage_seconds)
+        self._saver = Saver(ranks, self._storage, retention=retention)
+        staging = self._staging(launched.staging_folder, num_copies) if num_copies > 0 else None
+        self.live = LiveSaver(ranks, self._storage, self._saver, staging)
+        """What saves while training goes on."""
+        self.run = Run(ranks, self._storage, self.root, self.name)
+        """This life of the job."""
+        self.restorer = Restorer(ranks, self._storage, self.run)
+        """What loads; nothing is under way by then."""
+        self._versions = versions()
+
+    # ---- saving ----
+
+    def try_out(self, collect: Callable[[], Contents]) -> None:
+        """Raise on all ranks where one of them could not collect its contents for a checkpoint."""
+
+        def act() -> None:
+            try:
+                for inventory in collect().inventories().values():
+                    inventory.to_json()
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(str(error)) from None  # its words say it all
+
+        gather_or_raise(self.ranks, act, "seeing what a checkpoint would hold")
+
+    def save(self, request: SaveRequest) -> Path:
+        """Save while training waits; on return the checkpoint exists. Gives its folder.
+
+        What went on before is over by now.
+        """
+        began = time.perf_counter()
+        agree_on(self.ranks, request.ask)  # until all have come here, what is held may still be all there is
+        self.live.drop_held()
+        folder, draft = self._begin(request)
+        path = self._saver.save(folder, request, draft)
+        self.run.note_save(request.step)
+        if self.ranks.rank == 0:
+            _logger.info("checkpoint %s was saved in %.2f s", path, time.perf_counter() - began)
+        return path
+
+    def save_live(self, request: SaveRequest, manner: Manner) -> Path | None:
+        """Begin to save while training goes on; see ``LiveSaver.save`` for what None says."""
+        folder, draft = self._begin(request)
+        step = request.step  # what is noted later keeps no tensors alive
+        return self.live.save(folder, request, draft, manner, on_end=lambda: self.run.note_save(step))
+
+    def close(self, *, hurries: bool = False) -> None:
+        """Let another run of the job have the folder, once what is being saved is.
+
+        It ``hurries`` where other ranks may be gone, and waits for them no longer than a while.
+        """
+        self.live.end(hurries=hurries)
+        self.run.leave()
+
+    # ---- loading ----
+
+    def change_since(self, path: Path, collect: Collect, passes_over: tuple[str, ...]) -> str | None:
+        """What is not as the checkpoint in ``path`` has it, on any rank; None where saving would give the same again.
+
+        ``passes_over`` is what does not matter, as ``first_change`` takes it.
+        """
+        self.live.settle()
+        agree_on(self.ranks, lambda: f"save again what {path.name} has")
+        contents = with_own(collect, self.ranks)
+
+        def compare() -> str | None:
+            try:
+                found = self._storage.within(lambda: Found.read(path), f"reading {path}")
+            except CheckpointNotFound:
+                return "anything"
+            with Opened(found, self._storage) as opened:
+                return first_change(opened, contents, rank=self.ranks.rank, passes_over=passes_over)
+
+        answers = self._storage.together(compare, f"comparing {path} with what is here", is_patient=False)
+        return next((change for change in answers if change is not None), None)
+
+    def restore(self, into: Destination[_Result], *, falls_back: bool) -> _Result | None:
+        """What ``into`` gives of the newest good checkpoint; None where the job has none."""
+        self.live.settle()
+        agree_on(self.ranks, lambda: "load the newest checkpoint")
+        return self.restorer.restore(into, None, falls_back=falls_back)
+
+    def go_back(
+        self, into: Destination[_Result], step: int | None, *, before: int, falls_back: bool, more: str
+    ) -> _Result:
+        """What ``into`` gives of the checkpoint of ``step``, or of the newest one, or good one, ``before`` a step.
+
+        Only those that led to where this run is are asked. What is saved from here on goes on from that one, and is the
+        work of another run. ``more`` is what else has to be the same on all ranks, in words.
+        """
+        self.live.settle()
+
+        def ask() -> str:
+            which = "the newest checkpoint" if step is None else f"the checkpoint of step {as_count('step', step)}"
+            return f"go back to {which}{more}"
+
+        agree_on(self.ranks, ask)
+        asked = None if step is None else operator.index(step)
+        candidates = self.run.behind(step=asked, before=before)
+        result = self.restorer.restore_first(into, candidates, falls_back=falls_back and step is None)
+        assert result is not None
+        self.run.claim()
+        return result
+
+    def _begin(self, request: SaveRequest) -> tuple[JobFolder, Commit]:
+        """The job's folder, and what COMMIT is to say there."""
+        if not self.run.is_claimed:
+            agree_on(self.ranks, request.ask)  # claiming is no answer to who is asked for something else
+        folder = self.run.claim()
+        draft = Commit(
+            generation="not-begun",
+            lineage=self.run.chain,
+            global_step=request.step,
+            epoch=request.epoch,
+            num_ranks=self.ranks.world_size,
+            metas={},
+            states={},
+            shards={},
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            versions=self._versions,
+            about=dict(request.about),
+        )
+        return folder, draft
+
+    def _staging(self, folder: Path | None, num_copies: int) -> Staging:
+        """Memory of this process's own, or in the folder of an agent, if there is one."""
+        if folder is None:
+            return Staging(is_pinned=torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        owner = f"{self.root}/{self.name}"
+        return Staging(shelf=Shelf(folder, owner, rank=self.ranks.rank, num_slots=num_copies))
+
+
+def as_count(what: str, given: object) -> int:
+    """An integer of Python's or numpy's as Python's own; ValueError where it cannot be a count."""
+    if isinstance(given, SupportsIndex) and not isinstance(given, bool):
+        count = operator.index(given)
+        if 0 <= count < _MOST:
+            return count
+    raise ValueError(f"{what} is {given!r}; allowed: an integer from 0 to {_MOST - 1}")

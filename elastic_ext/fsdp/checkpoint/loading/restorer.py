@@ -1,0 +1,131 @@
+"""Restorer: loads a given checkpoint, or tries a job's in turn, newest first, until one is whole.
+
+Files are verified while they are read into memory that is in use. One that is found damaged halfway has left a part of
+itself there, so that an older one is loaded in its place only if it fills all of that; what would come out otherwise is
+a state that training never was in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from elastic_ext.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from elastic_ext.fsdp.checkpoint.folder.claim import Reading
+from elastic_ext.fsdp.checkpoint.folder.listing import Found
+from elastic_ext.fsdp.checkpoint.folder.run import Run
+from elastic_ext.fsdp.checkpoint.storage import Storage
+from elastic_ext.ranks.group import Ranks
+
+from .source import Opened
+
+__all__ = ["Destination", "Restorer"]
+
+_logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_Given = TypeVar("_Given", covariant=True)
+_MOST_NAMES = 10
+
+
+class Destination(Protocol[_Given]):
+    """What a checkpoint is loaded into, on one rank."""
+
+    def check(self, opened: Opened) -> None:
+        """Raise where the checkpoint does not fit; nothing is touched."""
+
+    def refilled(self, opened: Opened, touched: Collection[str]) -> set[str]:
+        """What ``load`` would leave as this checkpoint has it, of what another has ``touched``."""
+
+    def load(self, opened: Opened) -> _Given:
+        """Put it in place; called once ``check`` has raised on no rank."""
+
+
+class Restorer:
+    """One rank's part in loading."""
+
+    def __init__(self, ranks: Ranks, storage: Storage, run: Run) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._run = run
+
+    def restore(self, into: Destination[_Result], path: Path | None, *, falls_back: bool) -> _Result | None:
+        """What ``into`` gives of the checkpoint in ``path``, or of the newest good one; None where the job has none.
+
+        It is asked again for an older checkpoint where ranks found the newer one damaged. All ranks raise where one
+        does.
+        """
+        candidates = [path] if path is not None else self._run.candidates(falls_back=falls_back)
+        return self.restore_first(into, candidates, falls_back=falls_back)
+
+    def restore_first(
+        self, into: Destination[_Result], candidates: Sequence[Path], *, falls_back: bool
+    ) -> _Result | None:
+        """The same of the first of ``candidates``, or of the first good one; None where there are none."""
+        touched: set[str] = set()
+        for place, candidate in enumerate(candidates):
+            try:
+                return self._restore_one(into, candidate, touched, damaged=candidates[:place])
+            except CheckpointError as error:
+                has_begun = any(self._ranks.gather(b"begun" if touched else b"", "telling how far loading has come"))
+                if not (falls_back and isinstance(error, CheckpointDamaged) and place + 1 < len(candidates)):
+                    if has_begun:
+                        raise _with_more(error) from error
+                    raise
+                if self._ranks.rank == 0:
+                    _logger.warning("%s; going on from %s, which was saved before it", error, candidates[place + 1])
+        return None
+
+    def _restore_one(
+        self, into: Destination[_Result], path: Path, touched: set[str], *, damaged: Sequence[Path]
+    ) -> _Result:
+        """Load ``path`` where the ``damaged`` ones have ``touched`` something already; more is added to that."""
+        results: list[_Result] = []
+        with ExitStack() as stack:
+            opened: list[Opened] = []
+
+            def open_it() -> list[Any]:
+                if self._ranks.rank == 0:  # for all: nobody reads on unless COMMIT was there after this
+                    stack.enter_context(self._storage.within(lambda: Reading(path), f"reading {path}"))
+                found = self._storage.within(lambda: Found.read_afresh(path), f"reading {path}")
+                opened.append(stack.enter_context(Opened(found, self._storage, touched)))
+                is_own = self._ranks.rank == 0 and self._storage.within(
+                    lambda: self._run.is_own(path), f"reading {path}"
+                )
+                into.check(opened[0])
+                if touched:
+                    _refuse_mixture(touched - into.refilled(opened[0], touched), path, damaged)
+                return [found.commit.generation, is_own]
+
+            doing = f"loading {path}"
+            answers = self._storage.together(open_it, doing, is_patient=False)
+            if len({generation for generation, _ in answers}) > 1:
+                raise CheckpointError(f"ranks see different checkpoints in {path}: look after the storage")
+            self._storage.together(lambda: results.append(into.load(opened[0])), doing, is_patient=False)
+            if answers[0][1]:  # of another job's it has values alone, and goes on as it was
+                self._run.go_on_from(opened[0].found.commit)
+        return results[0]
+
+
+def _refuse_mixture(left: Collection[str], path: Path, damaged: Sequence[Path]) -> None:
+    """CheckpointError where something is ``left`` in memory of checkpoints that were rejected."""
+    if left:
+        names = ", ".join(sorted(left)[:_MOST_NAMES])
+        more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
+        raise CheckpointError(
+            f"it does not fill what {', '.join(map(str, damaged))}, found damaged while it was loaded, has begun to "
+            f"fill: {names}{more}, which would be a mixture of both; to go on from {path} move the damaged one away"
+        )
+
+
+def _with_more(error: CheckpointError) -> CheckpointError:
+    """The same, said of memory that is half loaded."""
+    more = "by now memory holds parts of what could not be loaded, and is of no use: do not train on, start anew"
+    if isinstance(error, CheckpointMismatch):
+        return CheckpointMismatch(
+            f"{error.message}; {more}", missing=error.missing, extra=error.extra, misshaped=error.misshaped
+        )
+    return type(error)(f"{error}; {more}")

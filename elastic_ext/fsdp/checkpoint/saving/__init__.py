@@ -1,0 +1,1 @@
+"""How a checkpoint is saved: collected, staged, written by each rank, and committed."""

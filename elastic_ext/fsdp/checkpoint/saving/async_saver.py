@@ -1,0 +1,393 @@
+"""LiveSaver: saves while training goes on: what is saved is copied, and a thread of each rank writes it from there.
+
+What that thread does is in background.py, what it writes in saver.py and rank_files.py, the memory in staging.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.checkpoint.contents import FileKind
+from elastic_ext.fsdp.checkpoint.coordination import agree_and_gather, failure_of, gather_or_raise, joined_failure
+from elastic_ext.fsdp.checkpoint.folder.commit import Commit
+from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
+from elastic_ext.fsdp.checkpoint.format.tensor_bytes import Part
+from elastic_ext.fsdp.checkpoint.storage import Storage
+from elastic_ext.ranks.board import Letters, OwnStore, ToldOfFailure
+from elastic_ext.ranks.group import Ranks
+
+from .background import PATIENCE_SECONDS, BackgroundSave
+from .collect import SaveRequest, ToSave
+from .rank_files import Shard, make_folder
+from .saver import Met, Saver, beginning
+from .staging import Copying, Staging, free_bytes, why_no_room
+
+__all__ = ["LiveSaver", "Manner"]
+
+_logger = logging.getLogger(__name__)
+
+_SHORT_SECONDS, _LONG_SECONDS = 0.002, 0.1  # to wait for one's own part before asking the others for theirs
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
+
+
+def _raise(error: CheckpointError) -> None:
+    raise error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Manner:
+    """How a save goes on while training does."""
+
+    waits: bool = True
+    """For one that is under way; otherwise nothing is begun beside that."""
+    overlaps: bool = False
+    """Parameters, and what optimizers keep of their shape, are copied until ``fence`` returns."""
+    starts: bool = True
+    """What is copied is written; otherwise it is left to ``write_held``, until the next save."""
+    on_failed: Callable[[CheckpointError], None] = _raise
+    """Takes the error of the save before this one, on all ranks."""
+
+
+class LiveSaver:
+    """One rank's part in saving while training goes on; without ``staging`` it does nothing."""
+
+    def __init__(self, ranks: Ranks, storage: Storage, saver: Saver, staging: Staging | None) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._saver = saver
+        self._staging = staging
+        self._under_way: BackgroundSave | None = None
+        self._on_end: Callable[[], None] = _nothing  # of that one
+        self._copying: Copying | None = None
+        self._held: BackgroundSave | None = None  # copied, and not to be written unless somebody asks
+        self._written_late: BackgroundSave | None = None  # that somebody has asked for
+        self._last: BackgroundSave | None = None  # that is known to be made
+        self._lock = threading.Lock()
+        self._store = ranks.store or OwnStore()
+
+    @property
+    def can_save(self) -> bool:
+        """Whether there is memory for it, and a store by which the ranks' threads can tell each other how it goes."""
+        return self._staging is not None and (self._ranks.store is not None or self._ranks.world_size == 1)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a save that begins now on this rank has its memory at once, and no other to wait for."""
+        is_made = self._staging is not None and not self._staging.is_being_made
+        return self.can_save and is_made and (self._under_way is None or not _is_running(self._under_way))
+
+    def save(
+        self,
+        folder: JobFolder,
+        request: SaveRequest,
+        draft: Commit,
+        manner: Manner,
+        *,
+        on_end: Callable[[], None],
+    ) -> Path | None:
+        """Begin to write a checkpoint; on return nothing of what it holds is needed any more, unless it overlaps.
+
+        How it went is what ``settle`` tells, or the next call of this, which waits for the one before. None, and
+        nothing is begun, where another is under way and this is not to be waited for. ``on_end`` is called when it is
+        known that this one exists.
+        """
+        staging = self._staging
+        assert staging is not None
+        after = self._under_way or self._last
+        met = self._meet_after_the_last(request, manner)
+        if met is None:
+            return None
+        name, generation, replaces = request.name, met.generation, request.replaces  # a thread keeps no tensors alive
+        writing = self._saver.writing(folder, name, met)
+        seconds = self._storage.seconds
+        letters = Letters(self._store, name=generation, rank=self._ranks.rank, seconds=seconds)
+        shards: dict[FileKind, Shard] = {}
+        later: list[tuple[Part, memoryview]] = []
+
+        def copy() -> None:
+            if copying is not None:
+                copying.run()
+
+        def write() -> dict[str, list[object]]:
+            rows = writing.write(shards)
+            if copying is not None:
+                copying.make_sure(seconds)
+            return rows
+
+        def commit(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+            writing.commit(draft, of_ranks)
+
+        save = BackgroundSave(
+            writing.path,
+            letters,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.world_size,
+            seconds=seconds,
+            copy=copy,
+            make_folder=lambda: make_folder(folder, name, generation, draft.lineage, replaces=replaces),
+            write=write,
+            commit=commit,
+            discard=writing.discard,
+            on_made=lambda: staging.forget(generation),
+            after=after,
+            clear=lambda: self._saver.retain(folder, draft.lineage),
+        )
+        self.drop_held()
+        if manner.starts:
+            self._under_way, self._on_end = save, on_end
+        try:
+            held = staging.hold(met.parts, later if manner.overlaps else None)
+            for kind, staged in held.items():
+                shards[kind] = Shard(staged.pieces, staged.data)
+
+            def keep() -> None:
+                staging.keep(held, lambda: writing.record(draft))
+
+            copying = self._copying = Copying(later, keep) if later else None
+            if copying is None:
+                keep()
+            if manner.starts:
+                save.start()
+            else:
+                self._held = save
+        except (MemoryError, OSError, RuntimeError) as error:  # what torch raises where there is no memory
+            self._give_up_copying()
+            save.fail(CheckpointError(f"there is no memory to keep what is saved while training goes on: {error}"))
+            if not manner.starts:
+                _logger.warning("what there is was not copied: %s", save.error)
+        except BaseException:
+            self._give_up_copying()
+            save.fail(CheckpointError("it was interrupted while what is saved was being copied"))
+            raise
+        return writing.path
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether something was copied that is not written, or only since somebody has asked for it."""
+        return self._held is not None or self._written_late is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was begun that is not known to be made, and nothing is held."""
+        return self._under_way is None and not self.is_holding
+
+    def write_held(self, seconds: float) -> Path | None:
+        """Have what was copied last written, from any thread, on all ranks; its folder, if it is there in time."""
+        with self._lock:
+            save = self._held
+            if save is not None:
+                self._write_late(save)
+                save.hurry(seconds)
+        save = save or self._written_late or self._under_way or self._last
+        if save is None:
+            return None
+        save.join(seconds)
+        return save.path if save.is_made else None
+
+    def begin_held(self) -> Path | None:
+        """Begin to write what was copied last, and have the other ranks do so; its folder, if anything is held.
+
+        They need not come here: a thread of theirs calls ``follow_others`` now and then. ``end`` waits for it.
+        """
+        with self._lock:
+            save = self._held
+            if save is None:
+                return None
+            self._write_late(save)
+        with contextlib.suppress(RuntimeError):  # of a store that is gone, with the process that had it
+            save.ask_for()
+        return save.path
+
+    def wait_for_held(self) -> None:
+        """Return once what ``begin_held`` has begun is over, or other ranks have done nothing for it in a while."""
+        save = self._written_late
+        if save is not None:
+            save.hurry(PATIENCE_SECONDS)
+            save.join(self._storage.seconds)
+
+    def follow_others(self) -> None:
+        """Begin to write what was copied last, if another rank has begun to; from any thread."""
+        save = self._held
+        if save is not None and save.is_asked_for():
+            with self._lock:
+                if self._held is save:
+                    self._write_late(save)
+
+    def _write_late(self, save: BackgroundSave) -> None:
+        self._held, self._written_late = None, save
+        save.start()
+
+    def _give_up_copying(self) -> None:
+        """Nobody is to wait for what does not come."""
+        if self._copying is not None:
+            self._copying.end()
+            self._copying = None
+
+    def drop_held(self) -> None:
+        """Nothing is written any more of what was held."""
+        with self._lock:
+            self._held = None
+        if self._written_late is not None:
+            self._written_late.join(None)
+            self._written_late = None
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether something may still be being copied that ``fence`` waits for."""
+        return self._copying is not None
+
+    def fence(self) -> None:
+        """Return once nothing is needed any more of what is being saved."""
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
+
+    def is_busy(self) -> bool:
+        """Whether a save is under way on any rank; all ranks call this."""
+        is_own = self._under_way is not None and _is_running(self._under_way)
+        return sum(self._ranks.sum([int(is_own)], "seeing whether a save is under way")) > 0
+
+    def settle(self) -> None:
+        """Return once nothing is under way; raise on all ranks where what was under way has failed on one of them.
+
+        PeerLostError at once where a rank is gone.
+        """
+        save = self._under_way
+        if save is None:
+            return
+        self.fence()
+        self._wait_for(save)
+        self._conclude(save, gather_or_raise(self._ranks, lambda: _failure_in(save), f"saving {save.path}"))
+
+    def _conclude(self, save: BackgroundSave, failures: Sequence[Mapping[str, Any] | None]) -> None:
+        """It is over on all ranks, and ``failures`` is what they say of it: raise where there are any."""
+        self._under_way = None
+        save.burn_letters()
+        failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+        if failed:
+            failure = joined_failure(failed, f"saving {save.path}", len(failures))
+            failure.is_in_log = save.is_in_log
+            raise failure
+        if save.error is not None:
+            raise save.error
+        self._last = save
+        self._on_end()
+
+    def _wait_for(self, save: BackgroundSave) -> None:
+        """Until it is over on all ranks, or there is no time left on one: then nobody waits for it any more."""
+        deadline, slice_seconds = time.monotonic() + self._storage.seconds, _SHORT_SECONDS
+        doing = f"saving {save.path}"
+        while True:
+            save.join(slice_seconds)
+            is_late = not save.is_over and time.monotonic() > deadline
+            try:
+                num_waiting, num_late = self._ranks.sum([int(not save.is_over), int(is_late)], doing)
+            except BaseException:
+                self._under_way, self._saver.late = None, save
+                save.give_up(f"it was given up while {doing}")
+                raise
+            if num_late and save.is_made:
+                _logger.warning("%s is saved; old checkpoints are still being removed", save.path)
+                self._saver.late = save
+            elif num_late:
+                save.give_up(
+                    f"the storage took longer than {self._storage.seconds:g} seconds while {doing}; look after it, or "
+                    "allow it more with storage_timeout_seconds, a trainer with timeout_seconds, of which it is half"
+                )
+                self._saver.late = save
+            if num_late or not num_waiting:
+                return
+            slice_seconds = min(2 * slice_seconds, _LONG_SECONDS)
+
+    def end(self, *, hurries: bool = False) -> None:
+        """Wait for what is under way, without the other ranks; what fails has been logged.
+
+        It ``hurries`` where they may be gone, and waits for them no longer than a while.
+        """
+        self.fence()
+        with self._lock:
+            self._held, saves = None, [self._under_way, self._written_late]
+            self._under_way = self._written_late = None
+        for save in saves:
+            if save is None:
+                continue
+            if hurries:
+                save.hurry(PATIENCE_SECONDS)
+            save.join(self._storage.seconds)
+            save.give_up(f"saving {save.path} came to no end in {self._storage.seconds:g} seconds")
+        if self._staging is not None:
+            self._staging.close()
+
+    def make_ready(self, what: ToSave) -> None:
+        """Begin to make room for ``what`` is to be saved, off training's way; with all ranks.
+
+        Where there is no room on one of their machines, nothing is saved in the background.
+        """
+        staging = self._staging
+        if staging is None:
+            return
+        met, host = self._saver.meet("to come", what, lambda: "make ready for saving", None), self._ranks.host
+        wants = gather_or_raise(
+            self._ranks, lambda: [host, staging.num_missing(met.parts), free_bytes()], "looking for memory to save from"
+        )
+        why_not = why_no_room((host, wanted, free) for host, wanted, free in wants)
+        if why_not is None:
+            staging.make_ready(met.parts)
+            return
+        self._staging = None
+        staging.close()
+        if self._ranks.rank == 0:
+            _logger.warning(
+                "there is too little memory to copy what is saved (%s): training waits while checkpoints are written",
+                why_not,
+            )
+
+    def _meet_after_the_last(self, request: SaveRequest, manner: Manner) -> Met | None:
+        """Meet once nothing is under way any more; in one exchange with hearing of how that went."""
+        name, what, ask, last = request.name, request.what, request.ask, self._under_way
+        if last is None:
+            return self._saver.meet(name, what, ask, None)
+        self.fence()
+        meeting = self._saver.meetings.of(what)
+        while True:
+            answers = agree_and_gather(
+                self._ranks,
+                ask,
+                lambda: [_is_running(last), last.seconds > self._storage.seconds, _failure_in(last), meeting.begin()],
+                beginning(name),
+            )
+            if not any(is_running for is_running, *_ in answers):
+                break
+            if not manner.waits and not any(is_late for _, is_late, *_ in answers):
+                return None
+            self._wait_for(last)
+        try:
+            self._conclude(last, [failure for *_, failure, _ in answers])
+        except CheckpointError as error:
+            manner.on_failed(error)
+        ask()  # again, now that it is known what there is: it raises on all ranks alike
+        if self._saver.late is not None:  # the others are to hear of that too
+            return self._saver.meet(name, what, ask, None)
+        return meeting.end(name, [said for *_, said in answers])
+
+
+def _is_running(save: BackgroundSave) -> bool:
+    """On this rank, for as long as somebody waits for it: one that has failed may still be taking its files away."""
+    return not (save.is_over or save.is_made or save.is_given_up)
+
+
+def _failure_in(save: BackgroundSave) -> dict[str, object] | None:
+    """What a rank says of it, where it has failed there and not because another one has said so."""
+    error = save.error
+    return None if error is None or isinstance(error, ToldOfFailure) else failure_of(error)

@@ -1,0 +1,195 @@
+"""What a rank has of a model, its optimizers and more, collected for a checkpoint; tensors that differ between ranks
+are found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from elastic_ext.fsdp.checkpoint.contents import (
+    EXTRA_STATES,
+    GROUPS,
+    REGISTERED,
+    Contents,
+    own_prefix,
+    own_registered_prefix,
+)
+from elastic_ext.fsdp.checkpoint.coordination import gather_or_raise
+from elastic_ext.fsdp.checkpoint.format.tensor_bytes import bytes_of
+from elastic_ext.fsdp.layout import Box
+from elastic_ext.fsdp.optimizers import held_of_optimizers
+from elastic_ext.fsdp.state import Held, box_of, extra_states, held, held_of_model, memory_of
+from elastic_ext.fsdp.value_encoding import pack
+from elastic_ext.ranks.group import Ranks
+
+__all__ = [
+    "Collect",
+    "Comparable",
+    "SaveRequest",
+    "ToSave",
+    "contents_of",
+    "differing_names",
+    "mixed_words",
+    "with_own",
+]
+
+
+# --- what a rank has of a model, its optimizers and more, for a checkpoint -------------------------------------------
+# Nothing is copied.
+
+Collect: TypeAlias = "Callable[[], Contents]"
+"""Gives what this rank has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToSave:
+    """What one rank is to save."""
+
+    collect: Collect
+    stepped: Sequence[torch.Tensor] = ()
+    """Parameters that are known to change in ``optimizer.step()`` alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SaveRequest:
+    """One checkpoint that all ranks are to save."""
+
+    name: str
+    what: ToSave
+    ask: Callable[[], str]
+    """Says what this rank is asked for, as ``agree_on`` takes it."""
+    step: int
+    epoch: int
+    replaces: bool = False
+    """The checkpoint that this run went on from, if that has the name: it is set aside."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What somebody who resumes is told."""
+
+
+def contents_of(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    own: Mapping[str, torch.Tensor] | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Contents:
+    """What this rank has of a model, its optimizers and more for a checkpoint.
+
+    ``tensors`` are the same on every rank, and the first one's are kept, or each rank's part of those that are spread;
+    ``own`` are this rank's alone, under names that no other rank uses.
+    """
+    of_model = held_of_model(model)
+    optim = held_of_optimizers(optimizers, of_model.parameters, rank=rank)
+    shared = dict(tensors or {})
+    packed = {name: pack(value, f"{EXTRA_STATES}/{name}", shared) for name, value in extra_states(model).items()}
+    extra = [held(name, tensor, box_of(name, tensor), "buffer") for name, tensor in shared.items()]
+    extra += [held(name, tensor, box_of(name, tensor), "opaque") for name, tensor in (own or {}).items()]
+    return Contents(
+        model=of_model.tensors,
+        optim=optim.tensors,
+        extra=extra,
+        state={**(state or {}), GROUPS: optim.groups, EXTRA_STATES: packed},
+        values=optim.values,
+    )
+
+
+# --- whole tensors that each rank has, and may have come to differently, such as running means -----------------------
+# In their own place are those of the first rank; each rank's own are saved besides, where they differ.
+
+_WORDS_AT_ONCE = 1 << 21  # of 8 bytes, on a device: so much memory is needed there, a few times over
+_FACTORS = (-0x61C8864680B583EB, -0x4B47D0C5A1A6B5D9)  # odd, as they have to be; what overflows is cut off
+
+
+class Comparable:
+    """What of a rank's contents others have as well: buffers of the model, and what is registered."""
+
+    def __init__(self, contents: Contents, rank: int) -> None:
+        self._contents = contents
+        self._held = dict(_own_names(contents, rank))
+        self._digests: dict[str, str] | None = None
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Of each, by its name: the same on ranks that have the same."""
+        if self._digests is None:
+            self._digests = {each.name: _digest_of(each.tensor) for each in self._held.values()}
+        return self._digests
+
+    @property
+    def digest(self) -> str:
+        """Of all of them."""
+        return xxhash.xxh3_64(repr(sorted(self.digests.items())).encode()).hexdigest()
+
+    def contents_with(self, names: Collection[str]) -> Contents:
+        """The contents, and this rank's own of some of them besides."""
+        own = [held(name, each.tensor, each.box, "opaque") for name, each in self._held.items() if each.name in names]
+        return replace(self._contents, extra=[*self._contents.extra, *own])
+
+
+def differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
+    """What not all who have it have alike, by the ``digests`` of each rank."""
+    seen: dict[str, set[str]] = {}
+    for of_rank in digests:
+        for name, digest in of_rank.items():
+            seen.setdefault(name, set()).add(digest)
+    return sorted(name for name, different in seen.items() if len(different) > 1)
+
+
+def with_own(collect: Callable[[], Contents], ranks: Ranks) -> Contents:
+    """What this rank has, with its own of what ranks differ in, as it would be saved; all ranks call this."""
+    if ranks.world_size == 1:
+        return collect()
+    found: list[Comparable] = []
+
+    def compare() -> dict[str, str]:
+        found.append(Comparable(collect(), ranks.rank))
+        return dict(found[0].digests)
+
+    names = differing_names(gather_or_raise(ranks, compare, "comparing what ranks have alike"))
+    return found[0].contents_with(names)
+
+
+def _own_names(contents: Contents, rank: int) -> Iterator[tuple[str, Held]]:
+    """Under which a rank's own are saved; of what is cut each rank has another part, as it should."""
+    for each in contents.model:
+        if each.kind == "buffer" and each.is_alias_of is None and each.box == Box.whole(each.box.shape):
+            yield f"{own_prefix(rank)}{each.name}", each
+    for each in contents.extra:
+        if each.name.startswith(REGISTERED) and each.box == Box.whole(each.box.shape):
+            yield f"{own_registered_prefix(rank)}{each.name.removeprefix(REGISTERED)}", each
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
+    """The same for the same bits, in whatever memory of one kind they lie."""
+    if tensor.device.type == "cpu":
+        whole = tensor if memory_of(tensor) is not None else tensor.contiguous()
+        return xxhash.xxh3_64(bytes_of(whole)).hexdigest()
+    return mixed_words(tensor)
+
+
+def mixed_words(tensor: torch.Tensor) -> str:
+    """A digest made where the tensor lies, as a sum of its words, each mixed with its place: to copy many gigabytes to
+    the host would take seconds."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    data = data.clone() if data.storage_offset() % 8 else data
+    num_words = data.numel() // 8
+    rest = data[8 * num_words :].cpu().numpy().tobytes().hex()  # also of what is too short for a word
+    words = data[: 8 * num_words].view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, num_words, _WORDS_AT_ONCE):
+        part = words[start : start + _WORDS_AT_ONCE]
+        mixed = torch.arange(start + 1, start + 1 + part.numel(), device=data.device).mul_(_FACTORS[0])
+        mixed.bitwise_xor_(part).mul_(_FACTORS[1])
+        mixed.bitwise_xor_(mixed >> 29).mul_(_FACTORS[0])
+        mixed.bitwise_xor_(mixed >> 32)
+        total += mixed.sum()
+    return f"{data.numel()} {int(total)} {rest}"

@@ -1,0 +1,269 @@
+"""One save by all ranks: they tell one another what they hold, each writes its part, and the first one commits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ext.errors import CheckpointError
+from elastic_ext.fsdp.checkpoint.contents import KINDS, VALUES, Contents, FileKind, Inventory, meta_of
+from elastic_ext.fsdp.checkpoint.coordination import agree_and_gather, agree_on, gather_or_raise
+from elastic_ext.fsdp.checkpoint.folder.commit import Chain, Commit, checksum_of
+from elastic_ext.fsdp.checkpoint.folder.job_folder import JobFolder
+from elastic_ext.fsdp.checkpoint.folder.listing import Retention
+from elastic_ext.fsdp.checkpoint.format.metadata import StateMeta
+from elastic_ext.fsdp.checkpoint.format.tensor_bytes import Part, part_of
+from elastic_ext.fsdp.checkpoint.format.writer import Piece
+from elastic_ext.fsdp.checkpoint.storage import Storage
+from elastic_ext.fsdp.state import Held, local_of
+from elastic_ext.ranks.group import Ranks
+
+from .background import BackgroundSave
+from .collect import Comparable, SaveRequest, ToSave, differing_names
+from .rank_files import Shard, Writing, give_up, make_folder
+
+__all__ = ["Meeting", "Meetings", "Met", "Saver", "beginning"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- what ranks tell one another when a save begins, so that they know what they hold together -----------------------
+# That is compared by digests. The whole of it goes round once, and again when it has changed on one of them.
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What the ranks hold together, for as long as it stays the same."""
+
+    digests: Sequence[str]
+    """Of each rank's inventories."""
+    metas: Mapping[FileKind, StateMeta]
+    data: Mapping[FileKind, bytes]
+    """The metadata as it is written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Met:
+    """What a rank knows when all have met to save."""
+
+    contents: Contents
+    """This rank's."""
+    parts: Mapping[FileKind, Sequence[Part]]
+    """Of tensors, which this rank writes."""
+    descriptions: Mapping[FileKind, bytes]
+    """The metadata of all ranks' tensors."""
+    values: Mapping[str, Any]
+    """Of all ranks, as ``Contents.values``."""
+    generation: str
+
+
+class Meetings:
+    """One rank's meetings with the others, which need not hear again what has not changed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._agreed: _Agreed | None = None
+
+    def of(self, what: ToSave) -> Meeting:
+        """One about what is to be saved."""
+        return Meeting(self, self._ranks, what)
+
+    def agree(self, inventories: Mapping[FileKind, Inventory], digests: Sequence[str], name: str) -> _Agreed:
+        """What the ranks hold together, with the same answer on every rank."""
+        if self._agreed is None or self._agreed.digests != digests:
+            self._agreed = None
+            metas: dict[FileKind, StateMeta] = {}
+            for kind in KINDS:
+                own = inventories[kind].to_json()
+                rows = self._ranks.gather(own, f"comparing what ranks hold for checkpoint {name}")
+                metas[kind] = meta_of([Inventory.from_json(row) for row in rows], is_of_one_model=kind == "model")
+            data = {kind: meta.to_json() for kind, meta in metas.items()}
+            self._agreed = _Agreed(digests, metas, data)
+        return self._agreed
+
+
+class Meeting:
+    """What one rank has to say, and to hear, when a save begins."""
+
+    def __init__(self, meetings: Meetings, ranks: Ranks, what: ToSave) -> None:
+        self._meetings = meetings
+        self._ranks = ranks
+        self._what = what
+        self._comparable: Comparable | None = None  # where there are others
+        self._contents: Contents
+        self._inventories: Mapping[FileKind, Inventory]
+
+    def begin(self) -> dict[str, Any]:
+        """Collect what this rank has, as if ranks had the same buffers; what the others are to hear of it."""
+        self._contents = self._what.collect()
+        self._inventories = self._contents.inventories()
+        if self._ranks.world_size > 1:
+            self._comparable = Comparable(self._contents, self._ranks.rank)
+        return {
+            "digest": checksum_of(b"\n".join(self._inventories[kind].to_json() for kind in KINDS)),
+            "values": dict(self._contents.values),
+            "alike": None if self._comparable is None else self._comparable.digest,
+            "generation": secrets.token_hex(8),  # the first rank's counts
+        }
+
+    def end(self, name: str, said: Sequence[Mapping[str, Any]]) -> Met:
+        """What all ranks have together, by what each has ``said``."""
+        digests = [str(each["digest"]) for each in said]
+        if len({each["alike"] for each in said}) > 1:
+            own = self._add_own(name)
+            digests = [checksum_of(f"{digest} {own}".encode()) for digest in digests]
+        agreed, rank = self._meetings.agree(self._inventories, digests, name), self._ranks.rank
+        stepped = {_place_of(local_of(parameter)) for parameter in self._what.stepped}
+        return Met(
+            contents=self._contents,
+            parts={
+                kind: list(_parts(agreed.metas[kind], held, rank, stepped)) for kind, held in self._contents.by_kind()
+            },
+            descriptions=agreed.data,
+            values={key: value for each in said for key, value in each["values"].items()},
+            generation=str(said[0]["generation"]),
+        )
+
+    def _add_own(self, name: str) -> list[str]:
+        """Save what ranks differ in of each of them; gives its names."""
+        comparable = self._comparable
+        assert comparable is not None
+        doing = f"comparing what ranks have alike for checkpoint {name}"
+        names = differing_names(gather_or_raise(self._ranks, lambda: dict(comparable.digests), doing))
+        self._contents = comparable.contents_with(names)
+        self._inventories = self._contents.inventories()
+        return names
+
+
+def _parts(meta: StateMeta, held: Sequence[Held], rank: int, stepped: Collection[int]) -> Iterator[Part]:
+    for each in held:
+        if each.is_alias_of is not None:
+            continue
+        part = meta.tensors[each.name].layout.boxes[rank]
+        if not part.is_empty:
+            is_stepped = each.kind == "like" or (each.kind == "parameter" and _place_of(each.tensor) in stepped)
+            yield Part(each.name, each.dtype, each.tensor, each.box, part, is_stepped)
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+# --- has every rank write its part of a checkpoint, and the first one make it exist ----------------------------------
+# Each element is written once, by one of the ranks that have it. What ranks tell one another of what they hold is in
+# Meeting. Nothing is decided here of where checkpoints lie among each other, which is
+# fsdp/checkpoint/folder/job_folder.py's affair, nor of what comes before what on the disk, which is rank_files.py's.
+
+
+class Saver:
+    """One rank's part in saving."""
+
+    def __init__(self, ranks: Ranks, storage: Storage, *, retention: Retention) -> None:
+        self.meetings = Meetings(ranks)
+        """Of these ranks, before each save."""
+        self.late: BackgroundSave | None = None
+        """One that was given up, and whose thread may still write from the memory that is kept."""
+        self._ranks = ranks
+        self._storage = storage
+        self._retention = retention
+
+    def save(self, folder: JobFolder, request: SaveRequest, draft: Commit) -> Path:
+        """Write the checkpoint; on return it exists, for every rank. All ranks call this between two steps.
+
+        What it holds is collected, which may raise on some. ``draft`` is the first rank's: what COMMIT says besides the
+        names of files and the save's generation. Where one rank fails all raise, and there is no checkpoint of this
+        name. Nothing else may be under way.
+        """
+        storage, rank, name = self._storage, self._ranks.rank, request.name
+
+        def make(generation: str) -> None:
+            storage.restart_clock()
+            storage.within(
+                lambda: make_folder(folder, name, generation, draft.lineage, replaces=request.replaces), beginning(name)
+            )
+
+        agree_on(self._ranks, request.ask)  # before anything is done
+        try:
+            met = self.meet(name, request.what, request.ask, make if rank == 0 else None)
+            writing = self.writing(folder, name, met)
+            doing = f"writing checkpoint {name}"
+
+            def write() -> dict[str, list[object]]:
+                shards = {kind: Shard(list(map(_piece, parts))) for kind, parts in met.parts.items()}
+                return storage.within(lambda: writing.write(shards), doing)
+
+            of_ranks = storage.together(write, doing, is_patient=False)
+
+            def commit() -> None:
+                if rank == 0:
+                    writing.commit(draft, of_ranks)
+
+            storage.together(commit, f"committing checkpoint {name}")
+        except BaseException:
+            if rank == 0 and name in folder.begun:
+                storage.restart_clock()
+                discarding = f"discarding checkpoint {name}"
+                give_up(lambda: storage.within(lambda: folder.discard(name), discarding), name)
+            raise
+        if rank == 0:
+            self._retain_in_time(folder, draft.lineage)
+        return writing.path
+
+    def retain(self, folder: JobFolder, chain: Chain) -> None:
+        """On the first rank, after a commit: remove the checkpoints that are not to be kept any more."""
+        if self._retention.keep_last is not None:
+            folder.retain(self._retention, chain)
+
+    def _retain_in_time(self, folder: JobFolder, chain: Chain) -> None:
+        """The same while the other ranks go on; what the storage does not do in time it does later."""
+        if self._retention.keep_last is not None:
+            self._storage.restart_clock()
+            try:
+                self._storage.within(lambda: self.retain(folder, chain), "removing old checkpoints")
+            except CheckpointError as error:
+                _logger.warning("old checkpoints are still being removed: %s", error)
+
+    def writing(self, folder: JobFolder, name: str, met: Met) -> Writing:
+        """What this rank is to write."""
+        is_first = self._ranks.rank == 0
+        state = {**met.contents.state, VALUES: met.values}
+        return Writing(
+            folder,
+            name,
+            generation=met.generation,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.world_size,
+            descriptions=met.descriptions,
+            state=json.dumps(state, allow_nan=False).encode() if is_first else b"",
+        )
+
+    def meet(self, name: str, what: ToSave, ask: Callable[[], str], and_then: Callable[[str], None] | None) -> Met:
+        """Collect what this rank has, do what is given, by the save's generation, and hear of what the others have."""
+        doing = beginning(name)
+        meeting = self.meetings.of(what)
+
+        def begin() -> dict[str, Any]:
+            self._storage.refuse_if(self.late is not None and not self.late.is_over, doing)
+            self.late = None
+            said = meeting.begin()
+            if and_then is not None:
+                and_then(said["generation"])
+            return said
+
+        return meeting.end(name, agree_and_gather(self._ranks, ask, begin, doing))
+
+
+def beginning(name: str) -> str:
+    return f"beginning checkpoint {name}"
+
+
+def _piece(part: Part) -> Piece:
+    return Piece(part.name, part.dtype, part.sizes, part_of(part.tensor, part.box, part.part))

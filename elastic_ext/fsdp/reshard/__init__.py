@@ -1,0 +1,1 @@
+"""Moves between ranks: the plan of a model changed while it is trained."""

@@ -1,0 +1,171 @@
+"""Freight: tensors that are to lie elsewhere, packed into buckets that ranks exchange one after the other. Pure.
+
+Words: an *item* is a tensor with the layout that it has and the one that it shall have. A *bucket* is some items in a
+row, whose elements all ranks exchange at once. What is sent and received lies in memory that is taken once, for all
+buckets; the new memory of a bucket is there beside the old one until the bucket has been exchanged. The *load* of a
+change is what a rank holds for a while beyond the larger of what it holds before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import add, sub
+
+from elastic_ext.fsdp.layout import Layout, turn_of
+from elastic_ext.fsdp.moves import Move, moves
+
+__all__ = ["Bucket", "Freight", "Item", "Router"]
+
+_EXCHANGED = 3  # quarters of what a bucket may take; the rest is for what is there twice
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """What is the same of all tensors that go from one layout to another; by rank, counted in elements."""
+
+    moves: tuple[Move, ...]
+    num_sent: int
+    exchanged: tuple[int, ...]
+    taken: tuple[int, ...]
+    given_back: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A tensor that is to lie elsewhere."""
+
+    name: str
+    old: Layout
+    new: Layout
+    item_bytes: int
+    _route: _Route
+
+    @property
+    def moves(self) -> Sequence[Move]:
+        """Everything that a rank's memory of the new layout is filled with; nothing where its part stays the same."""
+        return self._route.moves
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes between ranks."""
+        return self._route.num_sent * self.item_bytes
+
+    @property
+    def exchanged(self) -> list[int]:
+        """Bytes that a rank sends and receives, by rank."""
+        return [number * self.item_bytes for number in self._route.exchanged]
+
+    @property
+    def taken(self) -> list[int]:
+        """Bytes of new memory, by rank: none where its part stays the same."""
+        return [number * self.item_bytes for number in self._route.taken]
+
+    @property
+    def given_back(self) -> list[int]:
+        """Bytes of old memory that is of no use afterwards, by rank."""
+        return [number * self.item_bytes for number in self._route.given_back]
+
+
+class Router:
+    """Finds what has to be moved of tensors, once for those that are alike: as most of a model and its state are."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Layout, Layout, int], _Route] = {}
+
+    def item(self, name: str, old: Layout, new: Layout, item_bytes: int) -> Item:
+        """The name says whose turn it is to give what several ranks have."""
+        key = old, new, turn_of(name) % max(1, len(old.boxes))
+        if key not in self._known:
+            self._known[key] = _route(*key)
+        return Item(name, old, new, item_bytes, self._known[key])
+
+
+def _route(old: Layout, new: Layout, turn: int) -> _Route:
+    stays = [before == after for before, after in zip(old.boxes, new.boxes, strict=True)]
+    nothing = (0,) * len(stays)
+    if all(stays):
+        return _Route((), 0, nothing, nothing, nothing)
+    found = moves(old, new, salt=turn, same_memory=False)
+    made = tuple(move for move in found if not stays[move.target])
+    exchanged = [0] * len(stays)
+    for move in made:
+        if move.source != move.target:
+            exchanged[move.source] += move.num_elements
+            exchanged[move.target] += move.num_elements
+    taken, given_back = (
+        tuple(0 if stay else box.num_elements for stay, box in zip(stays, layout.boxes, strict=True))
+        for layout in (new, old)
+    )
+    return _Route(made, sum(exchanged) // 2, tuple(exchanged), taken, given_back)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some items in a row."""
+
+    first: int
+    items: Sequence[Item]
+
+    @cached_property
+    def num_sent(self) -> int:
+        """Bytes between ranks; where it is 0, none has to talk to another."""
+        return sum(item.num_sent for item in self.items)
+
+    @cached_property
+    def exchanged(self) -> list[int]:
+        """Bytes that a rank sends and receives, by rank."""
+        return _summed([item.exchanged for item in self.items])
+
+
+class Freight:
+    """All items in order, in buckets that take ``most_bytes`` or less where they have more than one item."""
+
+    def __init__(self, items: Sequence[Item], most_bytes: int) -> None:
+        self.items = items
+        self.buckets = list(_buckets_of(items, most_bytes))
+
+    @cached_property
+    def staged(self) -> list[int]:
+        """Bytes of the memory for what is sent and received, by rank: enough for each bucket."""
+        return [max(sizes) for sizes in zip(*(bucket.exchanged for bucket in self.buckets), strict=True)]
+
+    @cached_property
+    def num_sent(self) -> int:
+        """Bytes between all ranks: no element twice to a rank, and none that it has."""
+        return sum(bucket.num_sent for bucket in self.buckets)
+
+    @cached_property
+    def load(self) -> int:
+        """Bytes, on the rank that has the most."""
+        before = now = [0] * len(self.staged)  # beside what stays, and what there is to be given back
+        peak = now
+        for bucket in self.buckets:
+            now = list(map(add, now, _summed([item.taken for item in bucket.items])))
+            peak = list(map(max, peak, now))
+            now = list(map(sub, now, _summed([item.given_back for item in bucket.items])))
+        over = (most - max(begins, ends) for most, begins, ends in zip(peak, before, now, strict=True))
+        return max(map(add, over, self.staged), default=0)
+
+
+def _buckets_of(items: Sequence[Item], most_bytes: int) -> Iterator[Bucket]:
+    first = 0
+    exchanged: list[int] = []
+    doubled: list[int] = []
+    for at, item in enumerate(items):
+        own = item.exchanged, list(map(min, item.taken, item.given_back))
+        grown = [list(map(add, before, more)) for before, more in zip((exchanged, doubled), own, strict=True)]
+        if first < at and (
+            max(grown[0], default=0) > most_bytes * _EXCHANGED // 4
+            or max(grown[1], default=0) > most_bytes - most_bytes * _EXCHANGED // 4
+        ):
+            yield Bucket(first, items[first:at])
+            first = at
+        exchanged, doubled = grown if first < at else own
+    if first < len(items):
+        yield Bucket(first, items[first:])
+
+
+def _summed(by_item: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(of_rank) for of_rank in zip(*by_item, strict=True)]

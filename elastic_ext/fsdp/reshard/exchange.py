@@ -1,0 +1,122 @@
+"""The carrier of moves between ranks: buckets of tensors, each exchanged in one collective into fresh memory.
+
+What goes where is decided in buckets.py; here elements are copied. Called on the training thread, by all ranks alike.
+
+What a rank sends are letters, one to each other rank, in the order of the ranks. A letter has the pieces of all moves
+to that rank, those of larger elements first, so that each lies where its type may; and behind them a tail of 1 to 16
+bytes, whose last one says whether the sender is well. So ranks learn of a failure without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from elastic_ext.fsdp.moves import Move
+
+from .buckets import Bucket
+
+__all__ = ["Carrier"]
+
+_GRAIN = 16  # bytes; no type that torch has is larger
+
+
+@dataclass(slots=True)
+class _Letter:
+    """What one rank has for another."""
+
+    pieces: list[tuple[Move, torch.Tensor]]
+    """With the memory that each comes from, or goes to."""
+    num_data_bytes: int = 0
+    """Of all pieces, those of a rank that is not well included, which has no memory for them."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_data_bytes // _GRAIN * _GRAIN + _GRAIN
+
+    def written_in(self, memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor, torch.Tensor]]:
+        """Each piece, and as what it is written in the letter."""
+        at = 0
+        for move, tensor in sorted(self.pieces, key=lambda piece: -piece[1].element_size()):
+            end = at + move.num_elements * tensor.element_size()
+            yield move, tensor, memory[at:end].view(tensor.dtype).view(move.sizes)
+            at = end
+
+
+class Carrier:
+    """Carries one change's buckets, through memory that is taken once."""
+
+    def __init__(self, most_bytes: int, *, group: dist.ProcessGroup, device: torch.device) -> None:
+        """This rank exchanges so much in a bucket, at most. ``device`` is where the group's collectives take place."""
+        self._group = group
+        self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        tails = 2 * self._num_ranks * _GRAIN  # which ranks exchange that have nothing else to
+        self._memory = torch.empty(most_bytes + tails, dtype=torch.uint8, device=device)
+
+    def carry(self, bucket: Bucket, tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None) -> bool:
+        """Fill the second of ``tensors`` from the ranks' first, one each per item; gives whether all ranks could.
+
+        Where an item's part stays the same on this rank the two are one tensor, which is not touched. None is what a
+        rank gives that is not well: it has no memory for them, say. Where ranks exchange nothing, each speaks for
+        itself.
+        """
+        sent: list[_Letter] = [_Letter([]) for _ in range(self._num_ranks)]
+        received: list[_Letter] = [_Letter([]) for _ in sent]
+        for at, item in enumerate(bucket.items):
+            for move in item.moves:
+                if self._rank not in (move.source, move.target):
+                    continue
+                if move.source == move.target:
+                    if tensors is not None:
+                        _within(tensors[1][at], move).copy_(_within(tensors[0][at], move, is_source=True))
+                    continue
+                letter = sent[move.target] if move.source == self._rank else received[move.source]
+                letter.num_data_bytes += move.num_elements * item.item_bytes
+                if tensors is not None:
+                    letter.pieces.append((move, tensors[move.source != self._rank][at]))
+        if not bucket.num_sent:
+            return tensors is not None
+        return self._exchange(sent, received, is_well=tensors is not None)
+
+    def _exchange(self, sent: Sequence[_Letter], received: Sequence[_Letter], *, is_well: bool) -> bool:
+        given, taken = ([letter.num_bytes for letter in letters] for letters in (sent, received))
+        given[self._rank] = taken[self._rank] = 0
+        outgoing, incoming = _cut(self._memory, [sum(given), sum(taken)])
+        for letter, memory in self._to_others(sent, outgoing, given):
+            for move, tensor, piece in letter.written_in(memory):
+                piece.copy_(_within(tensor, move, is_source=True))
+            memory[-1] = int(is_well)
+        dist.all_to_all_single(incoming, outgoing, taken, given, group=self._group)
+        letters = list(self._to_others(received, incoming, taken))
+        ends = torch.stack([memory[-1] for _, memory in letters])
+        if not (is_well and bool(ends.all())):
+            return False
+        for letter, memory in letters:
+            for move, tensor, piece in letter.written_in(memory):
+                _within(tensor, move).copy_(piece)
+        return True
+
+    def _to_others(
+        self, letters: Sequence[_Letter], memory: torch.Tensor, sizes: Sequence[int]
+    ) -> Iterator[tuple[_Letter, torch.Tensor]]:
+        for rank, (letter, part) in enumerate(zip(letters, _cut(memory, sizes), strict=True)):
+            if rank != self._rank:
+                yield letter, part
+
+
+def _cut(memory: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    at = 0
+    for size in sizes:
+        yield memory[at : at + size]
+        at += size
+
+
+def _within(tensor: torch.Tensor, move: Move, *, is_source: bool = False) -> torch.Tensor:
+    """What a move takes from a tensor, or fills of it."""
+    strides, offset = (
+        (move.source_strides, move.source_offset) if is_source else (move.target_strides, move.target_offset)
+    )
+    return tensor.as_strided(move.sizes, strides, tensor.storage_offset() + offset)

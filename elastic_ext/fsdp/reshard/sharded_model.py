@@ -1,0 +1,430 @@
+"""A model and the plan by which it lies on its ranks: recognised where somebody else sharded it, put on, and changed in
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from elastic_ext.errors import ElasticError
+from elastic_ext.fsdp.blocks import Trial, Units, blocks_of, recompute, why_not_recompute
+from elastic_ext.fsdp.plan import Degrees, ParallelPlan
+
+from . import rewire
+from .change import Agree, Change, Moved, Sharded, Whole
+from .companions import Tensors
+from .ddp import Replica, arguments_of, make_sure_of_ddp
+from .refusals import (
+    why_not_called,
+    why_not_cut,
+    why_not_leave_ddp,
+    why_not_mixed,
+    why_not_parted,
+    why_not_replace,
+    why_not_tied,
+    why_not_unit,
+    why_not_whole,
+)
+from .transition import BUCKET_BYTES, Pace, Tensor, Transition, transition
+from .units import Survey, Told, Unit, modules_by_unit, prefetching, units_for
+
+__all__ = ["Recognised", "Spread", "recognise", "root_of"]
+
+
+# --- by which plan a model lies that somebody else has spread: its user, accelerate, or nobody -----------------------
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Recognised:
+    """What was found."""
+
+    plan: ParallelPlan | None = None
+    """None where the model is not spread."""
+    replica: Replica | None = None
+    """Of a user's own DDP."""
+    mesh: tuple[Degrees, DeviceMesh] | None = None
+    """What it is sharded over."""
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """What holds the parameters: the model, or what a wrapper of the user's own has wrapped."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def recognise(model: nn.Module, blocks: Sequence[nn.Module], *, num_ranks: int) -> Recognised:
+    """See how it is spread; ValueError, or ElasticError of a torch that is not known, say why no plan tells that."""
+    if any(type(module) is FullyShardedDataParallel for module in model.modules()):
+        raise ValueError("FSDP1 shards a model when it is wrapped, and not again; start the job anew for it")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return _sharded(model, blocks, num_ranks)
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(wrappers) > 1:
+        raise ValueError("several parts of the model are in DDP, each by itself; wrap the model as a whole")
+    if not wrappers:
+        return Recognised()
+    (wrapper,) = wrappers
+    if {*model.parameters()} - {*wrapper.parameters()}:
+        raise ValueError("some of the model's parameters lie outside of the part that is in DDP; wrap it as a whole")
+    replica = Replica(wrapper.module, wrapper.process_group, arguments_of(wrapper))
+    replica.wrapper = wrapper
+    is_torchs_own = getattr(wrapper, "bucket_bytes_cap_default", False)  # where the first bucket is a smaller one
+    cap = None if is_torchs_own else wrapper.bucket_bytes_cap / _MIB
+    return Recognised(ParallelPlan(strategy="no_shard", bucket_cap_mb=cap), replica)
+
+
+def _sharded(model: nn.Module, blocks: Sequence[nn.Module], num_ranks: int) -> Recognised:
+    survey = rewire.survey(model)
+    meshes = [unit.mesh for unit in survey.units if unit.mesh is not None]
+    if not meshes:
+        raise ValueError("the model is sharded by fully_shard, and has no parameters there")
+    mesh = meshes[0]
+    if any(other != mesh for other in meshes):
+        raise ValueError("parts of the model are sharded over different meshes; shard all of it over one")
+    if mesh.mesh.flatten().tolist() != list(range(num_ranks)):
+        raise ValueError(
+            f"the model's mesh has the ranks {mesh.mesh.tolist()}; allowed: all {num_ranks} ranks in order"
+        )
+    degrees = Degrees(num_ranks // mesh.shape[-1], mesh.shape[-1])
+    root = root_of(model)
+    inner = [unit for unit in survey.units if root not in unit.modules] or list(survey.units)
+    after = {unit.reshard_after_forward for unit in inner}
+    if not after <= {None, True, False}:
+        raise ValueError("the model reshards to fewer ranks after the forward pass, which no plan says")
+    known = {id(block) for block in blocks}
+    sizes = {len(unit.modules) for unit in inner if all(id(module) in known for module in unit.modules)}
+    plan = ParallelPlan(
+        strategy="hybrid_shard" if mesh.ndim > 1 else "shard_grad_op" if after == {False} else "full_shard",
+        shard_degree=degrees.shard if mesh.ndim > 1 else None,
+        unit=max(sizes) if sizes else 1 if len(survey.units) > 1 else "whole",
+    )
+    return Recognised(plan, mesh=(degrees, mesh))
+
+
+# --- a model and the plan by which it lies on its ranks: put on it, and changed while it is trained ------------------
+
+_PLAIN = "no process group trains this model together; call torch.distributed.init_process_group() before that"
+
+
+class Spread:
+    """How one model is spread over all ranks."""
+
+    def __init__(
+        self, model: nn.Module, units: Units = None, *, num_local: int, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """``units`` are its repeated blocks, or how to find them; ``num_local`` ranks share a machine."""
+        self.model = model
+        self.plan: ParallelPlan | None
+        """By which it lies now; None where the ranks do not share its gradients."""
+        self.why_not: str | None = None
+        """Why it cannot be changed, None where it can."""
+        self._num_local = num_local
+        self._bucket_bytes = bucket_bytes
+        self._pace = Pace()
+        self._group: dist.ProcessGroup | None = None
+        self._root = root_of(model)
+        self._blocks = blocks_of(model, units)
+        self.plan = None
+        self._replica: Replica | None = None
+        self._meshes: dict[Degrees, DeviceMesh] = {}
+        self._told: Told | None = None  # to the units that were there before parameters became whole
+        self._trial: Trial | None = None  # of computing blocks again: under way, or what came of it
+        self._leaves_unused = False  # some passes use only a part of the parameters
+        self._finds_unused = False  # as all ranks have agreed when DDP came last
+        self.look()
+
+    def look(self) -> None:
+        """See how the model lies, where that could not be told: its user may have changed what stood against it."""
+        if self.plan is not None:
+            return
+        found, self.why_not = Recognised(), None
+        try:
+            found = recognise(self.model, self._blocks, num_ranks=self.num_ranks)
+        except (ValueError, ElasticError) as error:
+            self.why_not = str(error)
+        self.plan, self._replica = found.plan, found.replica
+        if found.mesh is not None:
+            self._meshes = dict([found.mesh])
+
+    @property
+    def num_ranks(self) -> int:
+        """All that train."""
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def root(self) -> nn.Module:
+        """What holds the model's parameters, without a wrapper."""
+        return self._root
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The parts that it repeats."""
+        return self._blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """That the model repeats, as far as they were found or named."""
+        return len(self._blocks)
+
+    @property
+    def engine(self) -> DistributedDataParallel | None:
+        """What averages gradients beneath the model, None where it is not DDP, or a wrapper of the user's own."""
+        return None if self._replica is None else self._replica.engine
+
+    def put_on(self, plan: ParallelPlan) -> None:
+        """Spread a model that is not: all ranks take rank 0's values. All of them call this."""
+        self.look()
+        _raise(self.why_not)
+        if self.plan is not None:
+            raise ValueError("the model is spread already; call trainer.reshard(plan) once it is trained")
+        degrees = plan.degrees(self.num_ranks, self._num_local)
+        _raise(why_not_parted(self.model.parameters()))
+        _raise(why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_called(self.model))
+        if not plan.is_replicated:
+            if not dist.is_initialized():
+                raise ValueError(_PLAIN)
+            _raise(why_not_cut(self.model))
+            units = self._units(plan, None)
+            self._give_all_the_first()
+            rewire.put_on(units, self._mesh(degrees), {}, set())
+        else:
+            make_sure_of_ddp()
+            self._give_all_the_first()
+            self._wake(plan.bucket_cap_mb)
+        self._recompute(plan.ratio)
+        self.plan = plan
+
+    def transition(self, plan: ParallelPlan, optimizers: Sequence[Optimizer] = ()) -> tuple[Transition | None, str]:
+        """What a change to another plan takes, or None and why it cannot be; nothing is changed."""
+        self.look()
+        if self.why_not is not None or self.plan is None:
+            return None, self.why_not or "the model is not spread; call trainer.parallelize(model, plan) first"
+        refusal = why_not_recompute(self.model, self._blocks, plan.ratio) or why_not_unit(plan, self._blocks)
+        if refusal is not None:
+            return None, refusal
+        tensors = self._tensors(optimizers)
+        made, told = transition(
+            self.plan,
+            plan,
+            tensors,
+            num_ranks=self.num_ranks,
+            num_local=self._num_local,
+            pace=self._pace,
+            bucket_bytes=self._bucket_bytes,
+        )
+        if made is None or not {"spread", "gather", "prefetch", "buckets"} & {*made.steps}:
+            return made, told
+        try:
+            if plan.is_replicated:
+                make_sure_of_ddp()
+            if made.steps[0] != "buckets":
+                rewire.make_sure_of(self.model)
+        except (ValueError, ElasticError) as error:
+            return None, str(error)
+        return made, told
+
+    def prepare(
+        self,
+        plan: ParallelPlan,
+        optimizers: Sequence[Optimizer],
+        registered: Sequence[Tensors],
+        known: Sequence[object],
+    ) -> Change:
+        """A change of how it is spread, ready to be made; ValueError says why it cannot be.
+
+        ``known`` holders of parameters will let go of those that become other objects.
+        """
+        assert self.plan is not None
+        before = self.plan
+        if not plan.is_replicated and self._replica is not None:
+            _raise(why_not_leave_ddp(self._replica.options))
+        change = Change(
+            self.model,
+            optimizers,
+            registered,
+            after=lambda survey: self._after(plan, survey),
+            rest=self._rest,
+            wake_again=lambda: self._wake(before.bucket_cap_mb),
+            bucket_bytes=self._bucket_bytes,
+        )
+        if plan.is_replicated:
+            _raise(why_not_whole(self.model, change.units_before, change.left_out))
+        else:
+            _raise(why_not_cut(self.model, change.left_out))
+        if change.replaced:
+            own = [] if self._replica is None else self._replica.holders
+            held = [*registered, *known, *change.holders, *own]
+            _raise(why_not_replace(self.model, optimizers, change.replaced, held))
+        return change
+
+    def change(self, made: Transition, prepared: Change | None, agree: Agree) -> Moved | None:
+        """Make a transition; all ranks call this between two steps. What moving has cost, None where nothing moved."""
+        moved = None
+        for step in made.steps:
+            if step == "spread":
+                assert prepared is not None
+                units_before = tuple(prepared.units_before)
+                moved = prepared.run(agree, group=self._carriers(), device=self._device)
+                if made.new.is_replicated:
+                    self._told = Told(made.old, units_before)
+                self._pace = made.pace.after(
+                    prepared.freight, wiring_seconds=moved.wiring_seconds, moving_seconds=moved.moving_seconds
+                )
+            elif step == "gather":
+                self._set_gathering(keeps=not made.new.reshards_after_forward)
+            elif step == "prefetch":
+                survey = rewire.survey(self.model)
+                rewire.set_prefetch(prefetching(survey.units, made.new.prefetch))
+            elif step == "buckets":
+                self._rest()
+                self._wake(made.new.bucket_cap_mb)
+            elif step == "recompute":
+                self._recompute(made.new.ratio)
+        self.plan = made.new
+        return moved
+
+    def try_recomputing(self) -> tuple[bool, str | None]:
+        """Whether a pass has told if blocks can be computed again, and why they cannot; else the next one tells.
+
+        Where none of them was called in a pass that has gone by, they are taken to be such as can. What was found
+        against it is told once, and tried again when it is asked for again: its user may have mended it.
+        """
+        trial = self._trial
+        if trial is None:
+            self._trial = Trial(self.model, self._blocks)
+            return self._trial.is_over, None
+        trial.stop()
+        if trial.why_not is not None:
+            self._trial = None
+        return True, trial.why_not
+
+    def expect_unused(self) -> None:
+        """A pass has left out parameters that are trained: where DDP comes, it looks for them."""
+        self._leaves_unused = True
+
+    def keep_up(self) -> bool:
+        """Make DDP anew where others of its parameters are trained now; whether it was. All ranks call this."""
+        if self._replica is None or self.plan is None or not self._replica.is_outdated:
+            return False
+        self._rest()
+        if self.num_ranks > 1:  # nothing is asked of the others here: a rank may come alone
+            self._replica.wake(self.plan.bucket_cap_mb, finds_unused=self._finds_unused)
+        return True
+
+    def wait(self) -> None:
+        """Return once the model's device has done what it was told to."""
+        if self._device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self._device)
+
+    def close(self) -> None:
+        """Leave the group that carries what is moved."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _tensors(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """What moves with the parameters, as far as it can be told without looking for what stands against it."""
+        found = []
+        for name, parameter in self.model.named_parameters():
+            state = [value for each in optimizers for value in each.state.get(parameter, {}).values()]
+            for value in (parameter, parameter.grad, *state):
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    dim = rewire.dim_of_tensor(value) if isinstance(value, DTensor) else 0
+                    found.append(Tensor(name, tuple(value.shape), value.element_size(), dim))
+        return found
+
+    def _after(self, plan: ParallelPlan, survey: Survey | None) -> Sharded | Whole:
+        """What a plan makes of parameters; ``survey`` is of what fully_shard has made so far."""
+        if plan.is_replicated:
+            return Whole(lambda: self._wake(plan.bucket_cap_mb))
+        degrees = plan.degrees(self.num_ranks, self._num_local)
+        return Sharded(self._units(plan, survey), degrees, lambda: self._mesh(degrees))
+
+    def _units(self, plan: ParallelPlan, survey: Survey | None) -> list[Unit]:
+        """What fully_shard is to make for a plan, innermost first; ValueError where it cannot."""
+        if survey is not None and self.plan is not None and self.plan.unit == plan.unit:
+            groups = [unit.modules for unit in survey.units]
+        else:
+            groups = modules_by_unit(plan, self._root, self._blocks, survey)
+        refusal = why_not_unit(plan, self._blocks) or why_not_tied(self._root, groups)
+        _raise(refusal or why_not_mixed(self._root, groups))
+        told = self._told if survey is None or self.plan is None else Told(self.plan, survey.units)
+        return units_for(plan, groups, survey, told)
+
+    # --- doing it -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _mesh(self, degrees: Degrees) -> DeviceMesh:
+        """One for each way to share ranks out, made once: its groups are never given back."""
+        if degrees not in self._meshes:
+            sizes = {"replicate": degrees.replicate, "shard": degrees.shard}
+            if degrees.replicate == 1:
+                del sizes["replicate"]
+            self._meshes[degrees] = init_device_mesh(
+                self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+            )
+        return self._meshes[degrees]
+
+    def _carriers(self) -> dist.ProcessGroup:
+        if self._group is None:
+            made = dist.new_group()
+            assert isinstance(made, dist.ProcessGroup)
+            self._group = made
+        return self._group
+
+    def _wake(self, bucket_cap_mb: float | None) -> None:
+        if self._replica is None:
+            self._replica = Replica(self.model, None, {})
+        if self.num_ranks > 1:
+            leaves_unused = torch.tensor([int(self._leaves_unused)], device=self._device)
+            dist.all_reduce(leaves_unused, op=dist.ReduceOp.MAX)  # DDPs that differ in it would wait for each other
+            self._finds_unused = bool(leaves_unused.item())
+            self._replica.wake(bucket_cap_mb, finds_unused=self._finds_unused)
+
+    def _recompute(self, ratio: float) -> None:
+        """Have blocks computed again; what no pass has told of before, the first one raises on all ranks."""
+        recompute(self._blocks, ratio)
+        if not ratio and self._trial is not None:  # what blocks are given may have changed when it is asked for again
+            self._trial.stop()
+            self._trial = None
+        if ratio and self._trial is None:
+            self._trial = Trial(self.model, self._blocks, raises=True)
+
+    def _rest(self) -> None:
+        assert self._replica is not None
+        self._replica.rest()
+
+    def _give_all_the_first(self) -> None:
+        """Give rank 0's parameters and buffers to all, as DDP does."""
+        if self.num_ranks == 1:
+            return
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if tensor.device.type != "meta":
+                    dist.broadcast(tensor.detach(), 0)
+
+    def _set_gathering(self, *, keeps: bool) -> None:
+        for unit in rewire.survey(self.model).units:
+            first: Any = unit.modules[0]
+            is_outermost = self._root in unit.modules  # which torch keeps gathered by itself
+            first.set_reshard_after_forward(not (keeps or is_outermost), recurse=False)
+
+
+def _raise(refusal: str | None) -> None:
+    if refusal is not None:
+        raise ValueError(refusal)

@@ -1,0 +1,159 @@
+"""Transition: what a change from one plan to another takes: its steps, bytes, seconds and memory; or why it cannot be.
+
+Pure: tensors are told by their shapes, and nothing is asked of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import add
+from typing import Literal, TypeAlias
+
+from elastic_ext.fsdp.plan import UNEVEN, Layouts, ParallelPlan
+
+from .buckets import Freight, Item, Router
+
+__all__ = ["BUCKET_BYTES", "Pace", "Step", "Tensor", "Transition", "transition"]
+
+Step: TypeAlias = Literal["spread", "gather", "prefetch", "buckets", "recompute"]
+"""spread: units are made anew, and tensors moved. gather: what was gathered for the forward pass is kept or given back.
+prefetch: units are gathered ahead. buckets: DDP is made anew. recompute: blocks are computed again."""
+
+BUCKET_BYTES = 8 << 20  # twice of it is what a bucket takes at most
+_TELLING_BYTES = 8 << 20  # what less takes says little of how fast bytes are
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that lies by the plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    dim: int = 0
+    """Along which it is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast changes are: at first as ``benchmarks/RESULTS.md`` has them of four ranks on two cores."""
+
+    bytes_per_second: float = 9e8
+    """Sent, received and newly taken by a rank."""
+    seconds_per_tensor: float = 4e-4
+
+    def seconds(self, freight: Freight) -> float:
+        """What moving it takes: the estimate."""
+        return _most_handled(freight) / self.bytes_per_second + len(freight.items) * self.seconds_per_tensor
+
+    def after(self, freight: Freight, *, wiring_seconds: float, moving_seconds: float) -> Pace:
+        """As it was seen to be; what was too little to tell stays as it was thought to be."""
+        handled, number = _most_handled(freight), len(freight.items)
+        if not number:
+            return self
+        per_tensor = wiring_seconds / number
+        if handled < _TELLING_BYTES or moving_seconds <= 0:
+            return replace(self, seconds_per_tensor=per_tensor)
+        return Pace(bytes_per_second=handled / moving_seconds, seconds_per_tensor=per_tensor)
+
+
+def _most_handled(freight: Freight) -> int:
+    """Bytes, by the rank that has the most to do."""
+    by_rank = zip(*([*map(add, item.exchanged, item.taken)] for item in freight.items), strict=True)
+    return max(map(sum, by_rank), default=0)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A change of plan that can be made."""
+
+    old: ParallelPlan
+    new: ParallelPlan
+    steps: tuple[Step, ...]
+    """In the order in which they are made; none where the plans come to the same."""
+    replaces: bool
+    """Parameters become other objects."""
+    items: tuple[Item, ...] = field(repr=False)
+    pace: Pace
+    bucket_bytes: int
+
+    @cached_property
+    def freight(self) -> Freight:
+        """What has to be moved, in buckets."""
+        return Freight(self.items, 2 * self.bucket_bytes)
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes between all ranks."""
+        return self.freight.num_sent
+
+    @property
+    def load(self) -> int:
+        """Bytes that a rank takes for a while, beside what its state takes before or after: the estimate."""
+        return self.freight.load
+
+    @property
+    def seconds(self) -> float:
+        """How long training stands still: the estimate."""
+        return self.pace.seconds(self.freight)
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "nothing changes"
+        told = ", ".join(self.steps)
+        if "spread" not in self.steps:
+            return told
+        return f"{told}: {len(self.items)} tensors, {self.num_sent} bytes between ranks, about {self.seconds:.2g} s"
+
+
+def transition(
+    old: ParallelPlan,
+    new: ParallelPlan,
+    tensors: Iterable[Tensor],
+    *,
+    num_ranks: int,
+    num_local: int,
+    pace: Pace | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[Transition | None, str]:
+    """The change and what it is in words, or None and why it cannot be made."""
+    try:
+        before, after = (plan.degrees(num_ranks, num_local) for plan in (old, new))
+    except ValueError as error:
+        return None, str(error)
+    steps: list[Step] = []
+    has_moved = before != after or old.is_replicated is not new.is_replicated
+    is_sharded = not (old.is_replicated and new.is_replicated)
+    if has_moved or (is_sharded and old.unit != new.unit):
+        steps.append("spread")
+    elif is_sharded:
+        if old.reshards_after_forward is not new.reshards_after_forward:
+            steps.append("gather")
+        if old.prefetch != new.prefetch:
+            steps.append("prefetch")
+    elif old.bucket_cap_mb != new.bucket_cap_mb:
+        steps.append("buckets")
+    if old.ratio != new.ratio:
+        steps.append("recompute")
+    items = []
+    router, laid_before, laid_after = Router(), Layouts(before), Layouts(after)
+    for tensor in tensors if "spread" in steps else ():
+        if tensor.dim > 0 and not new.is_replicated and tensor.shape[tensor.dim] % after.shard:
+            return None, UNEVEN.format(tensor.name, tensor.dim, tensor.shape[tensor.dim], after.shard)
+        lies, shall = (
+            laid.of(tensor.shape, 0 if plan.is_replicated else tensor.dim)
+            for plan, laid in ((old, laid_before), (new, laid_after))
+        )
+        items.append(router.item(tensor.name, lies, shall, tensor.item_bytes))
+    made = Transition(
+        old,
+        new,
+        tuple(steps),
+        replaces=old.is_replicated is not new.is_replicated,
+        items=tuple(items),
+        pace=pace or Pace(),
+        bucket_bytes=bucket_bytes,
+    )
+    return made, str(made)

@@ -1,0 +1,198 @@
+"""Units: what fully_shard gathers at once: what is known of those that are there, and which there shall be for a plan.
+
+Words: a *unit* is what one call of fully_shard made, some modules whose parameters are gathered together. A *place* is
+a module and the name that it has a parameter under; tied parameters have several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from elastic_ext.fsdp.plan import ParallelPlan, units_of_blocks
+
+__all__ = [
+    "Ahead",
+    "Modules",
+    "Place",
+    "Settings",
+    "Slot",
+    "Survey",
+    "Told",
+    "Unit",
+    "modules_by_unit",
+    "prefetching",
+    "units_for",
+]
+
+Place: TypeAlias = tuple[nn.Module, str]
+
+Modules: TypeAlias = tuple[nn.Module, ...]
+"""Of one unit, in order."""
+
+
+Ahead: TypeAlias = Mapping[nn.Module, tuple[frozenset[int], frozenset[int]]]
+"""The hooks of a module that are called before those of fully_shard, by number: ahead of a pass, and after it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What users may set on a unit besides its plan."""
+
+    divide_factor: float | None = None
+    sums_only: bool = False
+    shares_unused: bool = False
+    reshards_after_backward: bool = True
+    num_scatter_buffers: int = 1
+    """How many units' gradients may be on their way at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What one call of fully_shard made."""
+
+    modules: Modules
+    mesh: DeviceMesh | None
+    """None where it has no parameters of its own."""
+    reshard_after_forward: bool | int | None
+    """None: for all but the outermost, as torch does by itself."""
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    settings: Settings
+    forward_prefetch: tuple[Modules, ...]
+    """The units that it has gathered ahead, by their modules."""
+    backward_prefetch: tuple[Modules, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Where fully_shard keeps one parameter: its own object, and what it says of it."""
+
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+    keeper: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """All that fully_shard has made of a model."""
+
+    units: tuple[Unit, ...]
+    """Innermost first, so that they can be made again in this order."""
+    slots: tuple[Slot, ...]
+    ahead: Ahead
+    """Of each module that fully_shard has put hooks on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What units were told that their plan does not say: in the plan's own terms, and one by one."""
+
+    plan: ParallelPlan
+    units: tuple[Unit, ...]
+
+
+def modules_by_unit(
+    plan: ParallelPlan, root: nn.Module, blocks: Sequence[nn.Module], survey: Survey | None
+) -> list[Modules]:
+    """What each unit of a plan is made of, innermost first; the outermost keeps the modules that it has."""
+    outer = [] if survey is None else [unit.modules for unit in survey.units if root in unit.modules]
+    inner = [tuple(blocks[at] for at in unit) for unit in units_of_blocks(len(blocks), plan.unit)]
+    return [*inner, outer[0] if outer else (root,)]
+
+
+def units_for(
+    plan: ParallelPlan, groups: Sequence[Modules], survey: Survey | None, told: Told | None = None
+) -> list[Unit]:
+    """The units that fully_shard is to make of these modules; ValueError where it is not clear what to set on them."""
+    like = _like(survey)
+    keeps = False if plan.strategy == "shard_grad_op" else None
+    units = [replace(like(modules), modules=modules, mesh=None, reshard_after_forward=keeps) for modules in groups]
+    if told is not None and plan.reshards_after_forward and told.plan.reshards_after_forward:
+        units = _resharding(units, told)
+    if told is not None and plan.prefetch is None and told.plan.prefetch is None:
+        return _gathering(units, told)
+    return prefetching(units, plan.prefetch)
+
+
+def prefetching(units: Sequence[Unit], depth: int | None) -> list[Unit]:
+    """Units that gather ``depth`` others ahead; as torch does by itself where it is None."""
+    *inner, outermost = units
+    chosen: list[Unit] = []
+    for at, unit in enumerate(inner):
+        if depth is None:
+            chosen.append(replace(unit, forward_prefetch=(), backward_prefetch=()))
+            continue
+        ahead = tuple(other.modules for other in inner[at + 1 : at + 1 + depth])
+        behind = tuple(other.modules for other in reversed(inner[max(0, at - depth) : at]))
+        # One that names itself gathers nothing ahead; an empty list would leave it to torch.
+        chosen.append(replace(unit, forward_prefetch=ahead, backward_prefetch=behind or (unit.modules,)))
+    first = tuple(unit.modules for unit in inner[: depth or 0])
+    last = tuple(unit.modules for unit in reversed(inner[len(inner) - (depth or 0) :]))
+    back = () if depth is None else last or (outermost.modules,)
+    return [*chosen, replace(outermost, forward_prefetch=first, backward_prefetch=back)]
+
+
+def _resharding(units: Sequence[Unit], told: Told) -> list[Unit]:
+    """Each as the user had it keep what it gathers for the backward pass; ValueError where it is not there any more."""
+    *inner, outermost = units
+    by_modules = {unit.modules: unit.reshard_after_forward for unit in told.units}
+    within = {part for unit in inner for module in unit.modules for part in module.modules()}
+    kept = {unit.modules for unit in inner} | {outermost.modules}
+    for unit in told.units:
+        if unit.reshard_after_forward is False and unit.modules not in kept and within & {*unit.modules}:
+            raise ValueError(
+                "some units were told reshard_after_forward=False and others were not, and the plan makes other units; "
+                "keep their number of blocks (unit), call model.set_reshard_after_forward() for all of them alike, or "
+                'choose the strategy "shard_grad_op"'
+            )
+    return [replace(unit, reshard_after_forward=by_modules.get(unit.modules)) for unit in units]
+
+
+def _gathering(units: Sequence[Unit], told: Told) -> list[Unit]:
+    """Each gathering ahead what the user had it gather; ValueError where that is not there any more."""
+    known = {unit.modules for unit in units}
+    by_modules = {unit.modules: unit for unit in told.units if unit.forward_prefetch or unit.backward_prefetch}
+    named = {each for unit in by_modules.values() for each in (*unit.forward_prefetch, *unit.backward_prefetch)}
+    if not {*by_modules, *named} <= known:
+        raise ValueError(
+            "units have others gathered ahead, as set_modules_to_forward_prefetch() or "
+            "set_modules_to_backward_prefetch() was told, and the plan makes other units; give it a prefetch depth "
+            "(prefetch=0 for none), or keep the number of blocks in a unit"
+        )
+    plain = prefetching(units, None)
+    ahead = [by_modules.get(unit.modules, unit) for unit in plain]
+    return [
+        replace(unit, forward_prefetch=each.forward_prefetch, backward_prefetch=each.backward_prefetch)
+        for unit, each in zip(plain, ahead, strict=True)
+    ]
+
+
+def _like(survey: Survey | None) -> Callable[[Modules], Unit]:
+    """What was set on the units that are there, for those that come in their place."""
+    if survey is None:
+        plain = Unit((), None, None, MixedPrecisionPolicy(), OffloadPolicy(), Settings(), (), ())
+        return lambda modules: plain
+    own = [unit for unit in survey.units if unit.mesh is not None]
+    if all(
+        (unit.precision, unit.settings) == (own[0].precision, own[0].settings)
+        and type(unit.offload) is type(own[0].offload)
+        for unit in own
+    ):
+        return lambda modules: own[0]
+    by_modules = {unit.modules: unit for unit in survey.units}
+
+    def found(modules: Modules) -> Unit:
+        if modules not in by_modules:
+            raise ValueError(
+                "units of the model differ in mixed precision, offloading or how gradients are divided; their number "
+                "of blocks has to stay"
+            )
+        return by_modules[modules]
+
+    return found
