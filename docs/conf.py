@@ -36,8 +36,8 @@ nitpick_ignore = [
     ("py:class", "elastic_ext.ranks.heartbeat.Pulse"),
     ("py:class", "elastic_ext.ranks.group.Ranks"),
     ("py:class", "elastic_ext.records.run_dir.Settings"),
-    ("py:class", "elastic_ext.step_state.StepState"),
-    ("py:class", "elastic_ext.trainer._Default"),
-    ("py:class", "elastic_ext.trainer._Result"),
+    ("py:class", "elastic_ext.training.steps.state.StepState"),
+    ("py:class", "elastic_ext.training.trainer._Default"),
+    ("py:class", "elastic_ext.training.trainer._Result"),
     ("py:obj", "elastic_ext.data.loader._Sample"),
 ]

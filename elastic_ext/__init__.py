@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .accumulate import BatchPlan, StepPlan
-    from .amp import ElasticScaler
     from .config.agreement import Boundary
     from .config.apply import Applied, Applier, Proposal
     from .config.elastic_config import ElasticConfig
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from .fsdp.plan import ParallelPlan
-    from .interval import CheckpointInterval
-    from .optimizer import ElasticOptimizer
-    from .parallelism import ReshardReport
     from .profile.sinks import Sink, TensorBoardSink
     from .profile.summary import StepProfile
-    from .scheduler import ElasticLRScheduler
     from .sources import MicroBatchSource
-    from .trainer import ElasticTrainer
+    from .training.optimizers.amp import ElasticScaler
+    from .training.optimizers.optimizer import ElasticLRScheduler, ElasticOptimizer
+    from .training.options import CheckpointInterval
+    from .training.parallelism import ReshardReport
+    from .training.trainer import ElasticTrainer
 
 __all__ = [
     "Applied",
@@ -82,7 +81,7 @@ _HOMES = {
     "ApplyError": "errors",
     "BatchPlan": "accumulate",
     "Boundary": "config.agreement",
-    "CheckpointInterval": "interval",
+    "CheckpointInterval": "training.options",
     "ConfigError": "errors",
     "ConfigFollower": "config.follower",
     "ConfigWatcher": "config.watcher",
@@ -90,10 +89,10 @@ _HOMES = {
     "ElasticDataLoader": "data.loader",
     "ElasticDistributedSampler": "data.sampler",
     "ElasticError": "errors",
-    "ElasticLRScheduler": "scheduler",
-    "ElasticOptimizer": "optimizer",
-    "ElasticScaler": "amp",
-    "ElasticTrainer": "trainer",
+    "ElasticLRScheduler": "training.optimizers.optimizer",
+    "ElasticOptimizer": "training.optimizers.optimizer",
+    "ElasticScaler": "training.optimizers.amp",
+    "ElasticTrainer": "training.trainer",
     "MicroBatchSource": "sources",
     "ParallelPlan": "fsdp.plan",
     "PeerLostError": "errors",
@@ -101,7 +100,7 @@ _HOMES = {
     "RanksDisagreeError": "errors",
     "RanksError": "errors",
     "RanksFailedError": "errors",
-    "ReshardReport": "parallelism",
+    "ReshardReport": "training.parallelism",
     "Sink": "profile.sinks",
     "StepError": "errors",
     "StepPlan": "accumulate",

@@ -12,9 +12,9 @@ from torch.func import functional_call, grad, vmap
 from torch.optim import SGD
 
 from elastic_ext import ParallelPlan
-from elastic_ext.learning import _FIRST_PAIRS
-from elastic_ext.noise_scale import NoiseScale
 from elastic_ext.records.metrics import FILE, JobFacts
+from elastic_ext.training.counters import NoiseScale
+from elastic_ext.training.gradients.noise import _FIRST_PAIRS
 from tests.loops import put
 from tests.training import Slices, make_data, make_model, trainer_of
 

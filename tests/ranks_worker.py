@@ -71,7 +71,7 @@ _NURSERY_IMPORTS = (  # what most workers would import otherwise, each anew, and
     "hypothesis",
     "elastic_ext.data.loader",
     "elastic_ext.fsdp",
-    "elastic_ext.trainer",
+    "elastic_ext.training.trainer",
 )
 
 

@@ -18,8 +18,8 @@ from torch.optim import SGD
 from torch.utils.data import IterableDataset
 
 from elastic_ext import CheckpointInterval, ElasticConfig, ElasticError, StepError
-from elastic_ext.batches import Batches
 from elastic_ext.data.loader import ElasticDataLoader
+from elastic_ext.training.batches import Batches
 from tests.ranks import RankPool
 from tests.training import shared, trainer_of
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elastic_ext import BatchPlan, ElasticConfig
-from elastic_ext.batches import Batches, RankStep
+from elastic_ext.training.batches import Batches, RankStep
 
 
 def loader_of(num_samples: int, batch_size: int | None = 4, **options: Any) -> DataLoader[Any]:

@@ -17,7 +17,7 @@ import torch
 from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.saving.rescue import complete
-from elastic_ext.leaving import EXIT_STATUS
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 from tests.epochs import BATCH, BY_EPOCHS, BY_STEPS, STEPS, Crash, saved_in, train
 from tests.file_operations import Gate
 from tests.leaving import started

@@ -18,8 +18,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 from elastic_ext import CheckpointInterval, StepError, TornStepError
-from elastic_ext.finite_gradients import Finding, num_not_finite
-from elastic_ext.remarks import is_looked_at, next_look
+from elastic_ext.training.gradients.finite import Finding, num_not_finite
+from elastic_ext.training.remarks import is_looked_at, next_look
 from tests.faults import PlantedFault
 from tests.ranks import RankPool
 from tests.sharded import WAYS, values_of
@@ -176,7 +176,7 @@ class Run:
 
 
 def said_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.name == "elastic_ext.finite_gradients"]
+    return [each.getMessage() for each in caplog.records if each.name == "elastic_ext.training.gradients.finite"]
 
 
 @pytest.mark.parametrize("when", ["warn", "skip", "stop"])
@@ -555,7 +555,7 @@ def on_a_rank(
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logging.getLogger("elastic_ext.finite_gradients").addHandler(Lines())
+    logging.getLogger("elastic_ext.training.gradients.finite").addHandler(Lines())
     model: Any = WAYS[way].wrap(make_model(torch.float32))  # of others FSDP1 tells no norm
     source = Slices(make_data(48, torch.float32), BATCH // WAYS[way].degree()[0], is_endless=True)
     trainer = trainer_of(Path(folder), model, source, rank=rank, global_batch_size=BATCH, when_not_finite=when)

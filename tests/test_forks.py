@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from elastic_ext.fsdp.checkpoint.folder.claim import Claim
-from elastic_ext.leaving import Leaving
 from elastic_ext.ranks.board import OwnStore
 from elastic_ext.ranks.heartbeat import begin_pulse
 from elastic_ext.ranks.processes import do_in_forked_processes
+from elastic_ext.training.checkpoints.signals import Leaving
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120
@@ -24,7 +24,7 @@ SECONDS = 120
 LEAVING = """
 import os, signal, sys, threading
 from elastic_ext.ranks.board import OwnStore
-from elastic_ext.leaving import SIGNALS, Leaving
+from elastic_ext.training.checkpoints.signals import SIGNALS, Leaving
 
 unraisable = []
 sys.unraisablehook = lambda found: unraisable.append(f"{found.object}: {found.exc_value!r}")

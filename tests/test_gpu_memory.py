@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext.device_memory import DeviceMemory
+from elastic_ext.training.steps.device_memory import DeviceMemory
 from tests.training import Slices, trainer_of
 
 pytestmark = pytest.mark.gpu

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from elastic_ext.gradient_pairs import GradientPairs
-from elastic_ext.learning import _FIRST_PAIRS
 from elastic_ext.profile.live_bytes import LiveBytes
 from elastic_ext.profile.tally import Tally
-from elastic_ext.sharing import Sharing
-from elastic_ext.step_state import StepState
+from elastic_ext.training.gradients.noise import _FIRST_PAIRS, GradientPairs
+from elastic_ext.training.gradients.sharing import Sharing
+from elastic_ext.training.steps.state import StepState
 from tests.noisy import BATCH, Run, found_in
 from tests.ranks import RankPool
 from tests.training import make_model, shared

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastic_ext import ElasticError, Proposal
-from elastic_ext.device_memory import Pressure, warning_of
 from elastic_ext.fsdp.plan import ParallelPlan
 from elastic_ext.torch_private.out_of_memory import is_out_of_memory
+from elastic_ext.training.steps.device_memory import Pressure, warning_of
 from tests.ranks import RankPool
 from tests.shortage import Short, Shortage
 from tests.training import Slices, make_data

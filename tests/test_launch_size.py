@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext.launch_size import LaunchSize
+from elastic_ext.training.options import LaunchSize
 from tests.nodes import ELASTIC_RUN, TORCHRUN
 from tests.training import make_model, trainer_of
 

@@ -15,10 +15,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import ElasticDataLoader, ParallelPlan
-from elastic_ext.learning import _EVERY_STEPS, _FIRST_PAIRS, _MORE_PAIRS, _OFTEN_STEPS
 from elastic_ext.master.facts_told import facts_told
-from elastic_ext.noise_scale import NoiseScale
 from elastic_ext.records.metrics import LearningFacts
+from elastic_ext.training.counters import NoiseScale
+from elastic_ext.training.gradients.noise import _EVERY_STEPS, _FIRST_PAIRS, _MORE_PAIRS, _OFTEN_STEPS
 from tests.loops import put
 from tests.noisy import BATCH, LETS, Run, found_in, learnable, loss_of, truth
 from tests.ranks import RankPool

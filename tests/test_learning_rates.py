@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.config.batch_rules import BatchRule, rate_factor
-from elastic_ext.learning import _FIRST_PAIRS
+from elastic_ext.training.gradients.noise import _FIRST_PAIRS
 from tests.noisy import BATCH, Run, learnable
 from tests.ranks import RankPool
 from tests.training import ResumableSlices, Slices, bits_of, make_model, shared

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from elastic_ext import CheckpointInterval, ElasticTrainer
-from elastic_ext.leaving import EXIT_STATUS, Leaving
 from elastic_ext.ranks.board import OwnStore
 from elastic_ext.records.metrics import CAN_GO_ON
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS, Leaving
 from tests.leaving import Job, started
 from tests.thinning import the_first
 from tests.training import ResumableSlices, make_data

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.leaving import EXIT_STATUS
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 from tests.leaving import Job, started
 from tests.thinning import the_first
 
@@ -70,8 +70,8 @@ class NoticesLoss(logging.Handler):
             say("alone")
 
 
-logging.getLogger("elastic_ext.leaving").addHandler(NoticesLoss())
-logging.getLogger("elastic_ext.leaving").setLevel(logging.DEBUG)
+logging.getLogger("elastic_ext.training.checkpoints.signals").addHandler(NoticesLoss())
+logging.getLogger("elastic_ext.training.checkpoints.signals").setLevel(logging.DEBUG)
 
 
 def held_up(file, fsync=os.fsync):

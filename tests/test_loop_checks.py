@@ -788,7 +788,7 @@ def noted_remarks() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("elastic_ext.remarks")
+    logger = logging.getLogger("elastic_ext.training.remarks")
     logger.addHandler(handler)
     try:
         yield found

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastic_ext import ElasticTrainer
-from elastic_ext.model_report import profile_of
 from elastic_ext.records.metrics import ModelProfile
+from elastic_ext.training.facts import profile_of
 from tests.ranks import RankPool
 
 

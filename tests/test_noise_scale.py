@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_ext.noise_scale import NoiseScale
+from elastic_ext.training.counters import NoiseScale
 
 Pair = tuple[float, float]  # the square of the difference, and the product
 

@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from elastic_ext.optimizer_state import can_materialise, materialise
+from elastic_ext.training.optimizers.optimizer import can_materialise, materialise
 from tests.training import bits_of, make_model, trainer_of
 
 Parameters = list[nn.Parameter]

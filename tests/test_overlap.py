@@ -19,7 +19,7 @@ from elastic_ext import CheckpointInterval
 from elastic_ext.errors import CheckpointError
 from elastic_ext.fsdp.checkpoint.saving import staging
 from elastic_ext.fsdp.checkpoint.saving.rescue import complete, rows_in
-from elastic_ext.overlap import has_idle_core, num_cores, why_not_overlap
+from elastic_ext.training.checkpoints.state import has_idle_core, num_cores, why_not_overlap
 from tests.file_operations import FileOperations
 from tests.overlapping import WRAPS, Gate, Net, forget_newer, learn, saving_trainer
 from tests.ranks import RankPool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_ext import ElasticConfig, ParallelPlan, ReshardReport
-from elastic_ext.parallelism import Parallelism, plan_of, values_of
+from elastic_ext.training.parallelism import Parallelism, plan_of, values_of
 from tests.ranks import RankPool
 from tests.resharding import FULL, KEPT, WHOLE, agreeing, make, take_step
 

@@ -290,7 +290,7 @@ def test_with_the_switch_off_nothing_is_written_and_nothing_hangs_on_the_model(
                 loss_of(model, inputs, targets).backward()
                 hooks: list[Any] = [*model._forward_hooks.values(), *model._forward_pre_hooks.values()]
                 owners = {type(hook.func.__self__).__module__ for hook in hooks}
-                assert owners <= {"elastic_ext.loop_checks"} and loader.timeline is None
+                assert owners <= {"elastic_ext.training.steps.loop_checks"} and loader.timeline is None
                 prepared.step()
     assert not list((tmp_path / "0").glob("profile-*")) and not list((tmp_path / "0").glob("census-*"))
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_ext import StepProfile
 from elastic_ext.records.metrics import RankMetrics
-from elastic_ext.trainer import ElasticTrainer
+from elastic_ext.training.trainer import ElasticTrainer
 from tests.training import make_data, make_model, trainer_of
 
 

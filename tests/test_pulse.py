@@ -31,7 +31,7 @@ from elastic_ext.ranks.heartbeat import (
     stacks_file,
     stacks_pipe,
 )
-from elastic_ext.steps import Steps
+from elastic_ext.training.steps.steps import Steps
 from tests.beating import reading_of, until, worker
 from tests.ranks import RankPool
 from tests.training import Slices, make_data, make_model, trainer_of

@@ -21,12 +21,11 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from elastic_ext.batches import Batches
-from elastic_ext.counts import Counts
-from elastic_ext.remarks import Remarks
-from elastic_ext.samplers import EpochsOfSampler, num_unshared
-from elastic_ext.schedule_lengths import EpochLength, remark_on_length
-from elastic_ext.trained_parameters import check_optimizers, remarks_on_optimizers
+from elastic_ext.training.batches import Batches
+from elastic_ext.training.counters import Counts
+from elastic_ext.training.optimizers.prepared import check_optimizers, remarks_on_optimizers
+from elastic_ext.training.remarks import EpochLength, Remarks, remark_on_length
+from elastic_ext.training.session import EpochsOfSampler, num_unshared
 from tests.ranks import RankPool
 from tests.training import Slices, bits_of, make_data, make_model, shared, trainer_of
 

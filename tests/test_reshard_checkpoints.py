@@ -11,7 +11,7 @@ import pytest
 
 from elastic_ext import CheckpointInterval
 from elastic_ext.fsdp.plan import ParallelPlan
-from elastic_ext.leaving import EXIT_STATUS
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 from tests.loops import put, seen_by
 from tests.ranks import RankPool
 from tests.resharding import FULL, GRAD_OP, KEPT, WHOLE

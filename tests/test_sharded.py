@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic_ext import RanksDisagreeError, StepError, TornStepError
-from elastic_ext.clipping import clip_norm
+from elastic_ext.training.gradients.sharing import clip_norm
 from tests.faults import Fault, Faults, PlantedFault
 from tests.loops import put
 from tests.ranks import RankPool

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from elastic_ext import ElasticTrainer
-from elastic_ext.snapshot import Snapshot
+from elastic_ext.training.steps.rollback import Snapshot
 from tests.ranks import RankPool
 from tests.training import Slices, bits_of, make_data, shared, trainer_of
 

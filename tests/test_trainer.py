@@ -368,7 +368,7 @@ def test_of_a_dataloader_that_the_trainer_was_not_given_nothing_is_said(
             train_on(trainer, optimizer, batch)
     words = "no dataloader was given to the trainer; give it an ElasticDataLoader, which could change them"
     assert proposal.outcome == "refused" and words in proposal.refusal
-    (told,) = [each.getMessage() for each in caplog.records if each.name == "elastic_ext.undoing"]
+    (told,) = [each.getMessage() for each in caplog.records if each.name == "elastic_ext.training.steps.rollback"]
     assert told == (
         "a step was rolled back, and its samples do not come again: the trainer was given no dataloader, and the "
         "loop's own has gone past them; an ElasticDataLoader can hand them out again"

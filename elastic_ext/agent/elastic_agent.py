@@ -24,11 +24,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from elastic_ext.leaving import EXIT_STATUS
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
 from elastic_ext.records.agent import MEMBERSHIP_FILE, MembershipPlan
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.text import counted
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .duties import Duties
 from .failures import FailedNode, Failure, failure_of, first_of, hung, told

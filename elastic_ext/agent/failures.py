@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ext.leaving import EXIT_STATUS
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 __all__ = ["FailedNode", "Failure", "ProcessEnd", "failure_of", "first_of", "hung", "is_consequence", "told"]
 

@@ -29,13 +29,13 @@ from elastic_ext.doctor.hardware_records import NodeHardware
 from elastic_ext.doctor.machine import check_node
 from elastic_ext.errors import in_words
 from elastic_ext.fsdp.checkpoint.saving.rescue import rows_in
-from elastic_ext.leaving import EXIT_STATUS
 from elastic_ext.ranks.node_board import BoardGone, RoundBoard
 from elastic_ext.ranks.processes import this_process
 from elastic_ext.records.agent import AGENT_FILE, HARDWARE_FILE, AgentRecord
 from elastic_ext.records.files import write_whole
 from elastic_ext.records.run_dir import Settings
 from elastic_ext.records.text import counted, on_one_line
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .arguments import settings_in_words, shutdown_seconds, with_rendezvous
 from .control import Control

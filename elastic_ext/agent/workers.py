@@ -21,10 +21,10 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from elastic_ext.errors import ElasticError, in_words
-from elastic_ext.leaving import EXIT_STATUS
 from elastic_ext.ranks.processes import Process, end_groups, process_of
 from elastic_ext.records.agent import WorkerState
 from elastic_ext.torch_private.agent import bound_command, bound_function
+from elastic_ext.training.checkpoints.signals import EXIT_STATUS
 
 from .monitor import Watched
 

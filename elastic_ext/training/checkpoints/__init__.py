@@ -1,0 +1,1 @@
+"""When a training saves, what it saves, and how it resumes."""

@@ -1,0 +1,180 @@
+"""How far training has come, and the noise scale of its gradients. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+__all__ = ["Counts", "NoiseScale"]
+
+
+# --- at how many samples per step a gradient has as much noise as gradient, from pairs of gradients ------------------
+# A step's gradient is the true one, G, and noise that is the less the more samples it is the mean of: for B samples
+# its square is |G|^2 + T/B, where T is the trace of the covariance of one sample's gradient. The *noise scale* is
+# T/|G|^2: below that many samples per step twice as many are nearly worth two steps, far above it hardly more than one.
+#
+# The gradients a and b of two steps in a row, of B samples each, are two looks at nearly the same G: a*b is |G|^2 on
+# the average, and |a-b|^2 is 2T/B. Both are averaged apart, since the average of their ratio would be another number.
+
+_KEPT = 1.0 - 1.0 / 32.0  # of the weight of what was seen, when another pair is
+_FAST = 0.25  # of what is new in how large gradients are
+_MOST_ABOVE = 4.0  # times as large as gradients were; one that is larger counts as if it were so
+_FEWEST_PAIRS = 8
+_MOST_ERROR = 0.3  # of the estimate, one standard error
+_FAR = 8.0  # batches: a noise scale that is surely above that is as good as known
+_SURE = 2.0  # standard errors: what lies further away cannot be true
+
+
+@dataclass(slots=True)
+class NoiseScale:
+    """The estimate as it grows, pair by pair; the same on every rank, which are told of the same pairs."""
+
+    value: float | None = None
+    """In samples; None until it is known well enough, and from then on what was known last, if that can still be true.
+
+    Where there is far more noise than gradient it cannot be known how much: then it is what there is at least.
+    """
+    num_steps: int = 0
+    """That have ended since somebody began to look."""
+    num_tried: int = 0
+    """Pairs of steps that were to be looked at, also those that told nothing."""
+    num_pairs: int = 0
+    size: float = 0.0
+    """How large gradients were lately: their squares."""
+    weight: float = 0.0
+    """Of all pairs together: the sum, and that of its squares."""
+    weight_squares: float = 0.0
+    noise: float = 0.0
+    """Weighted sums of T and of |G|^2, by how large gradients were then; and of their squares and product."""
+    signal: float = 0.0
+    noise_squares: float = 0.0
+    signal_squares: float = 0.0
+    products: float = 0.0
+
+    def note_nothing(self) -> None:
+        """A pair that was to be looked at has told nothing."""
+        self.num_tried += 1
+
+    def add(self, num_samples: int, *, apart: float, product: float) -> None:
+        """Two gradients of so many samples each: the square of their difference, and their product."""
+        self.num_tried += 1
+        size = apart / 2.0 + product  # which is half of both squares
+        if not (math.isfinite(size) and size > 0.0 and apart >= 0.0):
+            return
+        self.num_pairs += 1
+        # By the size that gradients had before, so that early ones, which are large as a rule, do not outweigh others.
+        usual = max(self.size, size / _MOST_ABOVE) if self.num_pairs > 1 else size
+        self.size = size if self.num_pairs == 1 else self.size + _FAST * (min(size, _MOST_ABOVE * usual) - self.size)
+        noise, signal = num_samples * apart / 2.0 / usual, product / usual
+        self.weight = _KEPT * self.weight + 1.0
+        self.weight_squares = _KEPT**2 * self.weight_squares + 1.0
+        self.noise = _KEPT * self.noise + noise
+        self.signal = _KEPT * self.signal + signal
+        self.noise_squares = _KEPT * self.noise_squares + noise**2
+        self.signal_squares = _KEPT * self.signal_squares + signal**2
+        self.products = _KEPT * self.products + noise * signal
+        found = self._found(num_samples)
+        if found is not None and math.isfinite(found):
+            self.value = found
+
+    def _found(self, num_samples: int) -> float | None:
+        """The estimate by all pairs; where that is too uncertain, what was known as far as it can still be true."""
+        if self.num_pairs < _FEWEST_PAIRS:
+            return None
+        noise, signal = self.noise / self.weight, self.signal / self.weight
+        num_alike = self.weight**2 / self.weight_squares  # pairs of equal weight that would tell as much
+        if signal > 0.0:
+            ratio = noise / signal
+            # Of noise - ratio * signal, whose mean is 0: how far it lies from there, by what it is divided by.
+            squares = self.noise_squares - 2.0 * ratio * self.products + ratio * ratio * self.signal_squares
+            error = math.sqrt(max(squares, 0.0) / self.weight / num_alike) / signal
+            if error <= _MOST_ERROR * ratio:
+                return ratio
+        doubt = _SURE * math.sqrt(max(self.signal_squares / self.weight - signal**2, 0.0) / num_alike)
+        most, least = max(signal, 0.0) + doubt, signal - doubt
+        lowest = noise / most if most > 0.0 else 0.0
+        if self.value is None:
+            return lowest if lowest >= _FAR * num_samples else None
+        known = max(self.value, lowest)
+        return min(known, noise / least) if least > 0.0 else known
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; what was saved before there was one begins anew."""
+        for each in fields(self):
+            setattr(self, each.name, state.get(each.name, each.default))
+
+
+# --- how far training has come; the words are explained in trainer.py ------------------------------------------------
+
+
+@dataclass(slots=True)
+class Counts:
+    """The same on every rank, but for what each has seen by itself."""
+
+    global_step: int = 0
+    num_steps: int = 0
+    epoch: int = 0
+    start_epoch: int = 0
+    is_in_epoch: bool = False
+    """Within ``with trainer.epoch()``."""
+    unfinished_epoch: int | None = None
+    """The epoch whose loop was left before its end, where no other has begun since."""
+    reference_batch: int | None = None
+    """The global batch of the first start: what rates were chosen for."""
+    noise_scale: NoiseScale = field(default_factory=NoiseScale)
+    """What was seen of the noise of gradients, where anybody looks."""
+    num_boundaries: int = 0
+    """Steps that ended since this run began, whether they committed or not."""
+    num_samples: int = 0
+    """Of those steps, over all ranks, as far as they are known."""
+    num_not_finite: int = 0
+    """Steps in which this rank has seen gradients or a loss that are not finite, since this run began,"""
+    num_skipped: int = 0
+    """... and those of them that were left out for it."""
+
+    @property
+    def epoch_to_resume(self) -> int:
+        """The epoch with which a run begins that resumes from here: an unfinished one, or else ``epoch``."""
+        return self.epoch if self.unfinished_epoch is None else self.unfinished_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "global_step": self.global_step,
+            "num_steps": self.num_steps,
+            "epoch": self.epoch_to_resume,
+            "reference_batch": self.reference_batch,
+        }
+        if self.noise_scale.num_steps > 0:
+            state["noise_scale"] = self.noise_scale.state_dict()
+        return state
+
+    def remark_on_beginning(self, epoch: int) -> str | None:
+        """What is odd about the first epoch of a run that was resumed, None where nothing is."""
+        if epoch >= self.start_epoch:
+            return None
+        return (
+            f"training goes on in epoch {self.start_epoch}, and the loop begins with epoch {epoch}: it would train "
+            f"{self.start_epoch - epoch} epochs again; loop over range(trainer.start_epoch, num_epochs)"
+        )
+
+    def undo(self, global_step: int) -> None:
+        """Have the steps after this one not be counted; the epoch goes on where it is, or comes next."""
+        self.num_steps = max(self.num_steps - (self.global_step - global_step), 0)
+        self.global_step = global_step
+        self.go_on_in(self.epoch)
+
+    def go_on_in(self, epoch: int) -> None:
+        """What comes is of this epoch."""
+        self.epoch = self.start_epoch = epoch
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.global_step, self.num_steps = state["global_step"], state["num_steps"]
+        self.unfinished_epoch = None
+        self.go_on_in(state["epoch"])
+        self.reference_batch = state["reference_batch"]
+        self.noise_scale.load_state_dict(state.get("noise_scale", {}))

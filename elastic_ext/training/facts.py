@@ -1,0 +1,338 @@
+"""What rank 0 reports of its job and model to whoever tunes it: what can be changed, and what is in force."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from elastic_ext.config.follower import ConfigFollower
+from elastic_ext.config.keys import TUNABLE
+from elastic_ext.doctor.cgroups import group_limits
+from elastic_ext.errors import ConfigError
+from elastic_ext.fsdp.plan import ParallelPlan, Strategy
+from elastic_ext.fsdp.reshard.sharded_model import Spread
+from elastic_ext.profile.timed_sources import ChangingSource
+from elastic_ext.records.metrics import JobFacts, MemoryFacts, ModelProfile
+
+from .batches import Batches
+from .gradients.noise import Learning
+from .parallelism import values_of
+from .steps.retry import Growing
+
+__all__ = ["FactsOfJob", "profile_of"]
+
+
+# --- what can be changed in the job, and what is in force ------------------------------------------------------------
+# What rank 0 tells of its job, for whoever tunes it: what can be changed while it trains, and what is in force.
+#
+# A key can be changed where something in this job acts upon it between two steps: a loader that can be told, a model
+# that can be spread otherwise. What is learned stays as it is: keys that change it are left to people, but for the
+# number of samples of a step where the user lets it be chosen.
+
+_BATCH = "global_batch_size"
+_SIZE = "dataloader.batch_size"
+_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory")
+_STRATEGIES: tuple[Strategy, ...] = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
+_UNITS = (1, 2, 4)
+_MOST_WORKERS, _FEW_WORKERS = 64, 8
+_LEARNED = "what is learned depends on it, so that only people change it"
+_UNTOLD = "this dataloader has {} of its own; ElasticDataLoader can be told another while it is in use"
+_NORMALISED = "the model normalises over micro-batches (BatchNorm), so that another size would change what is learned"
+_ALONE = "one rank trains this model: there is nobody to share it with"
+_NO_PLAN = "the ranks do not share this model's gradients"
+_NO_BLOCKS = "the model has no repeated blocks that were found or named"
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """By key, what it can be changed to (nothing: all that is allowed), or why it cannot be."""
+
+    free: Mapping[str, Sequence[Any]]
+    fixed: Mapping[str, str]
+
+    def __or__(self, other: _Choices) -> _Choices:
+        return _Choices({**self.free, **other.free}, {**self.fixed, **other.fixed})
+
+
+class FactsOfJob:
+    """Those of one job; ranks other than the first tell nothing."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        follower: ConfigFollower,
+        batches: Batches,
+        growing: Growing,
+        learning: Learning,
+        spread: Spread,
+        optimizers: Sequence[Optimizer],
+        *,
+        why_not_reshard: str | None,
+        num_replicas: Callable[[], int],
+        memory: Callable[[], MemoryFacts | None] = lambda: None,
+    ) -> None:
+        """``why_not_reshard`` says why the model stays as it is spread; ``memory`` what it takes, as far as known."""
+        self._model = model
+        self._follower = follower
+        self._batches = batches
+        self._growing = growing
+        self._learning = learning
+        self._spread = spread
+        self._optimizers = optimizers
+        self._why_not_reshard = why_not_reshard
+        self._num_replicas = num_replicas
+        self._memory = memory
+        self._is_told = follower.ranks.rank == 0 and follower.settings.enabled
+        self._num_processors: int | None = None
+        self._choices: _Choices | None = None
+        self._num_parameters = 0
+        self._last: JobFacts | None = None
+
+    def tell(self) -> None:
+        """Write them, where they are others than were written last."""
+        if not self._is_told:
+            return
+        facts = self.look()
+        if facts is not None and (self._last is None or replace(facts, time=self._last.time) != self._last):
+            self._last = facts
+            self._follower.reports.write_facts(facts)
+
+    def look(self) -> JobFacts | None:
+        """They as they are now; None where it is not known how many samples a step has."""
+        follower, batches = self._follower, self._batches
+        global_batch, num_replicas = batches.step_samples, self._num_replicas()
+        if not global_batch:
+            return None
+        ranks, reports = follower.ranks, follower.reports
+        num_local = sum(name.host == ranks.names[0].host for name in ranks.names)
+        if self._num_processors is None:
+            self._num_processors = max(_processors() // num_local, 1)
+        share = batches.share or -(-global_batch // num_replicas)
+        choices = self._with_batch(self._choices or self._looked_for(share, self._num_processors))
+        device = next((part.device.type for part in self._model.parameters()), "cpu")
+        return JobFacts(
+            time=time.time(),
+            restart=follower.settings.restart,
+            world_size=ranks.world_size,
+            num_local=num_local,
+            device=device,
+            num_processors=self._num_processors,
+            config_version=follower.config.version,
+            config_revision=follower.config.revision,
+            values=self._values(global_batch, share),
+            choices=choices.free,
+            fixed=choices.fixed,
+            global_batch=global_batch,
+            share=share,
+            num_replicas=num_replicas,
+            bound=self._growing.bound,
+            num_blocks=self._spread.num_blocks,
+            num_parameters=self._counted(),
+            census=reports.census,
+            calibration=reports.calibration,
+            memory=self._memory(),
+            learning=self._learning.facts(),
+        )
+
+    def _values(self, global_batch: int, share: int) -> dict[str, Any]:
+        """By key what is in force: of the config, and where something here knows it of that."""
+        config, loader, plan = self._follower.config, self._batches.loader, self._spread.plan
+        values: dict[str, Any] = {key: config.get(key) for key in TUNABLE}
+        values["global_batch_size"] = global_batch
+        micro_batch = values[_SIZE]
+        values[_SIZE] = min(micro_batch, share) if isinstance(micro_batch, int) else share
+        for name in _SETTINGS:
+            present = getattr(loader, name, None)
+            if isinstance(present, int):
+                values[f"dataloader.{name}"] = present
+        if plan is not None:
+            values.update({key: None for key in values if key.startswith(("parallelism.", "communication."))})
+            values.update(values_of(plan))
+        return values
+
+    def _counted(self) -> int:
+        """Parameters; those without a size are none before the first step."""
+        if self._num_parameters == 0:
+            parts = list(self._model.parameters())
+            if any(map(is_lazy, parts)):
+                return 0
+            self._num_parameters = sum(part.numel() for part in parts)
+        return self._num_parameters
+
+    def _looked_for(self, share: int, num_processors: int) -> _Choices:
+        """What can be changed; looked for once the model has a plan, and the same from then on.
+
+        From another plan much the same could be said, and whoever tunes is to choose from the same all along.
+        """
+        found = self._loading(share, num_processors) | self._spreading(self._spread.plan)
+        free = {key: tuple(given) for key, given in found.free.items()}
+        fixed = {key: found.fixed.get(key, _LEARNED) for key in TUNABLE if key not in free}
+        choices = _Choices(free, fixed)
+        if self._spread.plan is not None or self._why_not_reshard is not None:
+            self._choices = choices
+        return choices
+
+    # ---- samples ----
+
+    def _with_batch(self, choices: _Choices) -> _Choices:
+        """With how many samples a step has, where the user lets the tuner choose that, as the config now says."""
+        if self._learning.lets_grow:
+            fixed = {key: why for key, why in choices.fixed.items() if key != _BATCH}
+            return _Choices({**choices.free, _BATCH: ()}, fixed)
+        why_not = self._learning.why_not
+        return _Choices(choices.free, {**choices.fixed, _BATCH: why_not}) if why_not else choices
+
+    def _loading(self, share: int, num_processors: int) -> _Choices:
+        loader = self._batches.loader
+        free: dict[str, Sequence[Any]] = {}
+        fixed: dict[str, str] = {}
+        why_not = self._why_not_resize(share)
+        if why_not is None:
+            free[_SIZE] = ()
+        else:
+            fixed[_SIZE] = why_not
+        is_told = isinstance(loader, ChangingSource) and self._batches.loader_applier is not None
+        why_fixed = loader.fixed_settings if isinstance(loader, ChangingSource) else {}
+        for name in _SETTINGS:
+            key = f"dataloader.{name}"
+            if not is_told:
+                fixed[key] = _UNTOLD.format(name)
+            elif name in why_fixed:
+                fixed[key] = why_fixed[name]
+            else:
+                free[key] = ()
+        least = loader.least_workers if isinstance(loader, ChangingSource) else 0
+        if least > 0 and "dataloader.num_workers" in free:
+            most = min(max(2 * num_processors, _FEW_WORKERS), _MOST_WORKERS)
+            free["dataloader.num_workers"] = range(least, most + 1)
+        return _Choices(free, fixed)
+
+    def _why_not_resize(self, share: int) -> str | None:
+        """Why micro-batches cannot be of another size, or must not, None where they can."""
+        if self._batches.source is None:
+            return _UNTOLD.format("batch_size")
+        if any(isinstance(part, _BatchNorm) for part in self._model.modules()):
+            return _NORMALISED
+        applier, now = self._batches.loader_applier, self._batches.largest
+        if applier is None or share == 1:
+            return None
+        try:
+            other = self._follower.config.revise({_SIZE: now // 2 or 2}, "to be asked for")
+        except ConfigError as error:
+            return str(error)
+        return applier.check(other)
+
+    # ---- how the model is spread ----
+
+    def _spreading(self, plan: ParallelPlan | None) -> _Choices:
+        """By what changes of plan would be made."""
+        keys = [key for key in TUNABLE if key.startswith(("parallelism.", "communication."))]
+        if plan is None or self._why_not_reshard is not None:
+            why = self._why_not_reshard or _NO_PLAN
+            return _Choices({}, dict.fromkeys(keys, why))
+        free, fixed = dict(self._strategies(plan)), {}
+        why_not_recompute = self._why_not(replace(plan, activation_checkpoint=0.0 if plan.ratio else 1.0))
+        if self._spread.num_blocks == 0:
+            why_not_recompute = _NO_BLOCKS
+        if why_not_recompute is None:
+            free["parallelism.activation_checkpoint"] = ()
+        else:
+            fixed["parallelism.activation_checkpoint"] = why_not_recompute
+        other = _ALONE if self._spread.num_ranks == 1 else "no change of it would be accepted"
+        fixed |= {key: other for key in keys if key not in free and key not in fixed}
+        return _Choices(free, fixed)
+
+    def _strategies(self, plan: ParallelPlan) -> Iterator[tuple[str, Sequence[Any]]]:
+        """What goes with strategies, where another one would be accepted than the present one."""
+        num_ranks = self._spread.num_ranks
+        if num_ranks == 1:
+            return
+        plain = ParallelPlan(plan.strategy, unit=plan.unit, activation_checkpoint=plan.activation_checkpoint)
+        plans = {name: replace(plain, strategy=name, shard_degree=None) for name in _STRATEGIES[:3]}
+        possible = [name for name, each in plans.items() if name == plan.strategy or self._why_not(each) is None]
+        degrees = [
+            degree
+            for degree in range(2, num_ranks)
+            if num_ranks % degree == 0
+            and self._why_not(replace(plain, strategy="hybrid_shard", shard_degree=degree)) is None
+        ]
+        if degrees or plan.strategy == "hybrid_shard":
+            possible.append("hybrid_shard")
+        if degrees:
+            yield "parallelism.shard_degree", degrees
+        if len(possible) > 1:
+            yield "parallelism.strategy", possible
+        sharded = next((name for name in (plan.strategy, *possible) if name not in ("no_shard", "hybrid_shard")), None)
+        if sharded is not None:
+            base = plan if plan.strategy == sharded else plans[sharded]
+            units = [each for each in _UNITS if each <= max(self._spread.num_blocks, 1)]
+            units = [each for each in units if each == base.unit or self._why_not(replace(base, unit=each)) is None]
+            if units:
+                yield "parallelism.unit", units
+            yield "parallelism.prefetch", ()
+        if "no_shard" in possible:
+            yield "communication.bucket_cap_mb", ()
+
+    def _why_not(self, plan: ParallelPlan) -> str | None:
+        made, told = self._spread.transition(plan, self._optimizers)
+        return told if made is None else None
+
+
+def _processors() -> int:
+    """That this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = group_limits().quota_cores
+    return allowed if quota is None else max(min(allowed, int(quota)), 1)
+
+
+# --- what a rank reports of its model --------------------------------------------------------------------------------
+# What a rank reports of its model, once, as training begins: for those who say how it could be trained better.
+
+_MOST_BLOCKS = 8
+
+
+def profile_of(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, rank: int, sharing: str, plan: str | None
+) -> ModelProfile:
+    """What ``model`` is, and what this rank holds of it and of its optimizers' state; ``sharing`` says how."""
+    parameters = [each for each in model.parameters() if not is_lazy(each)]  # those have no size before the first step
+    kept = [each for optimizer in optimizers for each in optimizer.state.values() if isinstance(each, Mapping)]
+    state = [value for each in kept for value in each.values()]
+    kinds: Counter[str] = Counter()
+    for each in parameters:
+        kinds[str(each.dtype).removeprefix("torch.")] += each.numel()
+    blocks = Counter(type(each).__name__ for each in model.modules() if any(True for _ in each.children()))
+    repeated = [f"{number} x {name}" for name, number in blocks.most_common() if number > 1]
+    return ModelProfile(
+        time=time.time(),
+        rank=rank,
+        name=type(model).__name__,
+        num_parameters=sum(kinds.values()),
+        num_trainable=sum(each.numel() for each in parameters if each.requires_grad),
+        by_dtype=", ".join(f"{name} {number}" for name, number in kinds.most_common()),
+        parameter_bytes=_held(parameters),
+        buffer_bytes=_held(model.buffers()),
+        optimizer_bytes=_held(value for value in state if isinstance(value, torch.Tensor)),
+        optimizers=", ".join(type(each).__name__ for each in optimizers),
+        blocks=", ".join(repeated[:_MOST_BLOCKS]),
+        device=str(parameters[0].device) if parameters else "",
+        sharing=sharing,
+        plan=plan,
+    )
+
+
+def _held(tensors: Iterable[torch.Tensor]) -> int:
+    """How many bytes of these lie on this rank."""
+    own = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+    return sum(each.numel() * each.element_size() for each in own)

@@ -1,0 +1,1 @@
+"""What a step does to gradients: weighing, sharing, clipping, and what their noise says."""

@@ -1,0 +1,357 @@
+"""The noise of gradients, from pairs of steps, and what the size of a step means to what is learned."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from elastic_ext.config.batch_rules import BatchRule
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.records.metrics import LearningFacts
+from elastic_ext.training.batches import Batches
+from elastic_ext.training.steps.state import StepState
+
+from .sharing import Sharing
+
+if TYPE_CHECKING:
+    from elastic_ext.config.follower import ConfigFollower
+    from elastic_ext.training.counters import Counts
+
+__all__ = ["GradientPairs", "Learning"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- the gradients of two steps in a row, looked at as optimizers are about to use them, and compared ----------------
+# No second copy of them is kept: of each tensor it looks at some thousand elements, the same in both steps and spread
+# evenly over it, each of which counts for those around it. What follows from the numbers is in NoiseScale; which steps
+# are looked at, in Learning. No parameter is held from one step to the next, since it may become another object.
+
+_MOST_ELEMENTS = 4096  # of a tensor
+_MOST_KEPT = 16  # weights of so many looks
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is looked at of one tensor on this rank."""
+
+    position: int
+    """Of its parameter, among those of all optimizers."""
+    num_elements: int
+    weight: float
+    """Of each: what it stands for, on as many ranks as have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A piece, and which elements it is."""
+
+    piece: _Piece
+    elements: slice
+
+
+_Seen = tuple[tuple[_Piece, ...], torch.Tensor]  # elements of some tensors on one device, one after another
+
+
+@dataclass(slots=True)
+class _Look:
+    """What was seen in one step."""
+
+    places: dict[int, int]
+    """By the id of a parameter that was not looked at so far, its position."""
+    seen: list[_Seen] = field(default_factory=list)
+
+
+class GradientPairs:
+    """One rank's looks."""
+
+    def __init__(
+        self,
+        state: StepState,
+        optimizers: Sequence[Optimizer],
+        sharing: Callable[[], Sharing],
+        *,
+        num_ranks: int,
+    ) -> None:
+        """``num_ranks`` add up what they see, each its part of it."""
+        self._state = state
+        self._optimizers = optimizers
+        self._sharing = sharing
+        self._num_ranks = num_ranks
+        self._number = -1  # of the step that was looked at last
+        self._now: _Look | None = None
+        self._first: _Look | None = None
+        self._cuts: dict[tuple[int, int, int], _Cut] = {}  # by position, number of elements, and of ranks that share it
+        self._weights: dict[tuple[tuple[_Piece, ...], torch.dtype, torch.device], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def look(self, parameters: Iterable[torch.Tensor], scale: torch.Tensor | None) -> None:
+        """See the gradients of parameters, those that were not seen in this step; they are ``scale`` times too large.
+
+        No collective, and nothing that waits for a device.
+        """
+        look, num_shards = self._look_of(self._state.number), self._sharing().num_shards
+        pieces: dict[torch.device, list[_Piece]] = {}
+        views: dict[torch.device, list[torch.Tensor]] = {}
+        for part in parameters:
+            position = look.places.pop(id(part), None)
+            if position is None:
+                continue
+            held, shards = _local(part, num_shards)
+            if is_lazy(held) or held.layout is not torch.strided or not held.dtype.is_floating_point:
+                continue
+            if held.numel() == 0:
+                continue
+            cut = self._cuts.get((position, held.numel(), shards)) or self._cut_of(position, held.numel(), shards)
+            view = _some_of(held, cut.elements)
+            if view.device not in pieces:
+                pieces[view.device], views[view.device] = [], []
+            pieces[view.device].append(cut.piece)
+            views[view.device].append(view if part.grad is not None else torch.zeros_like(view))
+        for device, found in views.items():
+            elements = torch.cat(found)  # a copy: optimizers may change gradients
+            if elements.dtype is not torch.float64:
+                elements = elements.float()
+            if scale is not None:
+                elements /= scale.to(device)
+            look.seen.append((tuple(pieces[device]), elements))
+
+    def keep(self) -> None:
+        """The step that was looked at is the first of two."""
+        self._first, self._now = self._now, None
+
+    def compare(self) -> tuple[float, float] | None:
+        """Of the two: the square of their difference, and their product, this rank's part of both; nothing is left.
+
+        Zeros where nothing of the gradients lies on this rank, None where they are no pair. Waits for the device.
+        """
+        first, second = self._first, self._now
+        self.forget()
+        if first is None or second is None:
+            return None
+        if not _is_pair(first.seen, second.seen):
+            return None
+        sums = [torch.zeros(2)]
+        for (pieces, one), (_, other) in zip(first.seen, second.seen, strict=True):
+            weights, apart = self._weights_of(pieces, one), one - other
+            sums.append(torch.stack([torch.dot(apart * weights, apart), torch.dot(one * weights, other)]))
+        apart_squares, products = zip(*(each.tolist() for each in sums), strict=True)
+        return sum(apart_squares), sum(products)  # and not fsum, which raises where there are infinities
+
+    def forget(self) -> None:
+        """What was seen so far is no part of a pair."""
+        self._first = self._now = None
+        self._number = -1
+
+    def _look_of(self, number: int) -> _Look:
+        """That of the step with this number; a step that is taken again has another."""
+        if self._now is None or number != self._number:
+            trained = (part for each in self._optimizers for group in each.param_groups for part in group["params"])
+            self._now = _Look({id(part): position for position, part in enumerate(trained)})
+            self._number = number
+        return self._now
+
+    def _cut_of(self, position: int, num_elements: int, num_shards: int) -> _Cut:
+        """Which elements are looked at of so many, one rank's of ``num_shards``: from the first on each n-th.
+
+        No row or column of the tensor is passed over, since n has no divisor in common with any of its sizes.
+        """
+        stride = -(-num_elements // _MOST_ELEMENTS)
+        while math.gcd(stride, num_elements) > 1:
+            stride += 1
+        start = random.Random(position).randrange(stride) if stride < num_elements else 0
+        num_seen = len(range(start, num_elements, stride))
+        piece = _Piece(position, num_seen, num_elements / num_seen * num_shards / self._num_ranks)
+        cut = self._cuts[position, num_elements, num_shards] = _Cut(piece, slice(start, None, stride))
+        return cut
+
+    def _weights_of(self, pieces: tuple[_Piece, ...], elements: torch.Tensor) -> torch.Tensor:
+        """Element by element."""
+        key = pieces, elements.dtype, elements.device
+        if key not in self._weights:
+            if len(self._weights) >= _MOST_KEPT:
+                self._weights.clear()
+            each = torch.tensor([piece.weight for piece in pieces], dtype=elements.dtype)
+            counts = torch.tensor([piece.num_elements for piece in pieces])
+            self._weights[key] = torch.repeat_interleave(each, counts).to(elements.device)
+        return self._weights[key]
+
+
+def _is_pair(first: Sequence[_Seen], second: Sequence[_Seen]) -> bool:
+    """Whether the same was seen in both; a model may be moved, or made of another type, between two steps."""
+
+    def kinds(seen: Sequence[_Seen]) -> list[tuple[tuple[_Piece, ...], torch.dtype, torch.device]]:
+        return [(pieces, elements.dtype, elements.device) for pieces, elements in seen]
+
+    return kinds(first) == kinds(second)
+
+
+def _some_of(held: torch.Tensor, elements: slice) -> torch.Tensor:
+    """Of all elements, in the order of their indices; without a copy of those that are left out."""
+    if held.is_contiguous():
+        return held.view(-1)[elements]
+    return held.take(torch.arange(elements.start, held.numel(), elements.step, device=held.device))
+
+
+def _local(part: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, int]:
+    """What of a gradient lies on this rank, and over how many ranks one copy is shared out, by itself or as given.
+
+    Of the parameter itself where it has none. A distributed one that is not summed up yet is not there at all.
+    """
+    held = part if part.grad is None else part.grad
+    if not isinstance(held, DTensor):
+        return held, num_shards
+    placements = held.placements
+    if any(placement.is_partial() for placement in placements):
+        return held.to_local().new_empty(0), 1
+    sizes = zip(placements, held.device_mesh.shape, strict=True)
+    # Shards of a tensor that is cut by two dimensions of the mesh do not all call themselves so.
+    return held.to_local(), math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+
+# --- what the size of a step means to what is learned, seen while training goes on -----------------------------------
+# Looked at only where that is wanted: where the user lets steps grow, or where rates follow the noise of gradients.
+# Which steps are looked at, and when ranks add up what they have seen, depends on what is the same on all of them.
+
+_KEY = "global_batch_size"
+_FIRST_PAIRS, _MORE_PAIRS = 16, 48  # of steps; so many without steps between them, and until there are so many
+_OFTEN_STEPS, _EVERY_STEPS = 8, 32  # ... one pair in so many, and then in so many; even numbers
+_DIGITS = 2  # of what is told: what is no news is not told again
+_OWN_SIZE = (
+    "the tuner changes how many samples a step has where the dataloader can be told its sizes; use ElasticDataLoader"
+)
+
+
+class Learning:
+    """One rank's part."""
+
+    def __init__(
+        self,
+        follower: ConfigFollower,
+        counts: Counts,
+        batches: Batches,
+        state: StepState,
+        pairs: GradientPairs,
+        *,
+        rule: BatchRule,
+    ) -> None:
+        self.is_on = False
+        """Whether gradients are looked at; the same on all ranks, from one boundary to the next."""
+        self.lets_grow = False
+        """The user lets the tuner choose how many samples a step has, and it can be changed."""
+        self.why_not = ""
+        """Why it cannot be, where the user would let it."""
+        self.on_news: Callable[[], None] = lambda: None
+        """Called on all ranks at a boundary, when more is known of the noise."""
+        self._follower = follower
+        self._counts = counts
+        self._batches = batches
+        self._state = state
+        self._pairs = pairs
+        self._rule = rule
+        self._step = self._num_samples = 0  # as the step under way began
+        self._first: tuple[int, int] | None = None  # the first step of a pair, and its samples
+
+    def take_up(self, config: ElasticConfig) -> None:
+        """Go on under ``config``, from the next step on; all ranks at the same boundary."""
+        knobs = config.tuning.knobs or {}
+        self.why_not = self._why_not(config) if _KEY in knobs else ""
+        self.lets_grow = _KEY in knobs and not self.why_not
+        is_wanted = self.lets_grow or self._rule == "adascale"
+        self.is_on = is_wanted and self._follower.settings.enabled and self._batches.global_batch is not None
+        if not self.is_on:
+            self.forget()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """A step comes: have its gradients looked at, if it is its turn."""
+        counts = self._counts
+        self._step, self._num_samples = counts.global_step, counts.num_samples
+        is_seen = self.is_on and self._is_seen(counts.noise_scale.num_steps)
+        self._state.on_gradients = self._pairs.look if is_seen else None
+
+    def end_step(self) -> None:
+        """A step has ended, on all ranks: after the second of a pair they add up what they have seen.
+
+        Also where it has not committed, since others may have taken it for one that has: they find that out elsewhere.
+        """
+        counts, noise = self._counts, self._counts.noise_scale
+        number, noise.num_steps = noise.num_steps, noise.num_steps + 1
+        if not self._is_seen(number):
+            return
+        num_samples = counts.num_samples - self._num_samples if counts.global_step > self._step else 0
+        if number % 2 == 0:
+            self._pairs.keep()
+            self._first = number, num_samples
+            return
+        is_pair, self._first = num_samples > 0 and self._first == (number - 1, num_samples), None
+        seen = self._pairs.compare()
+        self._take(num_samples, self._all_of(seen if is_pair else None))
+
+    def forget(self) -> None:
+        """The next gradients are no pair with those before: of another model or another state of it."""
+        self._pairs.forget()
+        self._first = None
+
+    def facts(self) -> LearningFacts | None:
+        """For whoever tunes; None where the user does not let steps grow."""
+        first = self._counts.reference_batch
+        if not self.lets_grow or first is None:
+            return None
+        return LearningFacts(rule=self._rule, first_batch=first, noise_scale=self._told)
+
+    @property
+    def _told(self) -> float | None:
+        """The noise scale in few digits."""
+        found = self._counts.noise_scale.value
+        return None if found is None else float(f"{found:.{_DIGITS}g}")
+
+    def _why_not(self, config: ElasticConfig) -> str:
+        """Why a step cannot have another number of samples, empty where it can."""
+        batch = self._batches.global_batch
+        if self._batches.source is None or batch is None:
+            return _OWN_SIZE
+        return self._batches.check(config.revise({_KEY: 2 * batch}, "to be asked for")) or ""
+
+    def _is_seen(self, number: int) -> bool:
+        """Whether the step with this number is one of a pair, the same for both."""
+        num_tried = self._counts.noise_scale.num_tried
+        if num_tried < _FIRST_PAIRS:
+            return True
+        return number % (_OFTEN_STEPS if num_tried < _MORE_PAIRS else _EVERY_STEPS) < 2
+
+    def _all_of(self, seen: tuple[float, float] | None) -> tuple[float, float] | None:
+        """What all ranks have seen together, the same on all to the bit; None where one has seen no pair."""
+        text = "" if seen is None else " ".join(map(float.hex, seen))
+        texts = self._follower.bring_noise(text)
+        if "" in texts:
+            return None
+        each = [tuple(map(float.fromhex, told.split())) for told in texts]
+        apart, product = (sum(numbers) for numbers in zip(*each, strict=True))  # fsum raises for infinities
+        return apart, product
+
+    def _take(self, num_samples: int, seen: tuple[float, float] | None) -> None:
+        noise = self._counts.noise_scale
+        before = noise.value
+        if seen is None or not all(map(math.isfinite, seen)):
+            noise.note_nothing()
+            return
+        noise.add(num_samples, apart=seen[0], product=seen[1])
+        if noise.value == before:
+            return
+        if before is None and self._follower.ranks.rank == 0:
+            _logger.info(
+                "gradients have as much noise as gradient at about %g samples per step; there are %d",
+                self._told,
+                num_samples,
+            )
+        self.on_news()

@@ -1,0 +1,444 @@
+"""Rates: the learning rates and weight decays of an optimizer's groups, which the config changes while schedules go on.
+
+Words: the *base* rate of a parameter group is what a schedule multiplies; without a schedule it is the group's ``lr``.
+The *effective* rate is what a step uses: what the schedule made of the base, times the *factor* that a changed learning
+rate and a changed global batch ask for. The factor acts around ``step()`` alone: schedules see their own numbers.
+
+Rates are *by hand* once the loop was seen to write them into the groups. From then on the groups' rates are the loop's,
+and the config's rate acts as a factor, as it does with a schedule. It is divided by what the loop's numbers start from:
+the script's rate where the loop wrote before its first step, else the config's rate that the groups held by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from elastic_ext.config.elastic_config import ElasticConfig
+
+__all__ = ["OptimizerSettings", "Rates"]
+
+_logger = logging.getLogger(__name__)
+
+# In groups, so that every kind of checkpoint keeps them.
+_RATE_BY_HAND = "lr_by_hand_over"  # the rate that the loop's numbers start from; None for the script's
+_DECAY_BY_HAND = "weight_decay_by_hand"  # True for a group whose decay the loop writes
+
+_FACTOR = (
+    "the loop writes learning rates into param_groups by itself, {now:g} for the first group: optimizer.learning_rate "
+    "{rate:g} of the config acts on them as a factor of {factor:g} (over {base:g}), so that {effective:g} is used; "
+    "this is said once"
+)
+_OWN_DECAY = (
+    "the loop writes weight decay into param_groups by itself, {now:g} of late: optimizer.weight_decay {decay:g} of "
+    "the config does not act on it, and a config with another one is refused; this is said once"
+)
+_REFUSED_DECAY = (
+    "the loop writes weight decay into param_groups by itself, {now:g} of late, so that a value of the config would "
+    "not act; leave optimizer.weight_decay out, or have the loop not write it"
+)
+
+
+class Rates:
+    """The rates and decays of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._rate: float | None = None  # as the config says, where it says other than the script
+        self._decay: float | None = None  # likewise
+        self.factor = 1.0
+        """What groups' rates are multiplied with around ``step()``."""
+        self.tell: Callable[[str, str], None] = lambda about, text: None
+        """Called with what the loop writes by itself while the config says otherwise, and with the words for it."""
+        self._rate_factor = self._batch_factor = 1.0
+        # The base is what the first group's rate, or its schedule's, goes back to while the config does not change it.
+        self._given_rate = self._base = self.base_rate or 0.0
+        self._decays = [_decay_of(group) for group in self._groups]
+        self._is_fresh = True  # no step was taken with the groups' rates
+        self.must_look = True
+        """Whether ``look()`` has to be called before the next step; what the loop writes while the config says nothing
+        else is seen in time when the config does, or when the groups are saved."""
+        self._is_loading = False
+        self._is_loaded = False  # by the optimizer itself, and the config was not put over it so far
+        self._shown_rates: list[_Shown] | None = None  # what the groups held last; None where nobody is to look
+        self._rates: list[Any] = []  # the same, without what is known of them
+        self._has_tensors = False
+        self._shown_decays: list[Any] = []
+        optimizer.register_load_state_dict_post_hook(self._note_loaded)
+        self._watch()
+
+    @property
+    def base_rate(self) -> float | None:
+        """The first group's base rate, None for an optimizer without rates."""
+        group = self._groups[0]
+        rate = group.get("initial_lr", group.get(_RATE_BY_HAND) or group.get("lr"))
+        return None if rate is None else float(rate)
+
+    @property
+    def base_decay(self) -> float | None:
+        """The first group's weight decay, None for an optimizer without."""
+        decay = self._groups[0].get("weight_decay")
+        return None if decay is None else float(decay)
+
+    @property
+    def effective(self) -> list[float]:
+        """What the next step uses, group by group."""
+        self._notice()
+        return [float(group["lr"]) * self.factor for group in self._groups if "lr" in group]
+
+    @property
+    def are_by_hand(self) -> bool:
+        """Whether the loop was seen to write rates by itself, where there is no schedule."""
+        group = self._groups[0]
+        return _RATE_BY_HAND in group and "initial_lr" not in group
+
+    def look(self) -> None:
+        """See whether the loop has written rates or decays; called before every step for which ``must_look`` is set."""
+        if self._is_fresh or not self._is_as_shown():
+            self._notice()
+            self._is_fresh = False
+        self.must_look = self._rate is not None or self._decay is not None
+
+    def note_written(self) -> None:
+        """See the same between two steps, before the groups are saved."""
+        self._notice()
+
+    def set_rate(self, rate: float) -> None:
+        """Have the first group's base rate be ``rate``; other groups keep their ratio to it, schedules go on."""
+        self._notice()
+        self._rate, self.must_look = rate, True
+        self._put_rate(rate)
+
+    def set_decay(self, decay: float) -> None:
+        """Have the first group's weight decay be ``decay``; other groups keep their ratio to it."""
+        self._notice()
+        self._put_decay(decay)
+
+    def set_batch_factor(self, factor: float) -> None:
+        """What rates are multiplied with because of the global batch's size."""
+        self._batch_factor = factor
+        self.factor = self._rate_factor * factor
+
+    def why_not_decay(self) -> str | None:
+        """Why weight decay cannot be changed here, None where it can."""
+        self._notice()
+        written = next((_decay_of(group) for group in self._groups if _DECAY_BY_HAND in group), None)
+        if written is not None:
+            return _REFUSED_DECAY.format(now=written)
+        if self.base_decay is None:
+            return f"{type(self._optimizer).__name__} has no weight decay"
+        if self._decays[0] == 0.0 and any(self._decays):
+            return "the first group has no weight decay that others could keep a ratio to; put a decayed group first"
+        return None
+
+    def expect_schedule(self) -> None:
+        """A schedule sets the groups' rates: keep the base, which ReduceLROnPlateau does not do by itself."""
+        for group in self._groups:
+            if "lr" in group:
+                group.setdefault("initial_lr", _copied(group["lr"]))
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Add a group, whose rate and decay are given as the script's are, whatever the config made of those since."""
+        rate, decay = self._rate, self._decay
+        if rate is not None:
+            self.set_rate(self._given_rate)
+        if decay is not None:
+            self.set_decay(self._decays[0])
+        self._optimizer.add_param_group(group)
+        if rate is not None:
+            self.set_rate(rate)
+        if decay is not None:
+            self.set_decay(decay)
+
+    def load(self, load: Callable[[], object]) -> None:
+        """Have ``load`` put other rates in place; what the config in force gives is put over what was loaded."""
+        groups = self._groups
+        bases = [group.get("initial_lr") for group in groups]
+        by_hand = [{key: group.pop(key) for key in (_RATE_BY_HAND, _DECAY_BY_HAND) if key in group} for group in groups]
+        self._is_loading, has_loaded = True, False
+        try:
+            load()
+            has_loaded = True
+        finally:
+            self._is_loading = False
+            if not has_loaded:
+                for group, held in zip(groups, by_hand, strict=True):
+                    group.update(held)
+        for group, base in zip(self._groups, bases, strict=True):
+            if base is not None:  # what was saved without a schedule has none
+                group.setdefault("initial_lr", base)
+        self._take_base(bases[0])
+        self._put_config()
+
+    @contextmanager
+    def scaled(self) -> Iterator[None]:
+        """Every group's rate times the factor, and as it was afterwards, whatever happens."""
+        rates = [(group, _copied(group["lr"])) for group in self._groups if "lr" in group]
+        shown_rates, self._shown_rates = self._shown_rates, None
+        try:
+            for group, rate in rates:
+                _put(group, rate * self.factor)
+            yield
+        finally:
+            for group, rate in rates:
+                _put(group, rate)
+            for shown in shown_rates or ():
+                shown.version = _version_of(shown.rate)
+            self._shown_rates = shown_rates
+
+    # ---- what the loop writes ----
+
+    def _is_as_shown(self) -> bool:
+        """Whether the groups' rates and decays are the objects that they were; called in most steps, so it is brief."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        shown_decays, shown_rates = self._shown_decays, self._shown_rates
+        if len(groups) != len(shown_decays):
+            return False
+        for number, group in enumerate(groups):
+            if group.get("weight_decay") is not shown_decays[number]:
+                return False
+            if shown_rates is not None and group.get("lr") is not self._rates[number]:
+                return False
+        return not (
+            self._has_tensors
+            and shown_rates is not None
+            and any(shown.version != _version_of(shown.rate) for shown in shown_rates)
+        )
+
+    def _notice(self) -> None:
+        """Take for the loop's what it has written since ``_watch``."""
+        if not (self._is_loaded or not self._is_as_shown()):
+            return
+        is_loaded, self._is_loaded = self._is_loaded, False
+        groups, shown_rates = self._groups, self._shown_rates
+        if shown_rates is not None and "initial_lr" not in groups[0]:
+            self._notice_rates([not shown.is_in(group) for group, shown in zip(groups, shown_rates, strict=False)])
+        decays = zip(groups, self._shown_decays, strict=False)
+        written = [group for group, decay in decays if group.get("weight_decay") != decay]
+        for group in written:
+            group[_DECAY_BY_HAND] = True
+        self._watch()
+        if written:
+            self._tell_decay()
+        if is_loaded:
+            self._put_config()
+
+    def _notice_rates(self, are_written: Sequence[bool]) -> None:
+        """The loop has written the rates of these groups; the others' are in its numbers from here on, too."""
+        groups, base = self._groups, self._base
+        if not any(are_written):
+            # Another float of the same value: a loop whose schedule starts where the script does. While the config says
+            # nothing else it makes no difference; when it does, the loop's next number is known for what it is.
+            is_put = any(group.get("lr") is not rate for group, rate in zip(groups, self._rates, strict=False))
+            if not (is_put and not self._has_tensors and base == self._given_rate and self._rate in (None, base)):
+                return
+        start = self._given_rate if self._is_fresh else base
+        if start != base and base:
+            for group, is_written in zip(groups, are_written, strict=False):
+                if not is_written and "lr" in group:
+                    _put(group, float(group["lr"]) * (start / base))
+        for group in groups:
+            group[_RATE_BY_HAND] = None if self._is_fresh else base
+        self._base = start
+        self._put_rate(self._rate_in_force)
+
+    def _watch(self) -> None:
+        """Remember what the groups hold."""
+        groups = self._groups
+        for group in groups[1:]:  # one that was added since
+            if self.are_by_hand:
+                group.setdefault(_RATE_BY_HAND, groups[0][_RATE_BY_HAND])
+        is_seen = not ("initial_lr" in groups[0] or self.are_by_hand)
+        self._shown_rates = [_Shown(group.get("lr")) for group in groups] if is_seen else None
+        self._rates = [group.get("lr") for group in groups]
+        self._has_tensors = any(isinstance(rate, torch.Tensor) for rate in self._rates)
+        self._shown_decays = [group.get("weight_decay") for group in groups]
+
+    def _note_loaded(self, optimizer: Optimizer) -> None:
+        """The optimizer has loaded by itself, as accelerate has it do: the config's rate comes over that."""
+        if not (self._is_loading or "initial_lr" in self._groups[0]):
+            self._take_base(None)
+            self._is_loaded = True
+
+    def _take_base(self, base: Any) -> None:
+        """Other rates were loaded; ``base`` is what a schedule had multiplied before."""
+        if self.are_by_hand:
+            self._base = self._groups[0][_RATE_BY_HAND] or self._given_rate
+        else:
+            loaded = self.base_rate
+            if loaded:
+                self._base = self._base * (loaded / float(base)) if base else loaded
+            if "initial_lr" not in self._groups[0]:
+                self._rate_factor, self.factor = 1.0, self._batch_factor
+        self._is_fresh, self._is_loaded, self.must_look = True, False, True
+        self._watch()
+
+    # ---- what the config says ----
+
+    @property
+    def _rate_in_force(self) -> float:
+        return self._given_rate if self._rate is None else self._rate
+
+    def _put_config(self) -> None:
+        """Put what the config in force gives over what was loaded."""
+        if self._rate is not None or self.are_by_hand:
+            self._put_rate(self._rate_in_force)
+        if self._decay is not None:
+            self._put_decay(self._decay)
+
+    def _put_rate(self, rate: float) -> None:
+        groups = self._groups
+        if "initial_lr" in groups[0] or self.are_by_hand:  # a schedule starts from it, or the loop does
+            self._rate_factor = rate / self._base if self._base else 1.0
+            self.factor = self._rate_factor * self._batch_factor
+            self._tell_rate()
+            return
+        rates = [float(group["lr"]) for group in groups]  # all of them before any is set: they may share a tensor
+        for group, now in zip(groups, rates, strict=True):
+            _put(group, rate * (now / self._base))
+        self._base, self._rate_factor = rate, 1.0
+        self.factor = self._batch_factor
+        self._watch()
+
+    def _put_decay(self, decay: float) -> None:
+        self._decay, self.must_look = decay, True
+        groups = self._groups
+        self._decays += [_decay_of(group) for group in groups[len(self._decays) :]]  # groups that were added since
+        for group, given in zip(groups, self._decays, strict=True):
+            if _DECAY_BY_HAND not in group:
+                share = 1.0 if given == self._decays[0] else given / self._decays[0]
+                group["weight_decay"] = decay * share
+        self._watch()
+
+    def _tell_rate(self) -> None:
+        if self._rate_factor == 1.0 or not self.are_by_hand:
+            return
+        now = float(self._groups[0]["lr"])
+        told = {"now": now, "base": self._base, "factor": self._rate_factor, "effective": now * self.factor}
+        self.tell("rates", _FACTOR.format(rate=self._rate_in_force, **told))
+
+    def _tell_decay(self) -> None:
+        if self._decay is None or self._decay == self._decays[0]:
+            return
+        now = next(_decay_of(group) for group in self._groups if _DECAY_BY_HAND in group)
+        self.tell("decays", _OWN_DECAY.format(now=now, decay=self._decay))
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+
+class _Shown:
+    """A group's rate as it was last put or seen."""
+
+    __slots__ = ("_copy", "rate", "version")
+
+    def __init__(self, rate: Any) -> None:
+        self.rate = rate
+        self.version = _version_of(rate)
+        self._copy = _copied(rate)
+
+    def is_in(self, group: dict[str, Any]) -> bool:
+        """Whether the group's rate has this value; waits for the device of a tensor that was written."""
+        now = group.get("lr")
+        if now is self.rate and _version_of(now) == self.version:
+            return True
+        if now is None or self._copy is None:
+            return now is self._copy
+        return float(now) == float(self._copy)
+
+
+class _Rated(Protocol):
+    """What is asked of an ``ElasticOptimizer``."""
+
+    rates: Rates
+
+    @property
+    def inner(self) -> Optimizer: ...
+
+
+class OptimizerSettings:
+    """The applier of the section ``optimizer``, for one or several optimizers."""
+
+    section = "optimizer"
+
+    def __init__(self, optimizers: Sequence[_Rated]) -> None:
+        self.optimizers = optimizers
+        self._rates = [optimizer.rates.base_rate for optimizer in optimizers]
+        self._decays = [optimizer.rates.base_decay for optimizer in optimizers]
+        self._decay = self._decays[0]  # in force
+        self.tells = False
+        """Whether this rank says what others would say, too."""
+        self._told: set[str] = set()
+        for optimizer in optimizers:
+            optimizer.rates.tell = self._tell
+
+    def startup_values(self) -> dict[str, object]:
+        """What the script gave the first optimizer."""
+        values: dict[str, object] = {}
+        if self._rates[0]:
+            values["optimizer.learning_rate"] = self._rates[0]
+        if self._decays[0] is not None:
+            values["optimizer.weight_decay"] = self._decays[0]
+        return values
+
+    def check(self, new: ElasticConfig) -> str | None:
+        wanted = new.optimizer
+        if wanted.learning_rate is not None and wanted.learning_rate != self._rates[0]:
+            if self._rates[0] is None:
+                return f"{type(self.optimizers[0].inner).__name__} has no learning rate"
+            if self._rates[0] == 0.0:
+                return "the first group's learning rate is 0, so the others have no ratio to it; give it a rate"
+        if wanted.weight_decay is not None and wanted.weight_decay not in (self._decays[0], self._decay):
+            reasons = [optimizer.rates.why_not_decay() for optimizer in self.optimizers]
+            if self._decays[0] == 0.0 and any(self._decays):
+                reasons.append("the first optimizer has no weight decay that others could keep a ratio to")
+            return next((reason for reason in reasons if reason is not None), None)
+        return None
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        rate, decay = new.optimizer.learning_rate, new.optimizer.weight_decay
+        if rate is not None and rate != old.optimizer.learning_rate:
+            for optimizer, base in zip(self.optimizers, self._rates, strict=True):
+                if base:  # an optimizer without a rate, or with rate 0, stays so
+                    optimizer.rates.set_rate(_in_ratio(rate, base, self._rates[0]))
+        if decay is not None and decay != old.optimizer.weight_decay:
+            self._decay = decay
+            for optimizer, base in zip(self.optimizers, self._decays, strict=True):
+                optimizer.rates.set_decay(_in_ratio(decay, base, self._decays[0]))
+
+    def _tell(self, about: str, text: str) -> None:
+        if self.tells and about not in self._told:
+            self._told.add(about)
+            _logger.warning("%s", text)
+
+
+def _in_ratio(value: float, base: float | None, first_base: float | None) -> float:
+    if base is None or not first_base or base == first_base:
+        return value
+    return value * (base / first_base)
+
+
+def _version_of(rate: Any) -> int | None:
+    return rate._version if isinstance(rate, torch.Tensor) else None
+
+
+def _decay_of(group: dict[str, Any]) -> float:
+    return float(group.get("weight_decay", 0.0))
+
+
+def _copied(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate
+
+
+def _put(group: dict[str, Any], rate: Any) -> None:
+    """Tensor rates change in place: a captured graph reads them where they are."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].copy_(torch.as_tensor(rate))
+    else:
+        group["lr"] = rate

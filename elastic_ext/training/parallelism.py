@@ -1,0 +1,278 @@
+"""The appliers that change how a model in training is sharded, and what they report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from elastic_ext.config.apply import Declined, Later
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.keys import TORCH
+from elastic_ext.errors import ElasticError, RanksFailedError
+from elastic_ext.fsdp.plan import ParallelPlan
+from elastic_ext.fsdp.reshard.change import Agree, Change, Moved
+from elastic_ext.fsdp.reshard.companions import Tensors
+from elastic_ext.fsdp.reshard.sharded_model import Spread
+from elastic_ext.fsdp.reshard.transition import Transition
+
+__all__ = ["FixedSharding", "Parallelism", "ReshardReport", "plan_of", "values_of"]
+
+
+# --- the appliers by which a model in training is spread otherwise, and what they report of it -----------------------
+# The sections ``parallelism`` and ``communication`` of a config together name one plan. Whether it can be put on is
+# found out on every rank before any of them changes something.
+
+_PATHS: Mapping[str, str] = {
+    "strategy": "parallelism.strategy",
+    "shard_degree": "parallelism.shard_degree",
+    "unit": "parallelism.unit",
+    "activation_checkpoint": "parallelism.activation_checkpoint",
+    "prefetch": "parallelism.prefetch",
+    "bucket_cap_mb": "communication.bucket_cap_mb",
+}
+_LEFT_TO_TORCH = ("prefetch", "bucket_cap_mb")  # where a plan has None
+
+_HALF = (
+    "a change of how the model is spread failed halfway, and parts of it lie by either plan: start the job again, "
+    "which resumes from a checkpoint"
+)
+_NOTHING = "nothing has changed, since {}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardReport:
+    """What a change of plan has done and cost."""
+
+    old: ParallelPlan
+    new: ParallelPlan
+    steps: tuple[str, ...]
+    seconds: float
+    """That training stood still on this rank."""
+    moved_bytes: int
+    """Between all ranks."""
+    extra_bytes: int
+    """The most that a rank took for a while, beside what its state took before or after."""
+    replaced: int
+    """Parameters that are other objects now: optimizers and registered state have them."""
+
+    def details(self) -> dict[str, object]:
+        """The same for whoever reads events."""
+        return {
+            "old": values_of(self.old),
+            "new": values_of(self.new),
+            "steps": list(self.steps),
+            "seconds": self.seconds,
+            "moved_bytes": self.moved_bytes,
+            "extra_bytes": self.extra_bytes,
+            "replaced": self.replaced,
+        }
+
+    def __str__(self) -> str:
+        told = f"{_in_words(self.old)} -> {_in_words(self.new)} in {self.seconds:.3f} s"
+        if "spread" not in self.steps:
+            return told
+        told += f", {self.moved_bytes} bytes between ranks, {self.extra_bytes} bytes of memory for a while"
+        return told + (f"; {self.replaced} parameters are other objects now" if self.replaced else "")
+
+
+class Parallelism:
+    """One rank's part in how a model is spread; the applier of two sections."""
+
+    paths = frozenset(_PATHS.values())
+    """The dotted keys of a config that name a plan."""
+
+    def __init__(
+        self,
+        spread: Spread,
+        optimizers: Sequence[Optimizer],
+        registered: Callable[[], Sequence[Tensors]],
+        *,
+        known: Callable[[], Sequence[object]],
+        agree: Agree,
+        fence: Callable[[], None],
+        on_spread: Callable[[], None],
+        give_up: Callable[[str], None],
+        tell: Callable[[ReshardReport], None],
+        has_begun: Callable[[], bool],
+    ) -> None:
+        """Of a model with a plan. ``known`` lets go of what it can, and gives what else of ours refers to parameters.
+
+        ``has_begun`` says whether the model has made passes, and makes more: what can be tried in one, is.
+        ``fence`` returns once none is being copied; ``on_spread`` takes up a model that is spread otherwise, ``tell``
+        what that has cost, and ``give_up`` why training cannot go on with it.
+        """
+        self.report: ReshardReport | None = None
+        """Of the last change."""
+        assert spread.plan is not None
+        self.startup_values: Mapping[str, object] = values_of(spread.plan)
+        """How the model was given to the trainer, as values of a config."""
+        self._spread = spread
+        self._optimizers = optimizers
+        self._registered = registered
+        self._known = known
+        self._agree = agree
+        self._fence = fence
+        self._on_spread = on_spread
+        self._give_up = give_up
+        self._tell = tell
+        self._has_begun = has_begun
+        self._prepared: tuple[ParallelPlan, Transition, Change | None] | None = None
+
+    def appliers(self) -> list[_Section]:
+        """For each section one, in the order in which they are called."""
+        return [_Section("communication", self), _Section("parallelism", self)]
+
+    def check(self, new: ElasticConfig) -> str | None:
+        """Why the plan that ``new`` names cannot be put on, None where it can."""
+        self._prepared = None
+        if not any(new.get(path) is not None for path in _PATHS.values()):
+            return None
+        try:
+            plan = plan_of(new)
+            made, told = self._spread.transition(plan, self._optimizers)
+            if made is None:
+                return told
+            if "recompute" in made.steps and plan.ratio and self._has_begun():
+                is_tried, why_not = self._spread.try_recomputing()
+                if not is_tried:
+                    raise Later
+                if why_not is not None:
+                    return why_not
+            change = None
+            if "spread" in made.steps:
+                change = self._spread.prepare(plan, self._optimizers, self._registered(), self._known())
+                made = replace(made, items=tuple(change.freight.items))  # with what is registered
+        except (ValueError, ElasticError) as error:
+            return str(error)
+        self._prepared = plan, made, change
+        return None
+
+    def apply(self, new: ElasticConfig) -> None:
+        """Put it on; all ranks call this between two steps, after none has refused."""
+        assert self._spread.plan is not None
+        if plan_of(new) == self._spread.plan:
+            return
+        assert self._prepared is not None, "it was checked just before"
+        (plan, made, change), self._prepared = self._prepared, None
+        error: Exception | None = None
+        try:
+            self._fence()
+            self._spread.wait()  # for the step before, which is none of the change
+        except Exception as caught:
+            error = caught
+        try:
+            self._agree(error)
+        except RanksFailedError as failure:
+            raise Declined(_NOTHING.format(_told_of(failure))) from failure
+        began, old = time.perf_counter(), self._spread.plan
+        try:
+            moved = self._spread.change(made, change, self._agree)
+        except Exception as error:
+            if change is None or not change.is_as_before:
+                self._give_up(_HALF)
+                raise
+            raise Declined(_NOTHING.format(_told_of(error))) from error
+        except BaseException:  # whoever interrupts it is told what became of it by the next call
+            self._give_up(_HALF)
+            raise
+        finally:
+            self._on_spread()  # also where it has gone back: DDP is another object by then
+        self._spread.wait()
+        self.report = _report(old, plan, made, moved, time.perf_counter() - began)
+        self._tell(self.report)
+
+    def forget(self) -> None:
+        """Let go of a change that was looked at and is not made now, and of the tensors that it would have moved."""
+        self._prepared = None
+
+    def close(self) -> None:
+        """Let go of what moving needs."""
+        self.forget()
+        self._spread.close()
+
+
+class _Section:
+    """The applier of one section, for what applies both."""
+
+    def __init__(self, section: str, owner: Parallelism) -> None:
+        self.section = section
+        self._owner = owner
+
+    def check(self, new: ElasticConfig) -> str | None:
+        return self._owner.check(new) if self.section == "parallelism" else None
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        self._owner.apply(new)
+
+
+def values_of(plan: ParallelPlan) -> dict[str, object]:
+    """A plan as dotted keys and values of a config: all that it says, whatever was in force before."""
+    values: dict[str, Any] = {path: getattr(plan, name) for name, path in _PATHS.items()}
+    values |= {_PATHS[name]: TORCH for name in _LEFT_TO_TORCH if getattr(plan, name) is None}
+    return {path: value for path, value in values.items() if value is not None}  # a degree goes with the strategy
+
+
+def plan_of(config: ElasticConfig) -> ParallelPlan:
+    """The plan that a config names."""
+    given = {name: config.get(path) for name, path in _PATHS.items()}
+    given |= {name: None for name in _LEFT_TO_TORCH if given[name] == TORCH}
+    kept: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return ParallelPlan(**kept)
+
+
+def _report(
+    old: ParallelPlan, new: ParallelPlan, made: Transition, moved: Moved | None, seconds: float
+) -> ReshardReport:
+    return ReshardReport(
+        old=old,
+        new=new,
+        steps=made.steps,
+        seconds=seconds,
+        moved_bytes=0 if moved is None else moved.num_sent,
+        extra_bytes=0 if moved is None else moved.load,
+        replaced=0 if moved is None else moved.num_replaced,
+    )
+
+
+def _told_of(error: Exception) -> str:
+    """What a failure says, of each rank that has failed."""
+    if isinstance(error, RanksFailedError):
+        ends = {rank: text.rstrip().rpartition("\n")[2] for rank, text in error.tracebacks.items()}
+        return "; ".join(f"rank {rank} raised {end}" for rank, end in ends.items())
+    return str(error) if isinstance(error, ElasticError) else f"{type(error).__name__}: {error}"
+
+
+def _in_words(plan: ParallelPlan) -> str:
+    told: str = plan.strategy
+    if plan.shard_degree is not None:
+        told += f" of {plan.shard_degree}"
+    if not plan.is_replicated:
+        told += f", unit {plan.unit}"
+    return told + (f", {plan.ratio:.0%} recomputed" if plan.ratio else "")
+
+
+# --- says no where a config asks a model for another sharding, and nothing can give it that --------------------------
+
+
+class FixedSharding:
+    """The applier of the section ``parallelism`` for a model whose sharding cannot be changed: it refuses that."""
+
+    section = "parallelism"
+    only_checks = True
+    _PATHS = ("parallelism.strategy", "parallelism.shard_degree", "parallelism.unit")
+
+    def __init__(self, reason: str, in_force: Callable[[], ElasticConfig]) -> None:
+        self._reason = reason
+        self._in_force = in_force
+
+    def check(self, new: ElasticConfig) -> str | None:
+        now = self._in_force()
+        changed = [path for path in self._PATHS if new.get(path) is not None and new.get(path) != now.get(path)]
+        return f"{', '.join(changed)} cannot be changed: {self._reason}" if changed else None
+
+    def apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        """Of other keys of the section others may make something."""

@@ -1,0 +1,122 @@
+"""What is said once about a loop because it is mostly a mistake, and whether a schedule is made for the number of
+steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["EpochLength", "Remarks", "is_looked_at", "next_look", "remark_on_length"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- what is said once about a loop, since it may be meant and mostly is a mistake; and when it is looked for --------
+
+_MOST_BETWEEN_LOOKS = 1024
+"""Steps. A look takes a few hundred microseconds: of a training of many steps, less than one in each."""
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether the step of that number is looked at: the first eight, then four in each doubling of their number, until
+    the most that may be lie between two."""
+    return number % _between_looks(number) == 0
+
+
+def next_look(number: int) -> int:
+    """The first step after that of this number that is looked at."""
+    following = number + 1
+    return following + -following % _between_looks(following)
+
+
+def _between_looks(number: int) -> int:
+    """How many steps lie between two looks about that step."""
+    return min(1 << max(number.bit_length() - 3, 0), _MOST_BETWEEN_LOOKS)
+
+
+class Remarks:
+    """Warnings about a training loop, each said once, by the first rank."""
+
+    def __init__(self) -> None:
+        self.are_logged = True
+        """Whether this rank is the one that says them."""
+        self.on_said: Callable[[str], None] | None = None
+        """Called with what was said, by the rank that says it."""
+        self._said: set[str] = set()
+
+    def say(self, kind: str, text: str) -> None:
+        """Log ``text``, unless something of its kind was said before."""
+        if kind in self._said:
+            return
+        self._said.add(kind)
+        if self.are_logged:
+            _logger.warning("%s (this is said once)", text)
+            if self.on_said is not None:
+                self.on_said(text)
+
+
+# --- how many steps a schedule is made for, and whether that number was counted in micro-batches ---------------------
+
+_LENGTHS = ("T_max", "total_steps", "total_iters")
+_FEWEST_BATCHES = 8  # of fewer almost every number is a multiple
+_IN_PARTIAL = "num_training_steps"  # the name of it in transformers' schedules, which are partial functions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochLength:
+    """How long an epoch is, as a script can count it before ``prepare()``."""
+
+    num_batches: int
+    """Of ``len(dataloader)``."""
+    batch_samples: int
+    """What such a batch holds, over all ranks where each has its own."""
+
+    def num_steps(self, global_batch: int) -> int:
+        return -(-self.num_batches * self.batch_samples // global_batch)
+
+
+def remark_on_length(scheduler: Any, epoch: EpochLength, global_batch: int) -> str | None:
+    """What is odd about a schedule that steps once per step of so many samples, None where nothing is."""
+    num_batches, num_steps = epoch.num_batches, epoch.num_steps(global_batch)
+    if num_batches < _FEWEST_BATCHES or 3 * num_steps > 2 * num_batches:
+        return None
+    for name, length in _lengths_of(scheduler):
+        if length <= 0 or length % num_batches:
+            continue
+        num_epochs = length // num_batches
+        times = "the" if num_epochs == 1 else f"{num_epochs} times the"
+        epochs = "one epoch has" if num_epochs == 1 else f"{num_epochs} epochs have"
+        return (
+            f"{type(scheduler).__name__} has {name} {length}, {times} {num_batches} micro-batches of an epoch, and "
+            f"{epochs} {num_epochs * num_steps} steps: it steps once per step of the global batch of {global_batch} "
+            f"samples, and would not come to its end; give it the number of steps, {num_epochs * num_steps}"
+        )
+    return None
+
+
+def _lengths_of(scheduler: Any) -> Iterator[tuple[str, int]]:
+    """The lengths that a schedule has, each with its name; of one made of others, that of all its parts one by one."""
+    for name in _LENGTHS:
+        length = getattr(scheduler, name, None)
+        if type(length) is int:
+            yield name, length
+    milestones = getattr(scheduler, "milestones", None)
+    if milestones:  # a Counter
+        yield "its last milestone at", max(milestones)
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        length = getattr(function, "keywords", {}).get(_IN_PARTIAL)
+        if type(length) is int:
+            yield _IN_PARTIAL, length
+            break
+    parts, begins = getattr(scheduler, "_schedulers", ()), getattr(scheduler, "_milestones", ())
+    if parts and begins:
+        for _, length in _lengths_of(parts[-1]):
+            yield "an end at", begins[-1] + length
+        yield "its last milestone at", begins[-1]
+    elif parts:
+        for part in parts:
+            for name, length in _lengths_of(part):
+                yield f"a {type(part).__name__} with {name}", length

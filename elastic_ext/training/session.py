@@ -1,0 +1,709 @@
+"""A prepared training on this rank: what it does at boundaries and epochs with the other ranks, and the checks that all
+ranks load alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from elastic_ext.config.batch_rules import BatchRule, rate_factor
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.config.follower import ConfigFollower
+from elastic_ext.errors import ElasticError, RanksDisagreeError, RanksError, StepError
+from elastic_ext.profile.analyzing import Analyzer
+from elastic_ext.profile.held import memory_held
+from elastic_ext.profile.recorder import Recorder
+from elastic_ext.profile.showing import Showing
+from elastic_ext.ranks.group import Ranks
+from elastic_ext.ranks.heartbeat import Activity
+from elastic_ext.records.metrics import Measures
+from elastic_ext.records.text import Progress
+
+from .batches import Batches
+from .checkpoints.checkpoints import Checkpoints
+from .checkpoints.loop import Saving
+from .counters import Counts
+from .facts import FactsOfJob
+from .gradients.gradients import Gradients
+from .gradients.noise import Learning
+from .optimizers.accelerate import Accelerated, is_prepared
+from .optimizers.optimizer import can_materialise, materialise
+from .optimizers.rates import OptimizerSettings
+from .parallelism import FixedSharding, Parallelism, ReshardReport
+from .remarks import Remarks
+from .steps.oom_guard import Guarding
+from .steps.retry import Growing
+from .steps.steps import Steps
+
+__all__ = ["EpochsOfSampler", "SameLoading", "Session", "Speed", "num_unshared", "raise_on_all", "remark_on_shares"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- samplers of torch's DataLoader ----------------------------------------------------------------------------------
+# Samplers of torch's DataLoader: whether one shares samples out among ranks, and whether it is told of epochs.
+
+
+def num_unshared(loader: Any) -> int | None:
+    """How many samples this rank takes of a dataset that nothing shares out, None where something may.
+
+    What accelerate has prepared shares out by itself, and so may a batch sampler of the user's own.
+    """
+    if not isinstance(loader, DataLoader) or is_prepared(loader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if type(loader.batch_sampler) is not BatchSampler or hasattr(loader.sampler, "num_replicas"):
+        return None
+    try:
+        num_samples = len(loader.dataset)  # type: ignore[arg-type]
+        return num_samples if len(loader.sampler) == num_samples else None  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def remark_on_shares(num_samples: int, num_replicas: int, sampler: object) -> str:
+    """What is odd about each of several replicas taking so many samples."""
+    return (
+        f"each of {num_replicas} replicas of the model takes all {num_samples} samples of its dataset, since the "
+        f"dataloader's {type(sampler).__name__} shares nothing out: an epoch has each sample {num_replicas} times, "
+        "unless each rank's dataset holds others; use an ElasticDataLoader, which gives each rank its part of every "
+        "step, or sampler=DistributedSampler(dataset)"
+    )
+
+
+class EpochsOfSampler:
+    """Which epochs a DistributedSampler was told of by the ends of the loop's epochs."""
+
+    def __init__(self, loader: Any) -> None:
+        sampler = getattr(loader, "sampler", None)
+        self._sampler: Any = sampler if isinstance(sampler, DistributedSampler) and sampler.shuffle else None
+        self._last: tuple[int, int] | None = None  # an epoch, and the sampler's at its end
+
+    def end(self, epoch: int) -> str | None:
+        """The loop over ``epoch`` has ended; gives what is odd about the order that it had."""
+        if self._sampler is None:
+            return None
+        last, self._last = self._last, (epoch, self._sampler.epoch)
+        if last is None or self._last != (last[0] + 1, last[1]):
+            return None
+        return (
+            f"epochs {last[0]} and {epoch} had the same order of samples: the DistributedSampler shuffles by its "
+            f"epoch, which was {last[1]} in both; call dataloader.sampler.set_epoch(epoch) before each loop, or use an "
+            "ElasticDataLoader, which needs no such call"
+        )
+
+
+# --- whether the loaders of all ranks give batches of the same sizes, out of the same order of samples ---------------
+
+
+class SameLoading:
+    """This rank's loader beside those of the others. All ranks compare at the same places, and all raise."""
+
+    def __init__(self, batches: Batches, ranks: Ranks) -> None:
+        self._batches = batches
+        self._ranks = ranks
+        self._compares_orders = False  # at each epoch: a sampler draws them
+        self._num_unshared: int | None = None  # samples that each rank takes of a dataset, where that is their number
+        self._compares_batches = False  # at the first one: each rank draws them for itself
+
+    def compare(self) -> None:
+        """Raise where loaders differ: the ranks would take different numbers of steps, or samples twice.
+
+        Of different seeds all take rank 0's: what seeds each rank's workers may be that rank's own.
+        """
+        ordered = self._batches.ordered
+        mine = {
+            "sizes": self._batches.description,
+            "seed": None if ordered is None else ordered.seed,
+            "draws": ordered is not None and ordered.draws_order,
+            "batches": self._batches.drawing is not None,
+            "unshared": num_unshared(self._batches.loader) if self._batches.source is None else None,
+        }
+        answers = [json.loads(data) for data in self._gather(mine)]
+        if any(other["sizes"] != answers[0]["sizes"] for other in answers):
+            told = "; ".join(f"rank {rank}: {_in_words(each['sizes'])}" for rank, each in enumerate(answers))
+            raise RanksDisagreeError(
+                f"the ranks' dataloaders differ ({told}); give all ranks batches of the same sizes"
+            )
+        seed = answers[0]["seed"]
+        if ordered is not None and None not in (ordered.seed, seed) and ordered.seed != seed:
+            ordered.take_seed(seed)
+        self._compares_orders = len(answers) > 1 and any(each["draws"] for each in answers)
+        self._compares_batches = all(each["batches"] for each in answers)
+        unshared = {each["unshared"] for each in answers}
+        self._num_unshared = unshared.pop() if len(unshared) == 1 else None  # else each rank has a dataset of its own
+        self.compare_orders()
+
+    def compare_shares(self, num_replicas: int, remarks: Remarks) -> None:
+        """Say so where each of several replicas of the model takes all samples; called after ``compare``."""
+        if self._num_unshared is not None and num_replicas > 1:
+            sampler = self._batches.loader.sampler
+            remarks.say("samples not shared out", remark_on_shares(self._num_unshared, num_replicas, sampler))
+
+    def compare_orders(self) -> None:
+        """Raise where samplers have drawn different orders for the epoch that comes."""
+        if not self._compares_orders:
+            return
+        ordered = self._batches.ordered
+        orders = [json.loads(data) for data in self._gather(None if ordered is None else ordered.order_to_come())]
+        if any(order != orders[0] for order in orders):
+            told = "; ".join(f"rank {rank}: {order}" for rank, order in enumerate(orders))
+            raise RanksDisagreeError(
+                f"the ranks' samplers draw different orders, and samples would come twice or never ({told}); have the "
+                "sampler draw from its `generator`, from random numbers of random, numpy.random or torch, which are "
+                "seeded alike on all ranks, or from a seed of its own and its set_epoch(epoch)"
+            )
+
+    def compare_batches(self, num_replicas: int) -> None:
+        """Warn, once, where batch samplers have drawn the same for so many replicas of the model."""
+        if not self._compares_batches or num_replicas == 1:
+            return
+        self._compares_batches = False
+        drawing = self._batches.drawing
+        drawn = [json.loads(data) for data in self._gather(None if drawing is None else drawing.order_to_come())]
+        if all(order == drawn[0] for order in drawn) and self._ranks.rank == 0:
+            _logger.warning(
+                "the batch samplers of all ranks draw the same batches: each sample is trained on %d times in an "
+                "epoch; have the batch_sampler give each rank its share of them, or the loader seed=rank on each rank, "
+                "so that each draws its own",
+                num_replicas,
+            )
+
+    def _gather(self, mine: object) -> list[bytes]:
+        return self._ranks.gather(json.dumps(mine).encode(), "comparing dataloaders")
+
+
+def _in_words(description: Sequence[int | None]) -> str:
+    if len(description) == 1:
+        return "sizes as it is told"
+    micro_batch, num_batches, last_batch = description
+    length = "an unknown number" if num_batches is None else str(num_batches)
+    return f"{length} of {micro_batch} samples" + (f", the last of {last_batch}" if last_batch else "")
+
+
+# --- how fast training goes, and what it takes, for the metrics ------------------------------------------------------
+
+
+class Speed:
+    """How fast training goes, from one look to the next."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._since = time.perf_counter()
+        self._num_boundaries = self._num_samples = 0  # so many there were then
+
+    def measure(self) -> Measures:
+        """What was counted since the last call, per second, and the memory held now."""
+        now, counts = time.perf_counter(), self._counts
+        seconds = now - self._since
+        num_steps, num_samples = counts.num_boundaries - self._num_boundaries, counts.num_samples - self._num_samples
+        self._since, self._num_boundaries, self._num_samples = now, counts.num_boundaries, counts.num_samples
+        held = memory_held()
+        return Measures(
+            steps_per_second=num_steps / seconds if num_steps else None,
+            samples_per_second=num_samples / seconds if num_samples else None,
+            memory_bytes=held.process,
+            accelerator_bytes=held.accelerator,
+            accelerator_peak_bytes=held.accelerator_peak,
+            num_not_finite=counts.num_not_finite,
+            num_skipped=counts.num_skipped,
+        )
+
+
+# --- a prepared training on this rank: what it does at boundaries and epochs, together with the other ranks ----------
+# What happens within a step is in training/steps/steps.py; the words are explained in trainer.py.
+
+
+class Session:
+    """One rank's part in a training; ``start`` it, and ``end`` it."""
+
+    def __init__(
+        self,
+        follower: ConfigFollower,
+        counts: Counts,
+        batches: Batches,
+        gradients: Gradients,
+        settings: OptimizerSettings,
+        guarding: Guarding,
+        growing: Growing,
+        learning: Learning,
+        *,
+        parallelism: Parallelism | None,
+        why_not_reshard: str | None,
+        accelerated: Accelerated | None,
+        startup: Mapping[str, object],
+        rule: BatchRule,
+        shows_progress: bool | None,
+        recorder: Recorder | None,
+        showing: Showing,
+        facts: FactsOfJob,
+        remarks: Remarks,
+    ) -> None:
+        self.follower = follower
+        self.steps: Steps
+        """Of this rank; there from ``start`` on."""
+        self.should_stop = False
+        self.checkpoints: Checkpoints | None = None
+        """Where they are saved; set before ``start``."""
+        self._saving: Saving | None = None
+        self._counts = counts
+        self._batches = batches
+        self._loading = SameLoading(batches, follower.ranks)
+        self._gradients = gradients
+        self._settings = settings
+        self._guarding, self._growing, self._learning = guarding, growing, learning
+        learning.on_news = lambda: self._follow_batch(follower.config)
+        self._parallelism = parallelism
+        self._why_not_reshard = why_not_reshard
+        self._accelerated = accelerated
+        self._remarks = remarks
+        self._recorder, self._showing, self._facts = recorder, showing, facts
+        self._startup = ElasticConfig.from_values(startup)
+        self._rule: BatchRule = rule
+        shows = sys.stderr.isatty() if shows_progress is None else shows_progress
+        self._progress = Progress(is_shown=shows and follower.ranks.rank == 0)
+        self._speed = Speed(counts)
+        self._is_in_epoch = self._is_exception_told = self._has_ended = False
+        self._has_begun_epoch = False
+        self._sampler_epochs = EpochsOfSampler(batches.loader)
+
+    @property
+    def analyzer(self) -> Analyzer | None:
+        """Whoever knows what steps take of memory; None on all ranks but the first, and where nothing is profiled."""
+        return None if self._recorder is None else self._recorder.analyzer
+
+    def start(self, steps: Steps, loaded_config: Mapping[str, Any] | None) -> None:
+        """Make sure that the ranks are alike, take up the config, and make the optimizers' state."""
+        self.steps = steps
+        follower = self.follower
+        try:
+            self._loading.compare()
+            self._loading.compare_shares(self._gradients.sharing.num_ranks, self._remarks)
+            self._begin_batches(follower.config)
+            follower.reports.measure = self._measure
+            follower.on_change("global_batch_size", self._apply, self._batches.check)
+            follower.on_change("dataloader", self._apply, self._growing.check)
+            follower.on_change("tuning", lambda old, new: self._learning.take_up(new))
+            if self._batches.loader_applier is not None:
+                follower.add(self._batches.loader_applier)
+            follower.add(self._settings)
+            for applier in () if self._parallelism is None else self._parallelism.appliers():
+                follower.add(applier)
+            if loaded_config is not None:
+                follower.load_state_dict(self._with_own_values(loaded_config))
+            follower.start()
+            self._forget_change()
+            if self._why_not_reshard is not None:  # from here on: what is found at the start may say it
+                follower.add(FixedSharding(self._why_not_reshard, lambda: follower.config))
+            self._take_up(follower.config)
+            self._materialise()
+            if self.checkpoints is not None:
+                self._saving = Saving(self.checkpoints, follower, steps, on_leave=self._leave)
+                self.checkpoints.resume(self.resume)
+                self.checkpoints.try_out()
+                self._saving.start()
+            self._tell_begun()
+            if self._accelerated is not None:
+                self._accelerated.begin(lambda: steps.is_committing)
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def resume(self, config: Mapping[str, Any]) -> None:
+        """Take up the config of a state that is loaded after ``start``."""
+        self._batches.is_resuming = True
+        self.follower.load_state_dict(self._with_own_values(config))
+        self._batches.is_resuming = False
+        self._take_up(self.follower.config)
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Within it this rank is outside of steps, where it may take as long as it likes."""
+        if self.steps.is_inside:
+            raise StepError(
+                "trainer.evaluation() was entered inside `with trainer.step():`; evaluate between two steps"
+            )
+        return self.follower.pulse.during(Activity.OUTSIDE)
+
+    def save_checkpoint(self) -> Path:
+        """Save now, with all ranks; gives the folder."""
+        saving = self._kept()
+        self._refuse_within_step()
+        return saving.checkpoints.save_now()
+
+    def load_checkpoint(self) -> bool:
+        """Go on from the newest checkpoint, with all ranks; whether there is one."""
+        saving = self._kept()
+        self._refuse_within_step()
+        if self._counts.num_boundaries > 0:
+            raise StepError("a checkpoint is loaded before the first step; to go back to one call trainer.rewind()")
+        is_there = saving.checkpoints.load(self.resume)
+        saving.plan()
+        return is_there
+
+    def rewind(self, step: int | None, *, skips: bool) -> Path:
+        """Go back to an earlier checkpoint, with all ranks; gives its folder. The config in force stays."""
+        saving, steps = self._kept(), self.steps
+        checkpoints = saving.checkpoints
+        torn = steps.torn
+        if torn is not None and not steps.can_mend:
+            raise torn
+        if torn is None:
+            self._refuse_within_step()
+        if self._is_exception_told and self.follower.ranks.world_size > 1:
+            raise ElasticError(
+                "an exception has left `with trainer.epoch():`, and the other ranks were told that this has failed; "
+                "catch it inside of that to go back to a checkpoint, or start the job again"
+            )
+        steps.catch_up()
+        self.follower.meet_to_go_back(
+            doubt=steps.doubt if torn is None else "had an optimizer fail in the middle of its step"
+        )
+        if torn is None:
+            saving.begin_due()
+        loaded = checkpoints.load_earlier(
+            step,
+            skips=skips,
+            is_torn=torn is not None,
+            more="" if torn is None else f", after {steps.num_torn} micro-steps of a step that was torn",
+            on_begin=steps.expect_checkpoint,
+        )
+        steps.start_over(passes_over=skips)
+        num_steps, config = self._counts.num_steps, self.follower.config
+        self._settings.apply(ElasticConfig.from_dict(loaded.state["config"]["config"]), config)
+        checkpoints.go_back(loaded, config, skips=skips)
+        self._follow_batch(config)
+        self._learning.forget()
+        self._learning.take_up(config)
+        self.follower.go_back(self._counts.global_step)
+        self._progress.advance(self._counts.num_steps - num_steps)
+        self._is_exception_told = False
+        steps.torn = None
+        saving.go_back()
+        return loaded.path
+
+    def pass_boundary(self) -> None:
+        """Pass the boundary after a step with the other ranks."""
+        step, backwards = self._counts.global_step, self.steps.num_backwards
+        if self._learning.is_on:  # before another config comes into force
+            self._learning.end_step()
+        boundary = None
+        if not self.follower.pass_quietly(step, backwards):
+            boundary = self.follower.boundary(step=step, backwards=backwards)
+            self._forget_change()
+            self.should_stop = boundary.stop
+        if self._learning.is_on:
+            self._learning.begin_step()
+        if self._progress.is_shown:
+            self._progress.advance()
+        if self._saving is not None:
+            self._saving.pass_boundary(step, boundary)
+
+    def _forget_change(self) -> None:
+        if self._parallelism is not None:
+            self._parallelism.forget()
+
+    def _measure(self) -> Measures:
+        self._growing.warn()
+        self._facts.tell()
+        return self._showing.measured(self._speed.measure())
+
+    def _tell_begun(self) -> None:
+        """From which step training goes on, for those who know where it had been."""
+        step = self._counts.global_step
+        text = f"training goes on after step {step}" if step else "training begins"
+        details = {
+            "global_batch_size": self._batches.global_batch,
+            "checkpoints": None if self.checkpoints is None else str(self.checkpoints.root),
+        }
+        self.follower.reports.tell("training-began", step=step, text=text, details=details)
+        self._facts.tell()
+
+    def fence(self) -> None:
+        """Return once parameters and optimizer state may change: nothing of them is being copied any more."""
+        if self._saving is not None:
+            self._saving.fence()
+
+    def tell_resharded(self, report: ReshardReport) -> None:
+        """The model has been spread otherwise."""
+        self.steps.weigh_anew()
+        self._learning.forget()
+        self.follower.pulse.note_change()
+        self._growing.forget()
+        self._guarding.expect_more()
+        if self.follower.ranks.rank == 0:
+            _logger.info("%s", report)
+        step = self._counts.global_step
+        self.follower.reports.tell("resharded", step=step, text=str(report), details=report.details())
+
+    def reset(self) -> None:
+        """An epoch begins: count its steps and its batches from zero."""
+        self._leave_unfinished()
+        self._begin_to_count()
+
+    def _begin_to_count(self) -> None:
+        self.steps.drop_partial("an epoch begins")
+        self._begin_due()
+        self._counts.num_steps = 0
+        self._batches.begin_epoch()
+
+    def _leave_unfinished(self) -> None:
+        """The loop goes on to another epoch, and not with the rest of one that it has left."""
+        unfinished, self._counts.unfinished_epoch = self._counts.unfinished_epoch, None
+        if unfinished is not None:
+            self._counts.epoch = unfinished + 1
+            self._batches.leave_epoch()
+
+    def _go_on_with_rest(self) -> None:
+        """The loop comes back to an epoch that it has left, and takes what it has not taken of it."""
+        self._counts.unfinished_epoch = None
+        why_anew = self._batches.positions.go_on()
+        if why_anew is not None and self.follower.ranks.rank == 0:
+            _logger.warning("%s", why_anew)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Take up ``epoch``."""
+        if self._is_in_epoch:
+            raise StepError("trainer.epoch() was entered inside another `with trainer.epoch():`")
+        if not self._has_begun_epoch:
+            self._has_begun_epoch = True
+            self._remark("another first epoch", self._counts.remark_on_beginning(epoch))
+        self.follower.pulse.note(Activity.BETWEEN)
+        if self._recorder is not None:
+            self._recorder.begin_epoch()
+        if epoch == self._counts.unfinished_epoch:
+            self._begin_to_count()
+            self._go_on_with_rest()
+        else:
+            self.reset()
+        self._loading.compare_orders()
+        self._loading.compare_batches(self._gradients.sharing.num_ranks)
+        self._counts.epoch, self._counts.is_in_epoch, self._is_in_epoch = epoch, True, True
+        self._progress.begin(f"epoch {epoch}", self._batches.num_steps)
+
+    def end_epoch(self, error: BaseException | None) -> None:
+        """Come to the end of an epoch with all ranks; an exception is told to them instead."""
+        self._is_in_epoch = False
+        self.follower.pulse.note(Activity.OUTSIDE)
+        if self._recorder is not None:
+            self._recorder.end_epoch()
+        self._progress.end()
+        if error is not None:
+            self._counts.is_in_epoch = False
+            self._tell(error)
+            return
+        try:
+            if self.steps.torn is not None:  # and no checkpoint is to have it
+                raise self.steps.torn
+            self.steps.settle()
+            self.steps.drop_partial("the epoch ended before the step did")
+            self.steps.end_epoch()
+            self.follower.end_epoch(doubt=self.steps.doubt)
+        finally:
+            self._counts.is_in_epoch = False
+        if self._counts.num_steps > 0:
+            self._remark("an order again", self._sampler_epochs.end(self._counts.epoch))
+        is_over = not self._is_left_early()
+        if is_over:
+            self._batches.leave_epoch()
+        else:
+            self._counts.unfinished_epoch = self._counts.epoch
+        if is_over or not self.should_stop:  # by itself trainer.epoch() is the next one, in this run
+            self._counts.epoch += 1
+        self.steps.do_first(self._begin_outside)
+        if self._saving is not None:
+            self._saving.end_epoch(is_over=is_over)
+
+    def _remark(self, kind: str, text: str | None) -> None:
+        if text is not None:
+            self._remarks.say(kind, text)
+
+    def _is_left_early(self) -> bool:
+        """Whether the loop was left before the epoch's end, as far as any rank knows."""
+        is_left = self._batches.is_left_early or (self.should_stop and self._batches.is_mid_epoch)
+        if not self._batches.may_end_apart:
+            return is_left
+        return self.follower.ranks.sum([int(is_left)], "ending an epoch")[0] > 0
+
+    def _begin_outside(self) -> None:
+        """A step comes that is of no epoch, where none has begun since the last one."""
+        if not self._counts.is_in_epoch:
+            self._leave_unfinished()
+            if self._saving is not None:
+                self._saving.begin_due_in_step()
+
+    def end(self, error: BaseException | None, *, by: str = "the trainer could not start") -> None:
+        """End training with all ranks; an exception is told to them instead. Twice is allowed.
+
+        ``by`` is what the user did, for whoever calls something that comes too late.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        try:
+            if error is not None:
+                self._tell(error)
+                if self._saving is not None:
+                    self._saving.give_up_due(is_well=False)
+            elif not self._is_exception_told and self.steps.torn is None:
+                self.steps.settle()
+                self.steps.drop_partial("training ended before the step did")
+                self.steps.end_epoch()
+                self.follower.finish(doubt=self.steps.doubt)
+                self._begin_due()
+                if self._saving is not None:
+                    self._saving.end()
+                self._tell_of_nothing_left()
+        finally:
+            self._let_go(by)
+
+    def _tell_of_nothing_left(self) -> None:
+        """A run that went on from an earlier one has ended well, and has taken no step: that is no training."""
+        counts = self._counts
+        if counts.num_boundaries > 0 or counts.global_step == 0 or self.follower.ranks.rank > 0:
+            return
+        anew = "load no state" if self.checkpoints is None else "give another job="
+        text = (
+            f"nothing was left to do: training had come to step {counts.global_step}, epoch {counts.start_epoch}, "
+            f"before this run, which has taken no step; to train on ask for more epochs or steps, to begin anew {anew}"
+        )
+        _logger.warning("%s", text)
+        self.follower.reports.tell("nothing-left", step=counts.global_step, text=text, details={})
+
+    def abandon(self) -> None:
+        """End without its trainer, which was dropped and not closed; several ranks end only together."""
+        if self._has_ended:
+            return
+        if self._saving is not None:
+            self._saving.stop()
+            self._saving.give_up_due(is_well=not hasattr(sys, "last_value"))
+        if self.follower.ranks.world_size > 1:
+            if self.checkpoints is not None:
+                self.checkpoints.held.wait()
+            return
+        self._has_ended = True
+        _logger.info("a trainer was dropped and not closed; it follows nothing any more")
+        self._let_go("the trainer was dropped")
+
+    def _let_go(self, by: str) -> None:
+        """Of everything, whichever of it fails."""
+        with ExitStack() as ending:
+            ending.callback(self._showing.close)
+            ending.callback(self.follower.close, by)  # which ends the last window
+            if self.checkpoints is not None:
+                ending.callback(self.checkpoints.close)
+            if self._accelerated is not None:
+                ending.callback(self._accelerated.end)
+            ending.callback(self._gradients.release)
+            if self._parallelism is not None:
+                ending.callback(self._parallelism.close)
+            ending.callback(self._progress.end)
+            if self._saving is not None:
+                ending.callback(self._saving.stop)
+
+    def _refuse_within_step(self) -> None:
+        if self.steps.torn is not None:
+            raise self.steps.torn
+        if self.steps.is_inside or self.steps.is_partial:
+            raise StepError("a checkpoint was asked for in the middle of a step; save and load between two steps")
+
+    def _kept(self) -> Saving:
+        if self._saving is None:
+            raise ElasticError("this trainer keeps no checkpoints; give it shared_storage_path")
+        if self._has_ended:
+            raise ElasticError(
+                "training has ended, and its checkpoints with it; save and load within `with trainer:`, or before "
+                "trainer.close()"
+            )
+        return self._saving
+
+    def _begin_due(self) -> None:
+        if self._saving is not None:
+            self._saving.begin_due()
+
+    def _leave(self) -> None:
+        self._is_exception_told = True  # what is raised then is no failure
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other ranks of an exception, once."""
+        if not self._is_exception_told:
+            self._is_exception_told = True
+            if self._saving is not None:
+                self._saving.leave_failed(error)
+            self.follower.tell_peers(error)
+
+    def _begin_batches(self, config: ElasticConfig) -> None:
+        self._batches.begin(config, num_ranks=self._gradients.sharing.num_ranks, rank=self._gradients.sharing.rank)
+
+    def _apply(self, old: ElasticConfig, new: ElasticConfig) -> None:
+        largest = self._batches.largest
+        self.follower.pulse.note_change()
+        self._begin_batches(new)
+        if self._batches.largest > largest:
+            self._guarding.expect_more()
+        self._follow_batch(new)
+        if new.global_batch_size != old.global_batch_size:
+            for schedule in (each for optimizer in self._gradients.optimizers for each in optimizer.schedules):
+                if schedule.steps_within_steps:
+                    schedule.look_at_length()
+        self._learning.take_up(new)
+
+    def _take_up(self, config: ElasticConfig) -> None:
+        """Bring everything in line with ``config``, wherever it came from."""
+        self._begin_batches(config)
+        if self._counts.reference_batch is None:
+            self._counts.reference_batch = self._startup.global_batch_size
+        self._follow_batch(config)
+        self._learning.forget()
+        self._learning.take_up(config)
+        self._settings.apply(self._startup, config)
+
+    def _follow_batch(self, config: ElasticConfig) -> None:
+        """Have rates follow the global batch by the rule."""
+        batch, reference = config.global_batch_size, self._counts.reference_batch
+        if batch is None or reference is None:
+            return
+        factor = rate_factor(self._rule, reference, batch, self._counts.noise_scale.value)
+        for optimizer in self._settings.optimizers:
+            optimizer.rates.set_batch_factor(factor)
+
+    def _with_own_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A resumed config, but for what this run's loader decides by itself, and how its script spreads the model."""
+        config = ElasticConfig.from_dict(state["config"], revision=state["revision"])
+        own, mine = self._batches.own_values(), self._parallelism
+        saved = {path: value for path, value in config.values().items() if path not in Parallelism.paths}
+        if mine is not None:
+            own = {**own, **mine.startup_values}
+        if config.values() == saved | own:
+            return dict(state)
+        values = ElasticConfig.from_values(saved | own, version=config.version, reason=config.reason)
+        return {**state, "config": values.to_dict()}
+
+    def _materialise(self) -> None:
+        """Make optimizer state before the first step, on all ranks or on none."""
+        problem: Exception | None = None
+        try:
+            for optimizer in self._settings.optimizers:
+                if can_materialise(optimizer.inner):
+                    materialise(optimizer.inner)
+        except (RuntimeError, AssertionError) as error:  # out of memory; or what torch asserts of a device
+            problem = error
+        self.follower.ranks.all_or_raise(problem, "making the optimizer's state")
+
+
+def raise_on_all(follower: ConfigFollower, problem: Exception | None, doing: str) -> None:
+    """Return if no rank has a problem; else close, and raise: one's own problem, or that of others."""
+    try:
+        follower.ranks.all_or_raise(problem, doing)
+    except RanksError:
+        follower.close()
+        if problem is not None:
+            raise problem from None  # the others raise what this one did wrong
+        raise

@@ -1,0 +1,662 @@
+"""Steps: one micro-step after another, until a step commits; or is rolled back, and never happened.
+
+What these words mean is said in training/trainer.py. Here is what happens on this rank, and in rollback.py how a step
+is taken
+back; what all ranks do at a boundary is the trainer's, who is told of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_ext.config.control_word import Purpose
+from elastic_ext.errors import StepError, TornStepError
+from elastic_ext.ranks.heartbeat import Pulse
+from elastic_ext.torch_private.out_of_memory import advise, is_out_of_memory, refuses_one
+from elastic_ext.training.batches import RankStep
+from elastic_ext.training.optimizers.optimizer import NO_GRADIENTS_HERE
+from elastic_ext.training.remarks import is_looked_at, next_look
+
+from .loop_checks import FEWER_BATCHES, LoopChecks, Rhythm
+from .oom_guard import Guarding, StepFailure
+from .rollback import Retry, StepParts, Undoing
+
+if TYPE_CHECKING:
+    from elastic_ext.training.counters import Counts
+
+__all__ = ["PulsingSteps", "Steps"]
+
+_logger = logging.getLogger(__name__)
+
+
+# --- one micro-step after another, until a step commits; or is rolled back, and never happened -----------------------
+
+_INSIDE = "trainer.step() was entered inside another `with trainer.step():`"
+_TOO_EARLY = (
+    "a GradScaler's step() or update() was called in a micro-step that does not end a step, where there are no "
+    "gradients for it so far; give the scaler to prepare(), or call it `if trainer.sync_gradients:`"
+)
+_TAKEN_AHEAD = (
+    "{num_handed} batches were taken from the dataloader since the last commit, and micro-step {number} of the step "
+    "begins now; at most {number} may be taken by then, since a commit passes all of them, and each has its weight. "
+    "Loop over the dataloader itself, without a wrapper that takes batches ahead (prefetch_factor does), and enter "
+    "trainer.step() with each batch. For one that is not to be trained on call trainer.backward(loss * 0, "
+    "num_items=0), and for the others trainer.backward(losses.sum(), num_items=len(batch))"
+)
+_MIXED = (
+    "a step that trainer.run() began goes on in `with trainer.step():`; take all micro-steps of a step in the same way"
+)
+_USE_A_FUNCTION = (
+    "{}. The step was taken back. Put the work on one micro-batch in a function, and call it with "
+    "trainer.run(function, batch): then a step for which memory does not suffice comes again in smaller micro-batches"
+)
+_NOT_READ = (
+    "the loop has taken no batch from the dataloader that ElasticTrainer was given ({kind}), and trains on others: a "
+    "step would count {num} micro-batches that nobody took. Give ElasticTrainer the dataloader that the loop is over, "
+    "or none and micro_batch_size="
+)
+_STALE = (
+    "the batch in hand was taken from the dataloader before its step was taken back, and comes again: it would be "
+    "trained on twice. After a step that failed, and after trainer.rewind(), take the next batch from the dataloader "
+    "first"
+)
+_NO_BACKWARD = "left the backward pass of its last step out"
+_NO_STEP = "left optimizer.step() out of its last step"
+_ALL_LEAVE = (
+    "; ranks that have not left it too wait for this one's gradients, and then all end: leave the loop on all ranks "
+    "after the same micro-step, as `if trainer.sync_gradients: break` does at a step's end"
+)
+_OVER = "the dataloader has no samples left for a step; begin the next epoch"
+
+
+class Steps:
+    """This rank's steps, from the first micro-step of one to its boundary.
+
+    One class, though a long one: whatever enters, leaves or undoes a micro-step changes the same few fields.
+    """
+
+    def __init__(
+        self,
+        parts: StepParts,
+        guarding: Guarding,
+        *,
+        checks: LoopChecks,
+        shares_always: bool,
+        counts: Counts,
+        pass_boundary: Callable[[], None],
+        meet: Callable[[Purpose, int, int], None],
+        tells: bool,
+    ) -> None:
+        self.keep_batch = True
+        """Whether the micro-step that is entered is a part of a step with a global batch."""
+        self.is_committing = False
+        """The micro-step under way, or the one that ended last, ends a step."""
+        self.num_backwards = 0
+        """Micro-steps with a backward pass, of the steps that passed a boundary."""
+        self.doubt = ""
+        """What this rank left out of its last step: if others did not, they wait for it. Empty for nothing."""
+        self.torn: TornStepError | None = None
+        """The error after which nothing goes on."""
+        self.can_mend = True
+        """What is torn is whole again once a checkpoint is loaded."""
+        self.num_torn = 0
+        """Micro-steps of the step that was torn."""
+        self.by_function = self._was_by_function = False
+        """The micro-step that is entered is a function, which can be called again."""
+        self.failure: StepFailure | None = None
+        """How memory ran out last."""
+        self._guarding = guarding
+        self._state = parts.state
+        self._gradients = parts.gradients
+        self._batches = parts.batches
+        self._counted = parts.batches.counted
+        self._optimizers = parts.optimizers
+        self._schedules = [schedule for optimizer in parts.optimizers for schedule in optimizer.schedules]
+        self._finite = parts.finite
+        self._kept, self._keeps_all = parts.snapshot, parts.keeps_all
+        self._scaler = parts.scaler
+        self._undoing = Undoing(parts)
+        self._checks, self._rhythm = checks, Rhythm(checks)
+        self._was_handed = False  # a batch, by the dataloader, since training began
+        self._enters_with_batch = False  # steps begin with one that the loop has taken before
+        self._is_taken_back = False  # what the dataloader had handed out, and no step has begun since
+        self._shares_always = shares_always
+        self._counts = counts
+        self._pass_boundary = pass_boundary
+        self._meet = meet
+        self._tells_of_infinities = tells and parts.scaler is not None  # once, where other ranks would say the same
+        self._step = RankStep(weights=(1.0,), num_samples=None)
+        self._weights = self._step.weights  # of its micro-steps; those before the last may be left to be weighed there
+        self._late_weight = 1.0
+        self._by_turns = self._weights, self._late_weight  # where nothing is left of the step before
+        self._keeps_batch = True
+        self._num_own_backwards = 0  # of the step under way
+        self._is_shared = True  # in the micro-step under way, or the last one
+        self._was_rolled_back = self._must_meet = False
+        self._retry = Retry()  # of the step that was rolled back last
+        self._num_exchanges = 0  # when the step began
+        self._owes_boundary = False  # an exception kept this rank from passing it
+        self._has_begun = False
+        self._is_like_before = False  # single micro-steps in which nothing is watched: the next needs no preparing
+        self._next_look = 0  # the number of a step
+        self._to_do_first: Callable[[], None] | None = None
+        parts.gradients.sharing.share(now=True)  # whatever an earlier trainer left there
+        parts.state.num_optimizers = len(parts.optimizers)
+        parts.gradients.share_guarded = self._share_guarded
+        if parts.keeps_all:
+            parts.gradients.on_shared_buffers = parts.snapshot.take_shared
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Of the step under way, or of the one that ended last."""
+        return self._step.num_micro_steps
+
+    @property
+    def largest(self) -> int | None:
+        """The most samples that a rank takes at once in that step, of a dataloader that can be told to give fewer."""
+        return self._step.largest
+
+    @property
+    def has_not_begun(self) -> bool:
+        """Whether no step was ever begun."""
+        return not self._has_begun
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some micro-steps of a step were taken, and not all."""
+        return self._state.index > 0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a micro-step is under way."""
+        return self._state.is_inside
+
+    def __enter__(self) -> None:
+        """Begin a micro-step."""
+        state = self._state
+        if state.is_inside:
+            raise StepError(_INSIDE)
+        if self._counted is not None:
+            num_handed = self._counted.num_handed
+            if num_handed > state.index + 1:
+                self._refuse_taken_ahead(num_handed)
+            state.check_batch = None if num_handed > state.index else self._check_batch
+            if num_handed == 0 and self._is_taken_back and self._enters_with_batch:
+                raise StepError(_STALE)
+        state.has_forward = state.has_backward = state.is_exact = False
+        if self._schedules and state.index == 0:
+            is_epochs_first = self._counts.num_steps == 0
+            for schedule in self._schedules:
+                schedule.begin_step(is_epochs_first=is_epochs_first)
+        is_like_before = self._is_like_before and self.by_function is self._was_by_function
+        if (
+            is_like_before
+            and self.keep_batch
+            and state.number < self._next_look
+            and self._batches.next_step() is self._step
+        ):
+            state.is_last = state.is_inside = True
+            return
+        if state.index == 0:
+            self._begin(self.keep_batch)
+        elif self.keep_batch is not self._keeps_batch:
+            raise StepError("fix_total_batch_size changed in the middle of a step; change it after a boundary")
+        elif state.is_guarded and not self.by_function:
+            raise StepError(_MIXED)
+        state.weight = self._weights[state.index]
+        is_last = state.index + 1 == state.num_micro_steps
+        state.is_last = self.is_committing = is_last
+        state.is_inside = True
+        is_shared = (is_last or self._shares_always or self._gradients.shares_first) and not (
+            state.is_guarded and self._guarding.holds_back
+        )
+        self._is_shared, sharing = is_shared, self._gradients.sharing
+        if is_shared is not sharing.is_sharing:
+            sharing.share(now=is_shared)
+        if is_last and self._late_weight != 1.0:
+            self._gradients.weigh_gathered(self._late_weight)
+        if self._checks.is_looking:
+            self._checks.begin_micro_step()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End a micro-step; the last one of a step passes a boundary."""
+        if self._checks.is_inside:
+            self._checks.end_micro_step()
+        if error is not None:
+            self._fail(error)
+            return
+        state = self._state
+        if state.check_batch is not None and not self._was_rolled_back:
+            self._check_at_end(state.check_batch)
+        if state.is_guarded and state.is_last and not state.is_shared:
+            self._share_at_end()
+        state.is_inside = False
+        if self._was_rolled_back:
+            self._was_rolled_back = False
+            return
+        if state.num_begun > state.num_stepped:
+            self._raise_if_torn(None)
+        bare = self._bare_steps() if state.is_last and self._schedules else None
+        if bare is not None and state.num_begun == 0:
+            self._take_back()
+            raise bare
+        if not state.is_last:
+            self._check()
+            if state.has_backward:
+                self._keep_left_gradients()
+        self._num_own_backwards += state.has_backward
+        if self._gradients.awaited:
+            self._gradients.answer()
+            self.doubt = _NO_BACKWARD
+        elif state.is_last:
+            self.doubt = "" if state.num_stepped == state.num_optimizers else _NO_STEP
+        if state.is_last:
+            self._end()
+            self._pass_boundary()
+            if bare is not None:  # the step stands, on all ranks
+                raise bare
+        else:
+            state.index += 1
+
+    def _bare_steps(self) -> StepError | None:
+        """What is wrong where a schedule was stepped by itself in this step."""
+        for schedule in self._schedules:
+            error = schedule.bare_steps()
+            if error is not None:
+                return error
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        """An exception leaves a micro-step: the step never happened, or is torn, or has committed already."""
+        state = self._state
+        if self._was_rolled_back:
+            state.is_inside = self._was_rolled_back = False
+            return
+        self._raise_if_torn(error)
+        self._raise_if_stuck(error)
+        if state.num_begun and state.has_committed:
+            state.is_inside = False
+            self._num_own_backwards += state.has_backward
+            self._end()
+            self._undoing.forget()
+            self._owes_boundary, self._is_like_before = True, False
+        elif self.torn is None:
+            why = _TOO_EARLY if not state.is_last and _is_of_bare_scaler(error) else None
+            why = NO_GRADIENTS_HERE if _is_without_gradients(error) else why
+            is_too_small = refuses_one(error)
+            if is_too_small or is_out_of_memory(error):
+                snapshot, holds_back = self._undoing.snapshot, self._guarding.holds_back
+                self.failure = StepFailure.of(
+                    state,
+                    sees_passes=self._gradients.sees_passes,
+                    largest=self._step.largest,
+                    holds_back=holds_back,
+                    keeps_all=snapshot is not None,
+                    refusal=str(error) if is_too_small else "",
+                )
+                if not (self.by_function or is_too_small):
+                    advise(error, _USE_A_FUNCTION)
+            self.rollback()
+            state.is_inside = self._was_rolled_back = False
+            if why is not None:
+                raise StepError(why) from error
+
+    def rollback(self) -> None:
+        """Undo the micro-steps since the last boundary."""
+        state = self._state
+        if state.num_begun:
+            raise StepError(
+                "an optimizer has stepped, so the step cannot be rolled back; leave it before optimizer.step()"
+            )
+        num_taken = state.index + state.is_inside
+        if num_taken == 0:
+            return
+        self._raise_if_stuck(None)
+        gradients = self._gradients
+        is_called = state.index > 0 or state.has_forward
+        is_exchanging = state.is_inside and state.has_forward and (self._is_shared or state.is_shared)
+        is_exchanging |= is_called and gradients.sharing.exchanges_always
+        self._must_meet |= gradients.are_exchanged and (is_exchanging or not self._batches.can_replay)
+        self._was_rolled_back = state.is_inside
+        if self._checks.is_looking:
+            self._checks.end_step(has_committed=False)
+        self._retry = self._undoing.retry(num_taken, num_exchanges=self._num_exchanges, is_called=is_called)
+        self._is_like_before = False
+        self._is_taken_back = True
+        self._undoing.roll_back(num_taken, is_called=is_called)
+
+    def weigh_anew(self) -> None:
+        """Gradients are gathered otherwise, between two steps: see again when they are shared, and when weighed."""
+        self._is_like_before = False
+        self._set_weights(self._step.weights)
+
+    def do_first(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called as the next step begins, before anything of it happens."""
+        self._to_do_first, self._is_like_before = act, False
+
+    def fence(self, wait: Callable[[], None] | None) -> None:
+        """Have ``wait`` called before an optimizer, or what hangs on its step, changes anything; None ends that."""
+        self._state.before_change = wait
+
+    def settle(self) -> None:
+        """Pass the boundary that an exception kept this rank from, if there is one."""
+        if self._owes_boundary:
+            self._owes_boundary = False
+            self._pass_boundary()
+
+    def catch_up(self) -> None:
+        """Do between two steps what the other ranks wait for since the last one."""
+        self.settle()
+        if self._must_meet:
+            self._meet(self._retry.purpose, self._retry.num_exchanges, self._retry.num_lost)
+            self._must_meet = False
+            self._gradients.sharing.wait()
+        if self._gradients.awaited:
+            self._gradients.answer()
+            self._gradients.drop()
+
+    def expect_checkpoint(self) -> None:
+        """One is being loaded: what a failure leaves of it in memory is nothing to train on."""
+        self.can_mend = True
+        self.torn = TornStepError(
+            "going back to a checkpoint failed halfway, and memory holds parts of it: resume from a checkpoint, or "
+            "have all ranks call trainer.rewind() for another one"
+        )
+
+    def give_up(self, why: str) -> None:
+        """Between two steps: nothing goes on from here."""
+        self.can_mend, self.num_torn = False, 0
+        self._is_like_before = False
+        self.torn = TornStepError(why)
+
+    def start_over(self, *, passes_over: bool) -> None:
+        """All is as a checkpoint has it: nothing of a step is under way, nor left of the last one.
+
+        ``passes_over`` says that what a torn step has taken does not come again.
+        """
+        self._undoing.start_over(self.num_torn, passes_over=passes_over)
+        self._is_taken_back = not passes_over
+        self.num_torn = 0
+        self._is_like_before, self.doubt = False, ""
+
+    def end_epoch(self) -> None:
+        """An epoch ends, or training: the last moment to say that nothing was trained."""
+        self._rhythm.end_epoch(num_ended=self._counts.num_boundaries)
+
+    def drop_partial(self, why: str) -> None:
+        """Roll back a step that will not be completed, and say so."""
+        if self.is_partial:
+            told = f"{self._state.index} of {self._step.num_micro_steps} micro-steps"
+            self.doubt = f"left a step after {told} ({why})"
+            self.rollback()
+            self._must_meet = False  # the end that comes now compares all ranks
+            advice = _ALL_LEAVE if self._gradients.are_exchanged else ""
+            _logger.warning("%s of a step were dropped: %s%s", told, why, advice)
+
+    def _begin(self, keep_batch: bool) -> None:
+        """Begin a step."""
+        if self.torn is not None:
+            raise self.torn
+        self.settle()
+        if self._to_do_first is not None:
+            self._do_first(self._to_do_first)
+        self.catch_up()
+        if self._gradients.before_step is not None:
+            self._gradients.before_step()
+        step = self._batches.next_step(keep_batch=keep_batch)
+        if step is None:
+            raise StepError(_OVER)
+        state = self._state
+        if step is not self._step or keep_batch is not self._keeps_batch:
+            self._step, self._keeps_batch = step, keep_batch
+            state.num_micro_steps = step.num_micro_steps
+            state.keeps_batch = keep_batch and self._batches.keeps(step)
+            self._set_weights(step.weights)
+        self._weights, self._late_weight = self._by_turns
+        state.on_cleared = None
+        if self._late_weight != 1.0 and self._optimizers[0].may_have_left_gradients:
+            self._weights, self._late_weight = step.weights, 1.0  # what is left is not to be weighed again
+            state.on_cleared = self._weigh_once
+        self._is_taken_back = False
+        if self._counted is not None:
+            self._enters_with_batch = self._counted.num_handed > 0
+        if not self._has_begun:
+            self._has_begun = True
+            if state.keeps_batch:  # gradients from before are no part of a step
+                self._undoing.forget_gradients()
+        gradients = self._gradients
+        self._was_by_function = self.by_function
+        state.is_guarded = self.by_function and step.largest is not None and self._guarding.is_due(step.largest)
+        if state.is_guarded:
+            self._guarding.begin_step()
+        is_watching = self._guarding.is_watching
+        if is_watching:
+            self._guarding.watch()
+        snapshot = self._undoing.snapshot = self._kept if self._keeps_all or state.is_guarded else None
+        is_looked_at_now = is_looked_at(state.number)
+        if is_looked_at_now and state.number > 0:  # in the first one compilers make their graphs
+            self._checks.begin_step(step.sizes)
+        is_watched = gradients.are_exchanged or step.weights != (1.0,)
+        gradients.watch(needed=is_watched)
+        state.before_optimizer = gradients.check if is_watched else None
+        if step.num_micro_steps > 1:
+            gradients.begin_gathering(is_looked_at=is_looked_at_now)
+        self._num_own_backwards = 0
+        self._next_look = next_look(state.number)
+        is_plain = not (is_watched or is_watching or is_looked_at_now)
+        self._is_like_before = keep_batch and is_plain and snapshot is None
+        if gradients.are_exchanged:
+            self._num_exchanges = gradients.sharing.num_exchanges
+        if snapshot is not None:
+            snapshot.take()
+            snapshot.put_shared()
+
+    def _refuse_taken_ahead(self, num_handed: int) -> None:
+        """Raise, and have what was taken come again; ranks learn of it as of any failure between steps."""
+        if self.torn is not None:
+            raise self.torn
+        number = self._state.index + 1
+        self.rollback()
+        self._batches.rollback(0)  # which has no part in a step that has not begun
+        raise StepError(_TAKEN_AHEAD.format(num_handed=num_handed, number=number))
+
+    def _check_batch(self) -> None:
+        """Raise where the loop reads another dataloader, and say so where it reads this one too little."""
+        state, counted = self._state, self._counted
+        assert counted is not None
+        num_handed = counted.num_handed
+        if num_handed > state.index:
+            return
+        if num_handed == 0 and not self._was_handed:
+            kind = type(self._batches.loader).__name__
+            raise StepError(_NOT_READ.format(kind=kind, num=state.num_micro_steps))
+        if state.is_last:
+            self._checks.say(FEWER_BATCHES, num=state.num_micro_steps, handed=num_handed)
+
+    def _check_at_end(self, check: Callable[[], None]) -> None:
+        """Check the batch of a micro-step that ends and in which no optimizer has asked for that."""
+        try:
+            check()
+        except StepError:
+            if self._state.num_begun == 0:
+                self._state.index += 1  # this micro-step took its samples
+                self._state.is_inside = False
+                self.rollback()
+            raise
+
+    def _weigh_once(self) -> None:
+        """Nothing is left of the step before, and nothing has come of this one: its sums can be weighed at its end."""
+        state = self._state
+        state.on_cleared = None
+        if state.is_inside and state.index == 0 and not state.has_backward:
+            self._weights, self._late_weight = self._by_turns
+            state.weight = self._weights[0]
+
+    def _keep_left_gradients(self) -> None:
+        """A backward pass has added to what the step before has left: nothing of that is cleared any more."""
+        for optimizer in self._optimizers:
+            if optimizer.may_have_left_gradients:
+                optimizer.keep_left_gradients()
+
+    def _do_first(self, act: Callable[[], None]) -> None:
+        self._to_do_first = None
+        try:
+            act()
+        except BaseException:
+            self._batches.rollback(1)  # what was handed out for this step is not taken
+            raise
+
+    def _set_weights(self, weights: tuple[float, ...]) -> None:
+        """Where all micro-batches count the same, weigh what they have gathered once, before the last one.
+
+        Ranks may differ in that: so it must not be shared before.
+        """
+        common = weights[0]
+        is_late = len(set(weights)) == 1 < len(weights) and len(self._optimizers) == 1 and not self._shares_always
+        if is_late and self._scaler is None and self._gradients.can_wait_for_weights:  # scaled ones fill their range
+            self._by_turns = (1.0,) * (len(weights) - 1) + (common,), common
+        else:
+            self._by_turns = weights, 1.0
+        self._weights, self._late_weight = self._by_turns
+
+    def _end(self) -> None:
+        """The step is over on this rank."""
+        state, counts = self._state, self._counts
+        if self._counted is not None and not self._was_handed:
+            self._was_handed = self._counted.num_handed > 0
+        self._batches.commit(state.num_micro_steps)
+        has_committed = state.num_stepped == state.num_optimizers
+        if has_committed:
+            counts.global_step += 1
+            counts.num_steps += 1
+        elif self._finite.leaves_out:
+            self._undoing.leave_out(restores=self._keeps_all and state.num_begun == 0)
+        else:
+            self._rhythm.note(self._optimizers, state, num_ended=counts.num_boundaries + 1, is_known=self._leaves_out)
+            if state.keeps_batch:
+                self._gradients.drop()
+            elif state.num_stepped == 0:
+                self._batches.is_gathered_by_hand = True
+            if self._tells_of_infinities:
+                self._tell_of_infinities()
+        if self._checks.is_looking:
+            self._checks.end_step(has_committed=has_committed)
+        if state.number >= state.looks_from:
+            self._finite.end_step()
+        if self._guarding.is_watching:
+            self._guarding.note(self._step.largest)
+        if state.is_guarded:
+            self._guarding.end_step(self._step.largest or 0)
+            if not (self._keeps_all or self._guarding.goes_on):
+                self._kept.let_go()
+        if state.is_exact or not self._is_like_before:
+            self._gradients.end_step()
+            if self._undoing.snapshot is not None:
+                self._undoing.snapshot.end_step()
+        self.num_backwards += self._num_own_backwards
+        self._num_own_backwards = 0
+        counts.num_boundaries += 1
+        counts.num_samples += self._step.num_samples or 0
+        state.begin_anew()
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether it is known why no optimizer has stepped."""
+        return self._scaler is not None and self._scaler.leaves_out
+
+    def _tell_of_infinities(self) -> None:
+        if self._leaves_out:
+            self._tells_of_infinities = False
+            _logger.info(
+                "the step after step %d was left out, since the scaler found gradients that are not finite: its "
+                "samples are consumed, global_step and schedules stay; this is said once",
+                self._counts.global_step,
+            )
+
+    def _share_guarded(self) -> None:
+        """Share what the guarded step under way has gathered."""
+        held = self._guarding.hear()
+        self._state.is_shared = True
+        self._guarding.average(held)
+
+    def _share_at_end(self) -> None:
+        """The same where this rank has made no pass in the last micro-step: others have."""
+        try:
+            self._share_guarded()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _check(self) -> None:
+        try:
+            self._gradients.check()
+        except StepError:
+            self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        """Undo the step after the micro-step that has just ended."""
+        self._state.index += 1  # this micro-step took its samples
+        self.rollback()
+
+    def _raise_if_torn(self, error: BaseException | None) -> None:
+        why = self._undoing.why_torn(error)
+        if why is not None:
+            self._tear(why, error, can_mend=True)
+
+    def _raise_if_stuck(self, error: BaseException | None) -> None:
+        why = None if self.torn is not None else self._undoing.why_stuck()
+        if why is not None:
+            self._tear(why, error, can_mend=False)
+
+    def _tear(self, why: str, error: BaseException | None, *, can_mend: bool) -> None:
+        """Nothing goes on from here, unless a checkpoint can mend it."""
+        self.can_mend, self.num_torn = can_mend, self._state.index + 1
+        self._state.is_inside = self._state.is_last = self._is_like_before = False
+        self.torn = TornStepError(why)
+        if error is None or isinstance(error, Exception):  # an interrupt goes on as what it is
+            raise self.torn from error
+
+
+def _is_without_gradients(error: BaseException) -> bool:
+    """Whether a backward pass raised it where gradients are switched off."""
+    return isinstance(error, RuntimeError) and not torch.is_grad_enabled() and "does not require grad" in str(error)
+
+
+def _is_of_bare_scaler(error: BaseException) -> bool:
+    """Whether a GradScaler raised it because it has seen no gradients since its last update."""
+    return isinstance(error, AssertionError) and "inf checks were recorded" in str(error)
+
+
+# --- the steps of a rank that an agent looks at ----------------------------------------------------------------------
+
+
+class PulsingSteps(Steps):
+    """This rank's steps, which note when they begin and end."""
+
+    pulse = Pulse()
+    """Where; set before the first."""
+
+    def _share_guarded(self) -> None:
+        with self.pulse.communicating():
+            super()._share_guarded()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.pulse.enter(self._state.index)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            counts = self._counts
+            self.pulse.leave(counts.global_step, counts.num_boundaries, self._state.index)

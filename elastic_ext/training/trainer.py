@@ -1,0 +1,612 @@
+"""ElasticTrainer: the user's own loop, in steps that commit or never happened, and that every rank takes alike.
+
+    trainer = ElasticTrainer(model, dataloader, global_batch_size=256)
+    with trainer:
+        optimizer, scheduler = trainer.prepare(optimizer, scheduler)
+        for epoch in range(trainer.start_epoch, num_epochs):
+            with trainer.epoch(epoch):
+                for inputs, targets in dataloader:
+                    with trainer.step():
+                        loss = loss_of(model(inputs), targets)
+                        loss.backward()
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
+
+Words: a *micro-step* is one ``with trainer.step():``, one micro-batch. A *step* is A micro-steps and ends at a
+*boundary*. At most boundaries the optimizer steps and the step *commits*; a boundary without a commit consumes the
+step's samples, and neither ``global_step`` nor a schedule moves on. **B** is the *global batch*: the samples of a step
+over all ranks; **b** the *micro-batch*; **W** the data-parallel degree, which is not always the number of ranks.
+``global_step`` counts commits since training began, ``num_steps`` since ``reset()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar, overload
+
+import torch
+from torch import nn
+
+from elastic_ext.config.agreement import Every
+from elastic_ext.config.apply import Proposal
+from elastic_ext.config.batch_rules import BATCH_RULES, BatchRule
+from elastic_ext.config.elastic_config import ElasticConfig
+from elastic_ext.errors import CheckpointError, ElasticError, StepError
+from elastic_ext.fsdp.blocks import Units
+from elastic_ext.fsdp.checkpoint.job import Launched
+from elastic_ext.fsdp.plan import ParallelPlan
+from elastic_ext.fsdp.reshard.sharded_model import Spread
+from elastic_ext.profile.questioning import factory_of
+from elastic_ext.profile.questions import refuse_in_analysis
+from elastic_ext.profile.sinks import Sink
+from elastic_ext.records.text import check_choice, check_flag
+
+from .batches import Batches
+from .checkpoints.checkpoints import Resume, WhenSaveFails, WhenSaving
+from .checkpoints.state import Overlap, claim_registered, fill_registered
+from .gradients.finite import WHEN_NOT_FINITE, WhenNotFinite
+from .gradients.gradients import Gradients
+from .optimizers.accelerate import Accelerated
+from .options import CheckpointInterval, LaunchSize, check_checkpoints, check_model, check_process_group
+from .parallelism import Parallelism, ReshardReport, values_of
+from .prepare import NOT_SPREAD, Setup, prepare
+from .session import Session
+from .steps.oom_guard import GuardMode
+from .steps.retry import Attempts, Growing
+from .steps.state import StepState
+from .steps.steps import Steps
+
+__all__ = ["NOT_PREPARED", "ElasticTrainer", "Epoch", "Mutating", "NotPrepared", "OwnStep"]
+
+
+# --- what ``with trainer.step()`` and ``with trainer.epoch()`` enter, where it is not the steps themselves -----------
+
+NOT_PREPARED = "prepare() was not called; call it with the optimizer, on every rank, before the loop"
+
+
+class OwnStep:
+    """``with trainer.step(fix_total_batch_size=False):``."""
+
+    def __init__(self, steps: Steps | NotPrepared) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        self._steps.keep_batch = False
+        try:
+            self._steps.__enter__()
+        finally:
+            self._steps.keep_batch = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._steps.__exit__(kind, error, trace)
+
+
+class NotPrepared:
+    """``with trainer.step():`` before ``prepare()``."""
+
+    keep_batch = True
+
+    def __enter__(self) -> None:
+        raise ElasticError(NOT_PREPARED)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Epoch:
+    """``with trainer.epoch():``."""
+
+    def __init__(self, session: Session, epoch: int) -> None:
+        self._session = session
+        self._epoch = epoch
+
+    def __enter__(self) -> int:
+        self._session.begin_epoch(self._epoch)
+        return self._epoch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.end_epoch(error)
+
+
+class Mutating:
+    """``with trainer.mutate():``."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        self._session.fence()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+# --- the user's own loop, in steps that commit or never happened, and that every rank takes alike --------------------
+
+_Default = TypeVar("_Default")
+_Result = TypeVar("_Result")
+_Given = ParamSpec("_Given")
+
+
+class ElasticTrainer:
+    """Steps with a global batch that keeps its size, and a config that changes between them.
+
+    ``dataloader`` is the loop's own; with ``global_batch_size`` its batches (or ``micro_batch_size``, where there is no
+    dataloader) are gathered until they make a step. Every rank makes the same calls. What is not given of
+    ``config_file``, ``job``, ``run_dir`` and ``timeout_seconds`` comes from the environment (``ELASTIC_EXT_*``).
+
+    ``learning_rate_rule`` says how rates follow a global batch that changes: "none", "linear", "sqrt", or "adascale",
+    which measures for it how noisy gradients are. With ``rollback="full"`` a step that is rolled back gives back random
+    states and buffers too. ``sync_every_micro_step`` shares gradients in every micro-step instead of the last.
+    ``guard`` says in which steps taken with ``run()`` memory may run out: "auto", after a start, a larger micro-batch
+    or another plan; "always"; "never". ``when_not_finite`` says what becomes of a step whose gradients are not finite:
+    "warn" says so, of steps that are looked at; "skip" leaves each of them out; "stop" takes it back and raises
+    StepError. ``use_fsdp`` makes sure that the model is sharded by ``prepare()``, by ``fully_shard`` or by
+    ``parallelize()``. ``share_weights`` gives ranks unequal parts of a step. ``progress`` shows a bar; by default on
+    rank 0, if it writes to a terminal. With ``shared_storage_path`` SIGTERM and SIGUSR1 end training with a checkpoint,
+    unless ``save_on_signals`` is False or the script handles them.
+
+    ``model_factory`` makes a model like this one, and ``loss_fn(outputs, batch)`` its loss, where that is not what it
+    gives: functions at the top of a module, which another process calls to tell what other micro-batches would take of
+    memory. ``batch`` is what the dataloader gives, or what ``run()`` gives its function.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataloader: Any = None,
+        *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        share_weights: Sequence[float] | None = None,
+        learning_rate_rule: BatchRule = "none",
+        rollback: Literal["gradients", "full"] = "gradients",
+        sync_every_micro_step: bool = False,
+        guard: GuardMode = "auto",
+        when_not_finite: WhenNotFinite = "warn",
+        checkpoint_interval: CheckpointInterval | None = None,
+        use_fsdp: bool = False,
+        shared_storage_path: str | Path | None = None,
+        resume: Resume = "auto",
+        when_save_fails: WhenSaveFails = "raise",
+        save_in_background: bool = True,
+        keep_previous: bool = False,
+        when_saving: WhenSaving = "wait",
+        overlap_saving: Overlap = "auto",
+        save_on_signals: bool = True,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        accelerator: Any = None,
+        config_file: str | Path | None = None,
+        agree_every_steps: Every = "auto",
+        job: str | None = None,
+        run_dir: str | Path | None = None,
+        timeout_seconds: float | None = None,
+        progress: bool | None = None,
+        model_factory: Callable[[], nn.Module] | None = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        check_choice("rollback", rollback, ("gradients", "full"))
+        check_choice("learning_rate_rule", learning_rate_rule, BATCH_RULES)
+        check_choice("guard", guard, ("auto", "always", "never"))
+        check_choice("when_not_finite", when_not_finite, WHEN_NOT_FINITE)
+        check_choice("resume", resume, ("auto", "strict", "never"))
+        check_choice("when_save_fails", when_save_fails, ("raise", "warn"))
+        check_choice("when_saving", when_saving, ("wait", "skip", "error"))
+        check_choice("overlap_saving", overlap_saving, ("auto", True, False))
+        for name, flag in (
+            ("use_fsdp", use_fsdp),
+            ("sync_every_micro_step", sync_every_micro_step),
+            ("save_on_signals", save_on_signals),
+        ):
+            check_flag(name, flag)
+        check_choice("progress", progress, (True, False, None))
+        check_checkpoints(
+            checkpoint_interval,
+            shared_storage_path,
+            job=job,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            in_background=save_in_background,
+            keep_previous=keep_previous,
+        )
+        refuse_in_analysis(os.environ)
+        factory = factory_of(model_factory, loss_fn)
+        check_model(model, accelerator=accelerator)
+        accelerated = None if accelerator is None else Accelerated(accelerator)
+        state = StepState()
+        self._setup = Setup(
+            model=model,
+            accelerated=accelerated,
+            rule=learning_rate_rule,
+            rolls_back_fully=rollback == "full",
+            guard=guard,
+            when_not_finite=when_not_finite,
+            shares_always=sync_every_micro_step,
+            is_sharded=use_fsdp,
+            shows_progress=progress,
+            following={
+                "config_file": config_file,
+                "agree_every_steps": agree_every_steps,
+                "job": job,
+                "run_dir": run_dir,
+                "timeout_seconds": timeout_seconds,
+            },
+            checkpoints={
+                "storage": None if shared_storage_path is None else Path(shared_storage_path).absolute(),
+                "job": job,
+                "interval": checkpoint_interval,
+                "when_save_fails": when_save_fails,
+                "in_background": save_in_background,
+                "keep_previous": keep_previous,
+                "when_saving": when_saving,
+                "overlap": overlap_saving,
+                "leaves_on_signals": save_on_signals,
+                "keep_last": keep_last,
+                "keep_every": keep_every,
+                "how_to_resume": resume,
+            },
+            factory=factory,
+            state=state,
+            gradients=Gradients(model, state),
+            spread=Spread(model, num_local=_num_local()),
+            batches=Batches(
+                dataloader,
+                global_batch_size=global_batch_size,
+                micro_batch_size=micro_batch_size,
+                share_weights=None if share_weights is None else tuple(share_weights),
+            ),
+        )
+        self._model, self._batches = model, self._setup.batches
+        self._counts, self._gradients = self._setup.counts, self._setup.gradients
+        self._parallelism: Parallelism | None = None
+        self._session: Session | None = None
+        self._attempts: Attempts | None = None
+        self._growing: Growing | None = None
+        self._micro_step: Steps | NotPrepared = NotPrepared()
+
+    # ---- setting up ----
+
+    def parallelize(self, model: nn.Module, plan: ParallelPlan, units: Units = None) -> nn.Module:
+        """Spread the trainer's model over all ranks by ``plan``; gives the same object, with rank 0's values on all.
+
+        All ranks call this, before optimizers are made of its parameters. ``units`` are its repeated blocks: a class of
+        modules, names, or those that are found.
+        """
+        if model is not self._model:
+            raise ValueError(f"model is another {type(model).__name__} than ElasticTrainer was given; give it the same")
+        if self._session is not None:
+            raise ElasticError("parallelize() comes before prepare(); after it trainer.reshard(plan) changes the plan")
+        if self._setup.is_sharded and plan.is_replicated:
+            raise ValueError(
+                "use_fsdp is True, and no_shard shards nothing; choose another strategy, hybrid_shard with "
+                "shard_degree=1 for whole copies, or leave use_fsdp out"
+            )
+        spread = Spread(model, units, num_local=_num_local())
+        spread.put_on(plan)
+        self._setup.spread = spread
+        self._gradients.take_up(spread.engine)
+        return model
+
+    def reshard(self, plan: ParallelPlan, reason: str = "trainer.reshard()") -> Proposal:
+        """Ask for another plan; all ranks agree on it at one of the next boundaries. On one rank or on all.
+
+        What is given back says what becomes of it, ``reshard_report`` what it has cost.
+        """
+        if self._prepared and self._setup.spread.plan is None:
+            raise ElasticError(self._setup.spread.why_not or NOT_SPREAD)
+        return self.propose(values_of(plan), reason)
+
+    @property
+    def reshard_report(self) -> ReshardReport | None:
+        """Of the last change of plan; None before the first."""
+        return None if self._parallelism is None else self._parallelism.report
+
+    def prepare(self, optimizer: Any, lr_scheduler: Any = None, scaler: Any = None) -> Any:
+        """Join the other ranks, and return what takes part in the steps: as many values as were given, in this order.
+
+        Several optimizers, or schedulers, come and go as a list; one ``torch.amp.GradScaler`` is for all of them. All
+        ranks call this, once.
+        """
+        if self._session is not None:
+            raise ElasticError("prepare() was called before; give it all optimizers and schedulers at once")
+        check_process_group(LaunchSize.in_environment(os.environ))
+        launched = Launched.in_environment(os.environ)
+        try:
+            made = prepare(self._setup, optimizer, lr_scheduler, scaler, launched=launched)
+        except CheckpointError as error:
+            if not error.says_all:
+                raise
+            raise error.with_traceback(None) from None  # what shows is the script's own line, and the sentence
+        self._session, self._parallelism = made.session, made.parallelism
+        self._attempts, self._growing = made.attempts, made.growing
+        weakref.finalize(self, made.session.abandon)  # a notebook's cell, run again, or a script that closes nothing
+        self._micro_step = made.session.steps  # one object for all: making one costs more than entering it
+        return made.values
+
+    def register_state(self, name: str, tensors: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
+        """Have ``state_dict()`` hold these tensors too, and a full rollback put them back; changed in place.
+
+        When the model's plan changes, those that are sharded move along, and so do plain ones that have a parameter's
+        name and shape when the model comes to be sharded. Between ``no_shard`` and a sharded plan they become other
+        tensors: a dict is kept as it was given, and has them. A tensor by itself does not go between these.
+        """
+        if name in self._setup.registered:
+            raise ValueError(f"{name!r} is registered already; give each state a name of its own")
+        held: Mapping[str, torch.Tensor] = MappingProxyType({"": tensors} if isinstance(tensors, torch.Tensor) else {})
+        if not isinstance(tensors, torch.Tensor):
+            held = tensors if isinstance(tensors, MutableMapping) else MappingProxyType(dict(tensors))
+        claim_registered(name, held, self._setup.unclaimed)
+        self._setup.registered[name] = held
+
+    def save_checkpoint(self) -> Path:
+        """Save a checkpoint now, unless one holds just this; gives its folder. All ranks call this between steps."""
+        return self._prepared.save_checkpoint()
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """``with trainer.evaluation():`` around what may take long between two steps, and is no hang for that.
+
+        On one rank or on all; between two epochs, and before the first step, there is no need of it.
+        """
+        return self._prepared.evaluation()
+
+    def mutate(self) -> AbstractContextManager[None]:
+        """``with trainer.mutate():`` around changes in place of parameters or optimizer state within a step.
+
+        A checkpoint may be copied while a step's passes run, and the optimizer's step waits for that; so does this.
+        """
+        return Mutating(self._prepared)
+
+    def rewind(self, step: int | None = None, *, skip_samples: bool = False) -> Path:
+        """Go back to the checkpoint of ``step``, or to the newest before the present step; gives its folder.
+
+        All ranks call this between two steps. The samples since then come again, in the same loop over a dataloader
+        that can do that; with ``skip_samples`` they do not, and the loop goes on where it is. The config in force
+        stays. A step that was torn because an optimizer failed on all ranks is mended.
+        """
+        check_flag("skip_samples", skip_samples)
+        return self._prepared.rewind(step, skips=skip_samples)
+
+    def _save_fsdp_state(self) -> Path:
+        return self._prepared.save_checkpoint()
+
+    def _load_fsdp_state(self) -> bool:
+        """Go on from the newest checkpoint, as ``prepare`` does, even with ``resume="never"``; whether there is one."""
+        return self._prepared.load_checkpoint()
+
+    # ---- the loop ----
+
+    def epoch(self, epoch: int | None = None) -> AbstractContextManager[int]:
+        """``with trainer.epoch(e):`` around the loop over the dataloader; by default the epoch after the last one."""
+        return Epoch(self._prepared, self._counts.epoch if epoch is None else epoch)
+
+    def step(self, fix_total_batch_size: bool = True) -> AbstractContextManager[None]:
+        """``with trainer.step():`` around the work on one micro-batch; False makes every micro-step commit."""
+        return self._micro_step if fix_total_batch_size else OwnStep(self._micro_step)
+
+    def run(
+        self, function: Callable[_Given, _Result], /, *given: _Given.args, **named: _Given.kwargs
+    ) -> _Result | None:
+        """``with trainer.step(): return function(...)``, which comes again where memory does not suffice for it.
+
+        Then all ranks take the step back, the dataloader hands out the same samples in micro-batches half as large, and
+        this gives None. What is made in ``function`` may not be kept outside of it.
+        """
+        if self._attempts is None:
+            raise ElasticError(NOT_PREPARED)
+        return self._attempts.run(function, given, named)
+
+    def micro_step(self, function: Callable[_Given, _Result]) -> Callable[_Given, _Result | None]:
+        """A decorator: the function's every call is ``trainer.run(function, ...)``."""
+
+        @functools.wraps(function)
+        def taken(*given: _Given.args, **named: _Given.kwargs) -> _Result | None:
+            return self.run(function, *given, **named)
+
+        return taken
+
+    def try_grow(self) -> Proposal:
+        """Ask for micro-batches twice as large; in force at one of the next boundaries. On one rank or on all.
+
+        Where memory does not suffice for them, a step taken with ``run()`` comes again in smaller ones; what did not
+        fit is not asked for again while the model's plan stays, and refused here.
+        """
+        if self._growing is None:
+            raise ElasticError(NOT_PREPARED)
+        return self._growing.try_grow()
+
+    def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **options: Any) -> None:
+        """``loss.backward(**options)``, weighed exactly whatever the loss was computed from.
+
+        With ``num_items``, ``loss`` is a sum over so many items of this micro-batch, such as tokens; the step's
+        gradient is the mean over the items of all its micro-batches on all ranks.
+        """
+        if not self._setup.state.is_inside:
+            raise StepError("trainer.backward() was called outside of `with trainer.step():`")
+        if self._setup.accelerated is not None:
+            loss = self._setup.accelerated.scaled(loss)
+        self._gradients.backward(loss, num_items, **options)
+
+    def clip_grad_norm_(
+        self,
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor | None:
+        """``torch.nn.utils.clip_grad_norm_`` in the micro-step that ends a step; nothing, and None, in the others.
+
+        The norm is that of the whole model, however it is spread over ranks.
+        """
+        if not self._setup.state.is_last:
+            return None
+        if self._setup.accelerated is not None:
+            self._setup.accelerated.unscale()
+        return self._gradients.clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def rollback(self) -> None:
+        """Undo the micro-steps since the last boundary, as an exception would; on every rank or on none."""
+        self._prepared.steps.rollback()
+
+    def reset(self) -> None:
+        """Begin counting ``num_steps`` from zero, and the dataloader's batches too: a new epoch."""
+        self._prepared.reset()
+
+    @overload
+    def knob(self, name: str) -> Any: ...
+    @overload
+    def knob(self, name: str, default: _Default) -> _Default: ...
+    def knob(self, name: str, default: Any = None) -> Any:
+        """The value in force of a name of your own (``user`` in the config), or of a key of the table."""
+        return self._prepared.follower.knob(name, default)
+
+    def on_change(
+        self,
+        section: str,
+        apply: Callable[[ElasticConfig, ElasticConfig], None],
+        check: Callable[[ElasticConfig], str | None] | None = None,
+    ) -> None:
+        """Call ``apply(old, new)`` whenever ``section`` changes; ``check(new)`` may give a reason to refuse it.
+
+        Before ``prepare()``, which takes up the config file that is there, or later.
+        """
+        if self._session is None:
+            self._setup.appliers.append((section, apply, check))
+        else:
+            self._session.follower.on_change(section, apply, check)
+
+    def propose(self, changes: Mapping[str, object], reason: str) -> Proposal:
+        """Ask for a change of the config from inside the job: dotted keys and values. On one rank or on all."""
+        return self._prepared.follower.propose(changes, reason)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Have ``sink`` told where the time of the steps to come goes; it is written to on rank 0 alone.
+
+        All ranks may call this, before ``prepare()`` or later. The sink is closed when training ends.
+        """
+        self._setup.sinks.add(sink)
+
+    def request_stop(self) -> None:
+        """Have ``should_stop`` be true on all ranks after one of the next boundaries. Any rank may call it."""
+        self._prepared.follower.request_stop()
+
+    # ---- what is known ----
+
+    @property
+    def global_step(self) -> int:
+        """Steps that committed since training began."""
+        return self._counts.global_step
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that committed since ``reset()`` or the beginning of the epoch."""
+        return self._counts.num_steps
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of the step under way, or of the one that ended last."""
+        return self._prepared.steps.num_micro_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-step under way, or the one that ended last, ends a step."""
+        return self._prepared.steps.is_committing
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per step over all ranks; None where every micro-step commits."""
+        return self._batches.global_batch
+
+    @property
+    def data_parallel_size(self) -> int:
+        """W: how many replicas of the model share gradients."""
+        return self._gradients.sharing.num_ranks
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of them this rank belongs to; ranks of one replica take the same samples."""
+        return self._gradients.sharing.rank
+
+    @property
+    def start_epoch(self) -> int:
+        """The epoch to begin with: 0, where a loaded state was, or where training is that went back past samples."""
+        return self._counts.start_epoch
+
+    @property
+    def should_stop(self) -> bool:
+        """Some rank asked to stop; the same on every rank."""
+        return self._session is not None and self._session.should_stop
+
+    @property
+    def config(self) -> ElasticConfig:
+        """The config in force."""
+        return self._prepared.follower.config
+
+    # ---- keeping, ending ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the config in force as plain values, and the registered tensors; the same on every rank."""
+        return {
+            **self._counts.state_dict(),
+            "config": self._prepared.follower.state_dict(),
+            "registered": {name: dict(tensors) for name, tensors in self._setup.registered.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; on all ranks, before ``prepare`` or before the first step.
+
+        The optimizer and the scheduler load their own states, in any order.
+        """
+        self._counts.load_state_dict(state)  # first: rates follow the batch that it names
+        if self._session is not None:
+            self._session.resume(state["config"])
+        self._setup.loaded_config = state["config"]
+        for name, tensors in state["registered"].items():
+            if name in self._setup.registered:
+                fill_registered(name, self._setup.registered[name], tensors)
+            else:
+                self._setup.unclaimed[name] = tensors
+
+    def close(self) -> None:
+        """End training: make sure that all ranks took as many steps, and stop following. Twice is allowed.
+
+        Called while an exception is handled, it waits for nobody and tells the other ranks of it.
+        """
+        if self._session is not None:
+            self._session.end(sys.exc_info()[1], by="trainer.close() was called")
+
+    def __enter__(self) -> ElasticTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            by = "`with trainer:` has ended" if error is None else "an exception has left `with trainer:`"
+            self._session.end(error, by=by)
+
+    @property
+    def _prepared(self) -> Session:
+        if self._session is None:
+            raise ElasticError(NOT_PREPARED)
+        return self._session
+
+
+def _num_local() -> int:
+    """How many ranks share this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
